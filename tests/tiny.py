@@ -27,6 +27,8 @@ from transformers import (
     Qwen2VLConfig,
 )
 
+from tests.remote_code import remote_code_model as remote_code_model  # one place to import tiny models from
+
 # Queries have 64 rows, keys and values 32: unequal, so that splitting a joined projection evenly is always wrong.
 DECODER_SIZES: dict[str, Any] = {
     "vocab_size": 128,
