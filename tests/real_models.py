@@ -49,7 +49,7 @@ class Package:
         # declare (old transformers, llama.cpp, rdkit) would break the environment; only-binary runs no setup.py.
         requirement = folder / "requirement.txt"
         requirement.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary=:all:", "--no-compile", "--retries=2", "--require-hashes"]
         command += ["--target", str(folder), "-r", str(requirement)]
         outcome = subprocess.run(command, capture_output=True, text=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-_CONFIGURATION = '''\
+_CONFIGURATION = """\
 from transformers import PretrainedConfig
 
 
@@ -21,7 +21,7 @@ class TinyRemoteConfig(PretrainedConfig):
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
         super().__init__(**kwargs)
-'''
+"""
 
 _MODELING = '''\
 import torch

@@ -1,0 +1,83 @@
+"""Fixtures for all tests. Nothing heavy is imported here, so that collecting stays fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests import real_models
+
+# Before anything imports transformers or torch, which read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars follow it
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# Remote code is copied here: not into the home of whoever runs the tests.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="patcher-tests-modules-")
+
+REAL_MODEL_FIXTURES = frozenset(real_models.MODELS)
+T = TypeVar("T")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses a real model, so that ``-m "not real"`` runs without any."""
+    for item in items:
+        if REAL_MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("real")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    import torch
+
+    torch.manual_seed(0)
+
+
+def _prepared(model: Callable[[], T]) -> T:
+    """A real model's folder. CI fails without it: a green run has tested on real weights."""
+    try:
+        return model()
+    except real_models.ModelUnavailableError as error:
+        if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+            pytest.fail(f"{model.__name__}: {error}", pytrace=False)
+        pytest.skip(f"real model {model.__name__} not available: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return _prepared(real_models.smollm2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_small() -> Path:
+    return _prepared(real_models.smollm2_small)
+
+
+@pytest.fixture(scope="session")
+def smollm2_moe() -> Path:
+    return _prepared(real_models.smollm2_moe)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return _prepared(real_models.minilm)
+
+
+@pytest.fixture(scope="session")
+def albert() -> Path:
+    return _prepared(real_models.albert)
+
+
+@pytest.fixture(scope="session")
+def rxnfp() -> dict[str, Path]:
+    return _prepared(real_models.rxnfp)
