@@ -1,0 +1,73 @@
+"""Everything that patcher raises on its own behalf.
+
+```
+PatcherError
+├── InvalidPatcherError      a Patcher, or a use of one, that can't mean anything
+├── PatchConflictError       two patches that want different things of one class or module
+├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
+├── PatchConstructionError   a replacement could not be built
+├── PatchedWeightsError      weights that are missing, left over, or can't be given back
+├── VerificationError        the patched model is not the stock model
+├── PresetDriftError         the code that a preset is pinned to has changed
+└── CodegenError             a modeling file could not be generated
+```
+
+None of them derives from `OSError`, `ValueError`, `TypeError` or `RuntimeError`: `transformers.pipeline` catches those
+and tries the next model class, which would turn one clear error into a list of unrelated ones. For the same reason the
+registry of `patcher.monkey_patching`, which keeps the contract of the one it stands in for, raises built-in errors.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CodegenError",
+    "InvalidPatcherError",
+    "PatchConflictError",
+    "PatchConstructionError",
+    "PatchedWeightsError",
+    "PatcherError",
+    "PresetDriftError",
+    "PatcherWarning",
+    "UnmatchedPatchError",
+    "VerificationError",
+]
+
+
+class PatcherError(Exception):
+    """The root of the tree: `except PatcherError` catches all that this package raises."""
+
+
+class InvalidPatcherError(PatcherError):
+    """A Patcher that can't mean anything, or a combination that isn't supported."""
+
+
+class PatchConflictError(PatcherError):
+    """Two patches ask for different replacements of one class, or claim one module."""
+
+
+class UnmatchedPatchError(PatcherError):
+    """A class key, a filter, a conversion or a fusion did nothing in this load."""
+
+
+class PatchConstructionError(PatcherError):
+    """A replacement could not be built; `__cause__` holds the error that it raised."""
+
+
+class PatchedWeightsError(PatcherError):
+    """Weights of a replaced module are missing or left over, or can't be saved in the original format."""
+
+
+class VerificationError(PatcherError):
+    """A patched model differs from the stock model."""
+
+
+class PresetDriftError(PatcherError):
+    """The code that a Patcher is pinned to is not the code that is installed."""
+
+
+class CodegenError(PatcherError):
+    """A modeling file could not be generated."""
+
+
+class PatcherWarning(UserWarning):
+    """What `strict=False` says in place of `UnmatchedPatchError` and `PatchedWeightsError`."""

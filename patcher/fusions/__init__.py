@@ -1,0 +1,5 @@
+"""Fusions: other layouts of the same computation, decided module by module while a model loads."""
+
+from patcher.fusions.base import Fusion
+
+__all__ = ["Fusion"]

@@ -1,0 +1,148 @@
+"""Names and expressions, to classes: which class a key means, and what was probably meant instead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+
+from torch import nn
+
+from patcher.errors import PatchConflictError
+
+__all__ = ["compress", "find_key", "is_expression", "is_modeling_module", "module_subclasses", "nearest", "search"]
+
+
+def is_expression(key: str) -> bool:
+    """Whether a key of a class mapping is a regular expression: a key that is an identifier is a class name."""
+    return not key.isidentifier()
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def search(pattern: str, text: str) -> bool:
+    """Whether the expression is found anywhere in the text."""
+    return _compiled(pattern).search(text) is not None
+
+
+def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> str | None:
+    """The key that decides about the class called `name`: an exact name wins over an expression.
+
+    With `names_too` a key that is an identifier is searched as an expression as well, and the first one found wins,
+    which is the rule of the process-wide registry.
+
+    Raises:
+        PatchConflictError: two expressions are found in the name and their replacements differ.
+    """
+    if name in mapping:
+        return name
+    found: str | None = None
+    for key, replacement in mapping.items():
+        if (names_too or is_expression(key)) and search(key, name):
+            if found is None:
+                found = key
+                if names_too:
+                    break
+            elif mapping[found] is not replacement:
+                raise PatchConflictError(
+                    f"The expressions {found!r} and {key!r} both match the class {name}, and they ask for different "
+                    f"replacements, {mapping[found].__qualname__} and {replacement.__qualname__}. Narrow one of the "
+                    f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
+                )
+    return found
+
+
+def module_subclasses() -> Iterator[type[nn.Module]]:
+    """Every live subclass of `nn.Module`, each once."""
+    seen: set[type[nn.Module]] = {nn.Module}
+    stack: list[type[nn.Module]] = [nn.Module]
+    while stack:
+        for cls in type.__subclasses__(stack.pop()):
+            if cls not in seen:
+                seen.add(cls)
+                stack.append(cls)
+                yield cls
+
+
+def is_modeling_module(name: str) -> bool:
+    """Whether a module is modeling code: of transformers itself, or remote code that transformers has loaded."""
+    return name.startswith(("transformers.", "transformers_modules.")) or name == "transformers_modules"
+
+
+def custom_modeling_modules() -> set[str]:
+    """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
+    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is None:
+        return set()
+    found: set[str] = set()
+    seen: set[type] = set()
+    stack: list[type] = [modeling_utils.PreTrainedModel]
+    while stack:
+        for cls in type.__subclasses__(stack.pop()):
+            if cls not in seen:
+                seen.add(cls)
+                stack.append(cls)
+                if not is_modeling_module(cls.__module__):
+                    found.add(cls.__module__)
+    return found
+
+
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """The candidates most like `name`, best first.
+
+    >>> nearest("LlamaMPL", ["LlamaMLP", "LlamaModel", "Linear"])[0]
+    'LlamaMLP'
+    """
+    by_folded: dict[str, str] = {}
+    for candidate in sorted(set(candidates)):
+        by_folded.setdefault(candidate.casefold(), candidate)
+    return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
+
+
+def compress(keys: Iterable[str]) -> list[str]:
+    """Parameter names with runs of layer numbers folded, in order of first appearance.
+
+    >>> compress(["model.layers.0.mlp.x", "model.layers.1.mlp.x", "model.norm.w"])
+    ['model.layers.{0..1}.mlp.x', 'model.norm.w']
+    """
+    current = list(dict.fromkeys(keys))
+    # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
+    depth = max((key.count(".") for key in current), default=0) + 1
+    for position in range(depth, -1, -1):
+        groups: dict[tuple[str, str], list[int]] = {}
+        order: list[tuple[str, str] | str] = []
+        for key in current:
+            parts = key.split(".")
+            if position < len(parts) and parts[position].isdigit():
+                group = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
+                if group not in groups:
+                    groups[group] = []
+                    order.append(group)
+                groups[group].append(int(parts[position]))
+            else:
+                order.append(key)
+        current = []
+        for entry in order:
+            if isinstance(entry, str):
+                current.append(entry)
+            else:
+                head, tail = entry
+                current.append(".".join(part for part in (head, _ranges(groups[entry]), tail) if part))
+    return current
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`[0, 1, 2]` as `{0..2}`, `[0, 2, 3]` as `{0,2..3}`, one number as itself."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    texts = [str(first) if first == last else f"{first}..{last}" for first, last in runs]
+    return texts[0] if len(texts) == 1 and ".." not in texts[0] else "{" + ",".join(texts) + "}"

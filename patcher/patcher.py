@@ -1,0 +1,441 @@
+"""The value: what to change in a model. Normalised, validated, combined and compared here; applied elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from torch import nn
+
+from patcher import matching, seams
+from patcher.conversions import describe, identity
+from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.fusions.base import Fusion, fusion_named
+from patcher.seams import WeightTransform
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from patcher.resolution import Resolution
+
+__all__ = ["Patcher"]
+
+_FIELDS = (
+    "class_mapping",
+    "filtered_weight_conversion_patterns",
+    "extra_weight_conversions",
+    "fusions",
+    "new_weights",
+    "dropped_weights",
+    "strict",
+    "name",
+    "transformers",
+    "fingerprints",
+)
+
+
+class Patcher:
+    """What to change in a model for one load: an immutable value.
+
+    >>> from torch import nn
+    >>> class Doubled(nn.Linear): ...
+    >>> patcher = Patcher({"LlamaMLP": Doubled}, new_weights="adapter")
+    >>> patcher == patcher.replace(name="") and patcher.replace(strict=False).strict
+    False
+
+    Pass it to `from_pretrained(..., patcher=patcher)`, to `from_config`, or enter `with patcher.applied():`.
+
+    Args:
+        class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
+            name; any other key is a regular expression, searched in class names. An exact name wins.
+        filtered_weight_conversion_patterns: expressions; a stock conversion in whose source or target patterns one of
+            them is found is dropped.
+        extra_weight_conversions: conversions that are put in front of the remaining ones, in this order.
+        fusions: layout families, by name or as objects of `patcher.fusions.Fusion`.
+        new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint. They keep what
+            their `__init__` gave them.
+        dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused.
+        strict: raise when a load doesn't do what is said here; otherwise warn.
+        name: for reports.
+        transformers: a PEP 440 specifier of the releases that it was verified on.
+        fingerprints: class name -> fingerprint, or several, of the code that it was verified on.
+
+    Raises:
+        InvalidPatcherError: something here can't mean anything.
+        PatchConflictError: two conversions take the same tensors.
+    """
+
+    __slots__ = (*(f"_{name}" for name in _FIELDS), "_key", "__weakref__")
+
+    def __init__(
+        self,
+        class_mapping: Mapping[str, type[nn.Module]] = MappingProxyType({}),
+        filtered_weight_conversion_patterns: str | Iterable[str] = (),
+        extra_weight_conversions: WeightTransform | Iterable[WeightTransform] = (),
+        *,
+        fusions: str | Fusion | Iterable[str | Fusion] = (),
+        new_weights: str | Iterable[str] = (),
+        dropped_weights: str | Iterable[str] = (),
+        strict: bool = True,
+        name: str = "",
+        transformers: str = "",
+        fingerprints: Mapping[str, str | Iterable[str]] = MappingProxyType({}),
+    ) -> None:
+        values: dict[str, Any] = {
+            "class_mapping": MappingProxyType(_class_mapping(class_mapping)),
+            "filtered_weight_conversion_patterns": _expressions(
+                "filtered_weight_conversion_patterns", filtered_weight_conversion_patterns
+            ),
+            "extra_weight_conversions": _transforms(extra_weight_conversions),
+            "fusions": _fusions(fusions),
+            "new_weights": _expressions("new_weights", new_weights),
+            "dropped_weights": _expressions("dropped_weights", dropped_weights),
+            "strict": _typed("strict", strict, bool),
+            "name": _typed("name", name, str),
+            "transformers": _specifier(transformers),
+            "fingerprints": MappingProxyType(_fingerprints(fingerprints)),
+        }
+        for field, value in values.items():
+            object.__setattr__(self, f"_{field}", value)
+        key = (
+            frozenset(values["class_mapping"].items()),
+            values["filtered_weight_conversion_patterns"],
+            tuple(identity(transform) for transform in values["extra_weight_conversions"]),
+            tuple(fusion_named(fusion) for fusion in values["fusions"]),
+            values["new_weights"],
+            values["dropped_weights"],
+            values["strict"],
+            values["name"],
+            SpecifierSet(values["transformers"]),
+            frozenset(values["fingerprints"].items()),
+        )
+        object.__setattr__(self, "_key", key)
+
+    # --- the value ---------------------------------------------------------------------------------------------
+
+    @property
+    def class_mapping(self) -> Mapping[str, type[nn.Module]]:
+        return self._class_mapping  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def filtered_weight_conversion_patterns(self) -> tuple[str, ...]:
+        return self._filtered_weight_conversion_patterns  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def extra_weight_conversions(self) -> tuple[WeightTransform, ...]:
+        # Copies: a transform that somebody runs collects tensors, and this value must not.
+        return tuple(seams.copy_transform(item) for item in self._extra_weight_conversions)  # type: ignore[attr-defined]
+
+    @property
+    def fusions(self) -> tuple[str | Fusion, ...]:
+        return self._fusions  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def new_weights(self) -> tuple[str, ...]:
+        return self._new_weights  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def dropped_weights(self) -> tuple[str, ...]:
+        return self._dropped_weights  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def strict(self) -> bool:
+        return self._strict  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def name(self) -> str:
+        return self._name  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def transformers(self) -> str:
+        return self._transformers  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def fingerprints(self) -> Mapping[str, tuple[str, ...]]:
+        return self._fingerprints  # type: ignore[attr-defined, no-any-return]
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Patcher) else NotImplemented  # type: ignore[attr-defined, no-any-return]
+
+    def __hash__(self) -> int:
+        return hash(self._key)  # type: ignore[attr-defined]
+
+    def __bool__(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.class_mapping or self.filtered_weight_conversion_patterns or self._extra or self.fusions)
+
+    @property
+    def _extra(self) -> tuple[WeightTransform, ...]:
+        return self._extra_weight_conversions  # type: ignore[attr-defined, no-any-return]
+
+    def _settings(self) -> dict[str, Any]:
+        return {field: getattr(self, f"_{field}") for field in _FIELDS}
+
+    def __copy__(self) -> Patcher:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patcher:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = self._settings()
+        settings["class_mapping"] = dict(settings["class_mapping"])
+        settings["fingerprints"] = dict(settings["fingerprints"])
+        return (_rebuild, (settings,))
+
+    def __repr__(self) -> str:
+        parts = []
+        if self.class_mapping:
+            items = ", ".join(f"{key!r}: {cls.__qualname__}" for key, cls in self.class_mapping.items())
+            parts.append(f"class_mapping={{{items}}}")
+        for field in ("filtered_weight_conversion_patterns", "fusions", "new_weights", "dropped_weights"):
+            if value := getattr(self, field):
+                parts.append(f"{field}={list(value)!r}")
+        if self._extra:
+            parts.append(f"extra_weight_conversions=[{', '.join(map(_transform_repr, self._extra))}]")
+        if not self.strict:
+            parts.append("strict=False")
+        for field in ("name", "transformers"):
+            if value := getattr(self, field):
+                parts.append(f"{field}={value!r}")
+        if self.fingerprints:
+            parts.append(f"fingerprints={dict(self.fingerprints)!r}")
+        return f"Patcher({', '.join(parts)})"
+
+    def replace(self, **changes: Any) -> Patcher:
+        """A copy with other values for some of the parameters.
+
+        Raises:
+            InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
+        """
+        for name in changes:
+            if name not in _FIELDS:
+                close = matching.nearest(name, _FIELDS)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(_FIELDS)}."
+                raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+        return Patcher(**{**self._settings(), **changes})
+
+    def __or__(self, other: Patcher) -> Patcher:
+        """Both patchers in one.
+
+        Raises:
+            PatchConflictError: they want different things of one class, or take the same tensors.
+        """
+        if not isinstance(other, Patcher):
+            return NotImplemented
+        mapping = dict(self.class_mapping)
+        for key, cls in other.class_mapping.items():
+            if mapping.setdefault(key, cls) is not cls:
+                raise PatchConflictError(
+                    f"Both patchers replace {key!r}, by {mapping[key].__qualname__} and by {cls.__qualname__}. "
+                    f"Combine after taking one away: patcher.replace(class_mapping={{...}})."
+                )
+        for cls in matching.module_subclasses():  # two expressions that hit one class
+            matching.find_key(cls.__name__, mapping)
+        extras = list(self._extra)
+        extras += [item for item in other._extra if identity(item) not in {identity(mine) for mine in extras}]
+        fingerprints = {key: list(values) for key, values in self.fingerprints.items()}
+        for key, values in other.fingerprints.items():
+            fingerprints[key] = [*fingerprints.get(key, []), *values]
+        return Patcher(
+            mapping,
+            _united(self.filtered_weight_conversion_patterns, other.filtered_weight_conversion_patterns),
+            extras,
+            fusions=_united(self.fusions, other.fusions),
+            new_weights=_united(self.new_weights, other.new_weights),
+            dropped_weights=_united(self.dropped_weights, other.dropped_weights),
+            strict=self.strict or other.strict,
+            name=" | ".join(_united((self.name,), (other.name,))) if self.name and other.name else self.name or other.name,
+            transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
+            fingerprints=fingerprints,
+        )
+
+    # --- using it ----------------------------------------------------------------------------------------------
+
+    def applied(self) -> AbstractContextManager[Patcher]:
+        """Patch what is built inside the block, in this thread or asyncio task only.
+
+        ```python
+        with patcher.applied():
+            model = LlamaForCausalLM(config)
+        ```
+
+        Raises:
+            UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
+        """
+        from patcher.loading import applied
+
+        return applied(self)
+
+    def apply(self, model: PreTrainedModel) -> PreTrainedModel:
+        """A new model with the weights of a loaded one, patched by this patcher alone.
+
+        ```python
+        patched = patcher.apply(model)
+        stock = Patcher().apply(patched)
+        ```
+
+        Storage is shared where no conversion runs. The given model stays as it is.
+
+        Raises:
+            InvalidPatcherError: the model is quantized or its weights are offloaded.
+            PatchedWeightsError: a weight can't be given back, or is missing for the replacement.
+        """
+        from patcher.applying import apply
+
+        return apply(self, model)
+
+    def resolve(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
+        """What this patcher does to a model, module by module, without building it for real.
+
+        ```python
+        print(patcher.resolve(LlamaForCausalLM, config))
+        ```
+
+        Raises:
+            PatchConflictError: two fusions claim one module, or a fusion claims a replaced one.
+            PatchConstructionError: a replacement can't be built.
+        """
+        from patcher.resolution import resolve
+
+        return resolve(self, model_class, config)
+
+
+def _rebuild(settings: dict[str, Any]) -> Patcher:
+    return Patcher(**settings)
+
+
+def _united(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys((*first, *second)))
+
+
+def _typed(field: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise InvalidPatcherError(f"{field} must be a {kind.__name__}, found {value!r} ({type(value).__name__}).")
+    return value
+
+
+def _class_mapping(mapping: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.Module]]:
+    if not isinstance(mapping, Mapping):
+        raise InvalidPatcherError(
+            f"class_mapping must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
+            'write {"LlamaMLP": MyMLP}.'
+        )
+    result = {}
+    for key, cls in mapping.items():
+        if not isinstance(key, str) or not key:
+            raise InvalidPatcherError(
+                f"class_mapping: a key is the name of a class, or an expression, found {key!r}; "
+                f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
+            )
+        if matching.is_expression(key):
+            _compiled(f"class_mapping key {key!r}", key)
+        if not isinstance(cls, type):
+            kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
+            raise InvalidPatcherError(
+                f"class_mapping[{key!r}] must be a class, found {cls!r} ({kind}); write the class itself, not an object."
+            )
+        if not issubclass(cls, nn.Module):
+            raise InvalidPatcherError(
+                f"class_mapping[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives from "
+                f"{', '.join(base.__qualname__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
+            )
+        result[key] = cls
+    return result
+
+
+def _compiled(what: str, expression: str) -> str:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise InvalidPatcherError(
+            f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
+        ) from error
+    return expression
+
+
+def _expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
+    listed = [values] if isinstance(values, str) else _listed(field, values, "an expression")
+    for value in listed:
+        if not isinstance(value, str):
+            raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) is no expression; write a string.")
+        if not value:
+            raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
+        _compiled(f"{field}: {value!r}", value)
+    return tuple(dict.fromkeys(listed))
+
+
+def _listed(field: str, values: Any, what: str) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
+        raise InvalidPatcherError(f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__}).")
+    return list(values)
+
+
+def _transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
+    field = "extra_weight_conversions"
+    listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
+    taken: dict[tuple[Any, ...], WeightTransform] = {}
+    result = []
+    for value in listed:
+        if not isinstance(value, WeightTransform):
+            raise InvalidPatcherError(
+                f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
+                "WeightRenaming of transformers."
+            )
+        for pattern in seams.source_patterns(value):
+            other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
+            if other is not value and identity(other) != identity(value):
+                raise PatchConflictError(
+                    f"Two extra_weight_conversions take the same tensors, {pattern!r}: {describe(other)} and "
+                    f"{describe(value)}. Only one can; take one away."
+                )
+        if all(identity(value) != identity(other) for other in result):
+            result.append(seams.copy_transform(value))
+    return tuple(result)
+
+
+def _fusions(values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
+    listed = [values] if isinstance(values, str | Fusion) else _listed("fusions", values, "a fusion")
+    for value in listed:
+        fusion_named(value)
+    return tuple(dict.fromkeys(listed))
+
+
+def _specifier(value: str) -> str:
+    _typed("transformers", value, str)
+    try:
+        return str(SpecifierSet(value))
+    except InvalidSpecifier as error:
+        raise InvalidPatcherError(
+            f"transformers={value!r} is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
+        ) from error
+
+
+def _fingerprints(values: Mapping[str, str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    if not isinstance(values, Mapping):
+        raise InvalidPatcherError(f"fingerprints must map class names to fingerprints, found {values!r}.")
+    result = {}
+    for key, value in values.items():
+        listed = [value] if isinstance(value, str) else _listed(f"fingerprints[{key!r}]", value, "a fingerprint")
+        if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
+            raise InvalidPatcherError(f"fingerprints[{key!r}] must be a text or several, found {value!r}.")
+        result[key] = tuple(sorted(set(listed)))
+    return result
+
+
+def _transform_repr(transform: WeightTransform) -> str:
+    arguments = [repr(seams.source_patterns(transform)), repr(seams.target_patterns(transform))]
+    if operations := getattr(transform, "operations", None):
+        arguments.append(repr(list(operations)))
+    return f"{type(transform).__name__}({', '.join(arguments)})"

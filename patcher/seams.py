@@ -1,0 +1,328 @@
+"""Every private name of transformers that this package touches, and nothing else.
+
+A new release of transformers is a change to this file. What is looked up here is checked the first time it is used, by
+`check()`, so that a seam which is gone says so in one sentence instead of loading wrong weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, configuration_utils, conversion_mapping, modeling_utils
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+)
+from transformers.integrations.accelerate import get_device
+from transformers.utils import output_capturing
+
+from patcher.errors import PatcherError
+
+__all__ = [
+    "Concatenate",
+    "ConversionOps",
+    "PreTrainedModel",
+    "PretrainedConfig",
+    "WeightConverter",
+    "WeightRenaming",
+    "WeightTransform",
+    "check",
+    "dot_natural_key",
+    "get_device",
+]
+
+logger = logging.getLogger(__name__)
+
+# Where the hook goes: the owner, the name, and the parameters that it relies on.
+SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (PreTrainedModel, "from_pretrained", ()),
+    (PreTrainedModel, "_from_config", ("config",)),
+    (PreTrainedModel, "get_init_context", ()),
+    (PreTrainedModel, "__init__", ("config",)),
+    (PreTrainedModel, "post_init", ()),
+    (PreTrainedModel, "save_pretrained", ("save_directory", "state_dict", "save_original_format")),
+    (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),
+    (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
+    (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
+    (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
+    (modeling_utils, "_add_variant", ()),
+    (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
+    (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
+    (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
+    (output_capturing, "_CAN_RECORD_REGISTRY", ()),
+    (configuration_utils.PreTrainedConfig, "save_pretrained", ("save_directory",)),
+    (WeightTransform, "rename_source_key", ("source_key",)),
+    (WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern", "future")),
+    (WeightTransform, "reverse_transform", ()),
+)
+
+# Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
+# its own takes them from the class that it replaces.
+LOADING_ATTRIBUTES = (
+    "_tied_weights_keys",
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+    "_no_split_modules",
+    "_skip_keys_device_placement",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+    "_can_record_outputs",
+    "_supports_sdpa",
+    "_supports_flash_attn",
+    "_supports_flex_attn",
+    "_supports_attention_backend",
+    "base_model_prefix",
+    "main_input_name",
+    "input_modalities",
+    "supports_gradient_checkpointing",
+)
+
+_checked = False
+
+
+def check() -> None:
+    """Raise a `PatcherError` that names the release of transformers if a seam is missing. Looks only once."""
+    global _checked
+    if _checked:
+        return
+    for owner, name, parameters in SEAMS:
+        where = f"{getattr(owner, '__module__', '')}.{owner.__name__}".lstrip(".")
+        seam = getattr(owner, name, None)
+        if seam is None:
+            raise _gone(f"{where}.{name} is gone")
+        if parameters:
+            known = inspect.signature(seam).parameters
+            if missing := [parameter for parameter in parameters if parameter not in known]:
+                raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
+    missing = [slot for slot in ("_original_source_patterns", "_was_used") if slot not in _slots(WeightTransform)]
+    if missing:
+        raise _gone(f"WeightTransform has no {', '.join(missing)}")
+    _checked = True
+
+
+def _gone(what: str) -> PatcherError:
+    from importlib.metadata import version
+
+    return PatcherError(
+        f"This release of patcher ({version('patcher')}) doesn't know transformers {transformers.__version__}: {what}. "
+        "Install a supported release of transformers (`pip show patcher` lists them), or a newer patcher."
+    )
+
+
+# --- weight transforms ---------------------------------------------------------------------------------------------
+
+# What a transform collects while it runs, and what follows from its patterns.
+_RUNTIME_SLOTS = frozenset(
+    {
+        "collected_tensors",
+        "compiled_sources",
+        "distributed_operation",
+        "layer_targets",
+        "quantization_operation",
+        "source_patterns",
+        "target_patterns",
+        "_active",
+        "_was_used",
+    }
+)
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in reversed(cls.__mro__):
+        own = base.__dict__.get("__slots__", ())
+        names += [own] if isinstance(own, str) else list(own)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def transform_settings(transform: WeightTransform) -> dict[str, Any]:
+    """All that makes a transform what it is: its patterns as they were written, its scope, its operations."""
+    names = [name for name in _slots(type(transform)) if name not in _RUNTIME_SLOTS]
+    settings = {name: getattr(transform, name) for name in names if hasattr(transform, name)}
+    settings.update(getattr(transform, "__dict__", {}))
+    return settings
+
+
+def source_patterns(transform: WeightTransform) -> list[str]:
+    """The source patterns as they were written."""
+    return list(transform._original_source_patterns)
+
+
+def target_patterns(transform: WeightTransform) -> list[str]:
+    """The target patterns as they were written."""
+    return list(transform._original_target_patterns)
+
+
+def all_patterns(transform: WeightTransform) -> set[str]:
+    """Source and target patterns, as they were written and as they are matched."""
+    return {
+        *transform._original_source_patterns,
+        *transform._original_target_patterns,
+        *transform.source_patterns,
+        *transform.target_patterns,
+    }
+
+
+def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None = None) -> Any:
+    """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs."""
+    kind = type(transform) if cls is None else cls
+    copy = kind.__new__(kind)
+    for name in _slots(type(transform)):
+        if hasattr(transform, name):
+            value = getattr(transform, name)
+            if name in ("collected_tensors", "layer_targets"):
+                value = type(value)(value.default_factory)
+            elif name == "compiled_sources":
+                pass  # immutable
+            else:
+                value = deepcopy(value)
+            object.__setattr__(copy, name, value)
+    if hasattr(transform, "__dict__"):
+        copy.__dict__.update(deepcopy(transform.__dict__))
+    copy._was_used = False
+    copy.quantization_operation = None
+    return copy
+
+
+def was_used(transform: WeightTransform) -> bool:
+    """Whether the transform matched a key."""
+    return bool(transform._was_used)
+
+
+def rename_key(
+    key: str,
+    transforms: Iterable[WeightTransform],
+    model: PreTrainedModel | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> tuple[str, WeightTransform | None, str | None]:
+    """The name that a load gives to a checkpoint key, and the converter and the source pattern that take it.
+
+    With `model` and `parameters` the prefix of the base model is added or removed as a load does.
+    """
+    renamed, taker, pattern = key, None, None
+    chain = list(transforms)
+    for transform in chain:
+        if isinstance(transform, WeightRenaming):
+            renamed, _ = transform.rename_source_key(renamed)
+    for transform in chain:
+        if isinstance(transform, WeightConverter):
+            renamed, pattern = transform.rename_source_key(renamed)
+            if pattern is not None:
+                taker = transform
+                break
+    if model is None or parameters is None:
+        return renamed, taker, pattern
+    renamed = with_model_prefix(renamed, model, parameters)
+    if renamed not in parameters and key in parameters:
+        return with_model_prefix(key, model, parameters), None, None
+    return renamed, taker, pattern
+
+
+def with_model_prefix(key: str, model: PreTrainedModel, parameters: Mapping[str, Any]) -> str:
+    """The key with the prefix of the base model added or removed, where that names a parameter."""
+    prefix = model.base_model_prefix
+    if not prefix:
+        return key
+    if key.startswith(prefix) and key.removeprefix(f"{prefix}.") in parameters:
+        return key.removeprefix(f"{prefix}.")
+    if f"{prefix}.{key}" in parameters:
+        return f"{prefix}.{key}"
+    return key
+
+
+def stock_conversions(
+    model: PreTrainedModel, key_mapping: dict[str, str] | None = None, *, legacy: bool = True
+) -> list[WeightTransform]:
+    """The conversions that transformers has for the model, before any quantizer."""
+    return _stock_conversion_mapping(model, key_mapping, None, add_legacy=legacy)
+
+
+# Before the hook stands in for it.
+_stock_conversion_mapping = conversion_mapping.get_model_conversion_mapping
+stock_revert = modeling_utils.revert_weight_conversion
+
+
+def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
+    """The conversions of the model's load, as transformers remembers them for saving."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
+    model._weight_conversions = conversions
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+def tied_keys(model: PreTrainedModel) -> set[str]:
+    """The parameters that are tied to another one, and so don't come from a checkpoint."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> None:
+    """Give a replaced model, on the instance, what its class lacks and the class that it replaces says."""
+    replacement = type(model)
+    if issubclass(replacement, original) or not issubclass(original, PreTrainedModel):
+        return
+    for name in LOADING_ATTRIBUTES:
+        default = getattr(PreTrainedModel, name, None)
+        mine, theirs = getattr(replacement, name, default), getattr(original, name, default)
+        if mine is default and theirs is not default and not isinstance(theirs, property):
+            model.__dict__[name] = deepcopy(theirs)
+
+
+def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]]) -> None:
+    """Where a device map may not split the original class, it may not split the replacement."""
+    listed = model._no_split_modules
+    if listed:
+        # Set by `post_init` on the instance; older models may not have got there.
+        model._no_split_modules = set(listed).union(*(new for old, new in names.items() if old in listed))
+
+
+def mark_initialized(tensor: torch.Tensor) -> None:
+    """Keep transformers' initialisation away from a tensor that has its value."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+# --- recorded outputs ----------------------------------------------------------------------------------------------
+
+stock_install_output_hooks = output_capturing.install_all_output_capturing_hooks
+
+
+def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing.OutputRecorder]]:
+    """What the model's class records, as (output name, recorder) pairs."""
+    if type(output_capturing._CAN_RECORD_REGISTRY) is dict:  # up to 5.17
+        entries = output_capturing._CAN_RECORD_REGISTRY.get(str(model.__class__)) or {}
+    else:
+        entries = output_capturing._CAN_RECORD_REGISTRY.get(model) or {}
+    recorders = []
+    for key, specs in entries.items():
+        for spec in specs if isinstance(specs, list) else [specs]:
+            if not isinstance(spec, output_capturing.OutputRecorder):
+                is_name = isinstance(spec, str)
+                spec = output_capturing.OutputRecorder(
+                    target_class=None if is_name else spec,  # type: ignore[arg-type]
+                    index=0 if "hidden_states" in key else 1,
+                    class_name=spec if is_name else None,
+                )
+            recorders.append((key, spec))
+    return recorders
+
+
+def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
+    """The forward hook with which transformers records an output."""
+    bearer = nn.Module()
+    output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
+    return next(iter(bearer._forward_hooks.values()))
