@@ -1,0 +1,134 @@
+"""Names that a generated file would lack, found before it is written, each with the line that mends it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.extract import Location, Source
+from patcher.codegen.names import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
+from patcher.codegen.source import SourceModule
+from patcher.errors import CodegenError
+
+
+def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: ast.Module) -> None:
+    """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
+    try:
+        tree = ast.parse(text)
+        compile(tree, config.target_file, "exec")
+    except SyntaxError as error:
+        raise CodegenError(
+            f"{config.where}: {config.target_file} would not compile: {error.msg}, on line {error.lineno}: "
+            f"{(error.text or '').strip()!r}. Look at the patch that this line comes from."
+        ) from error
+    known_before = undefined_names(source.text, shipped)
+    missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
+    if missing:
+        raise CodegenError(_missing(config, text, tree, shipped, missing))
+    early_before = used_too_early(shipped)
+    early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
+    if early:
+        name, (use, bound) = next(iter(early.items()))
+        where, what = _user(config, name)
+        raise CodegenError(
+            f"{where}: {what} uses {name!r} while {config.target_file} is imported, and the file defines it only "
+            f"further down (used on line {use}, defined on line {bound}). Put it behind that definition with "
+            f"add_helper_after({name!r}), or use the name inside a function."
+        )
+
+
+def _sources(config: PatchConfig) -> list[tuple[Location, str, Source, dict[str, str]]]:
+    found = [(p.where, p.asked, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
+    return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
+
+
+def _uses(source: Source, names: Mapping[str, str]) -> set[str]:
+    text = source.text if not source.indent else "if True:\n" + source.text
+    return {names.get(name, name) for name in free_names(text)}
+
+
+def _user(config: PatchConfig, name: str) -> tuple[Location, str]:
+    """Who uses a name: the patch, helper or block, else the config."""
+    for where, asked, source, names in _sources(config):
+        text = source.text if not source.indent else "if True:\n" + source.text
+        words = {names.get(part.id, part.id) for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
+        if name in words:
+            return where, asked
+    for block in config.blocks:
+        if name in free_names(block.code):
+            return block.where, "the text given to add_post_import_block"
+    return config.where, "the file"
+
+
+def _missing(config: PatchConfig, text: str, tree: ast.Module, shipped: ast.Module, missing: Mapping[str, int]) -> str:
+    """The message: first what patches use, then what exclusions took away."""
+    parts: list[str] = []
+    told: set[str] = set()
+    removed = {name: (where, "drop_import_names") for name, where in config.dropped}
+    removed |= {name: (where, "exclude_from_output") for name, where in config.excluded}
+    for where, asked, source, names in _sources(config):
+        own = sorted(_uses(source, names) & missing.keys())
+        if own:
+            told.update(own)
+            parts.append(f"{where}: {asked} uses {_listed(own)}, which {config.target_file} does not define.")
+            parts += [f"  {name}: {_remedy(config, name, source, shipped)}" for name in own]
+    for block in config.blocks:
+        own = sorted(free_names(block.code) & missing.keys())
+        if own:
+            told.update(own)
+            parts.append(
+                f"{block.where}: the text given to add_post_import_block uses {_listed(own)}, which "
+                f"{config.target_file} does not define. Import it with config.add_import."
+            )
+    for name in missing:
+        if name in told:
+            continue
+        where, asked = removed.get(name, (config.where, ""))
+        owner = _owner(tree, missing[name])
+        parts.append(
+            f"{where}: {asked}({name!r}) removes what {owner} still uses, on line {missing[name]}. Keep it, "
+            f"bind {name!r} another way, or leave {owner} out as well."
+            if asked
+            else f"{where}: {config.target_file} would use {name!r} on line {missing[name]} without defining it."
+        )
+    return "\n".join(parts)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _remedy(config: PatchConfig, name: str, source: Source, shipped: ast.Module) -> str:
+    """The line to add, read from the file that the patch code stands in."""
+    try:
+        home = ast.parse("".join(_file_lines(source.file)))
+    except SyntaxError:
+        home = ast.parse("")
+    imported = import_bindings(home).get(name)
+    if isinstance(imported, ast.Import):
+        alias = next(a for a in imported.names if (a.asname or a.name.split(".")[0]) == name)
+        module = alias.name if alias.asname else name
+        extra = f", alias={alias.asname!r}" if alias.asname else ""
+        return f"add config.add_import({module!r}{extra}, is_from_import=False)"
+    if isinstance(imported, ast.ImportFrom) and imported.module and not imported.level:
+        alias = next(a for a in imported.names if (a.asname or a.name) == name)
+        word = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+        return f"add config.add_import({imported.module!r}, names=[{word!r}])"
+    line = bound_names(home).get(name)
+    if line is not None:
+        return f"defined on line {line} of the config; add config.add_helper({name}), or a post-import block"
+    return f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(shipped))}"
+
+
+def _file_lines(file: str) -> list[str]:
+    import linecache
+
+    return linecache.getlines(file) if file else []
+
+
+def _owner(tree: ast.Module, line: int) -> str:
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.lineno <= line <= (node.end_lineno or 0):
+            return repr(node.name)
+    return "the module"

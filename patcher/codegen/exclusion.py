@@ -1,0 +1,76 @@
+"""`exclude_from_output`: definitions that the file leaves out, and their entries in `__all__`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import libcst as cst
+
+from patcher.codegen import tree
+from patcher.codegen.config import Patch
+from patcher.codegen.extract import Location
+from patcher.codegen.names import nearest
+from patcher.errors import CodegenError
+
+
+def exclude(
+    module: cst.Module, excluded: Sequence[tuple[str, Location]], patches: Sequence[Patch], source: str
+) -> dict[cst.CSTNode, Sequence[Any]]:
+    """The edits that leave names out of a module.
+
+    Raises:
+        CodegenError: for a name that the module doesn't define, or that is patched as well.
+    """
+    if not excluded:
+        return {}
+    edits: dict[cst.CSTNode, Sequence[Any]] = {}
+    known: dict[str, list[Any]] = {}
+    for node in tree.statements(module.body):
+        name = _defined(node)
+        if name:
+            known.setdefault(name, []).append(node)
+    patched = {patch.target.split(".")[0]: patch for patch in patches}
+    for name, where in excluded:
+        if name not in known:
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) names no class, function or constant of {source}. "
+                f"{nearest(name, known)}"
+            )
+        if name in patched:
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].asked} at "
+                f"{patched[name].where} patches. Remove one."
+            )
+        edits.update((node, ()) for node in known[name])
+    names = {name for name, _ in excluded}
+    for node in known.get("__all__", []):
+        edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(names)))]
+    return edits
+
+
+def _defined(node: Any) -> str:
+    """The one name that a statement defines, empty if it isn't of that kind."""
+    if isinstance(node, (cst.ClassDef, cst.FunctionDef)):
+        return node.name.value
+    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
+        return ""
+    part: Any = node.body[0]
+    target = part.targets[0].target if isinstance(part, cst.Assign) and len(part.targets) == 1 else None
+    if isinstance(part, (cst.AnnAssign, cst.AugAssign)):
+        target = part.target
+    return target.value if isinstance(target, cst.Name) else ""
+
+
+class _Unlisted(cst.CSTTransformer):
+    """Removes the strings of `__all__` that name what is left out."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        value = original_node.value if isinstance(original_node, cst.Element) else None
+        if isinstance(value, cst.SimpleString) and value.evaluated_value in self.names:
+            return cst.RemoveFromParent()
+        return updated_node

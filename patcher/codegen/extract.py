@@ -1,0 +1,275 @@
+"""The source of patch code: which text defines this class or function, and which decorators are ours.
+
+`inspect.getsource` is not enough here. It finds a class by name alone, so of two definitions of one name it may
+return the wrong one, it fails on classes of notebook cells, and it drops comments that stand above a decorator or
+behind the last statement. What is read here is the line that Python itself recorded.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import sys
+import textwrap
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from patcher.errors import CodegenError
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+# Lines on which a decorator of ours was applied to an object. A definition can carry several of them, of several
+# configs, and the outer ones run after the inner ones: so it is read when the text is generated, not before.
+_DECORATED: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of a config, as error messages print it."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of one class or function definition.
+
+    Attributes:
+        name: the name that the definition binds.
+        text: whole lines, newlines as `\\n`, indentation as it stood in the file.
+        file: where it was read, empty for a text given as a string.
+        line: the number of the first line of `text` in that file.
+        indent: the white space in front of the definition.
+        decorators: first and last line of each decorator.
+        is_class: whether it defines a class.
+    """
+
+    name: str
+    text: str
+    file: str
+    line: int
+    indent: str
+    decorators: tuple[tuple[int, int], ...]
+    is_class: bool
+
+
+def caller() -> Location:
+    """The innermost line that is not part of this package: the line of the config."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    if frame is None:
+        return Location("<unknown>", 0)
+    return Location(frame.f_code.co_filename, frame.f_lineno)
+
+
+def caller_module() -> tuple[str, str]:
+    """Name and file of the module that the innermost foreign line belongs to."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    if frame is None:
+        return "", ""
+    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    return (str(frame.f_globals.get("__name__", "")) + ".").startswith("patcher.codegen.")
+
+
+def unwrap(obj: Any) -> Any:
+    """The function or class behind `staticmethod`, `classmethod`, `property` and `functools.wraps`."""
+    while True:
+        if isinstance(obj, (staticmethod, classmethod)):
+            obj = obj.__func__
+        elif isinstance(obj, property) and obj.fget is not None:
+            obj = obj.fget
+        elif inspect.isclass(obj) or not hasattr(obj, "__wrapped__"):
+            return obj
+        else:
+            obj = obj.__wrapped__
+
+
+def note_decorator(obj: Any, line: int) -> None:
+    """Remember that a decorator on this line is ours, so that the generated text leaves it out."""
+    try:
+        _DECORATED.setdefault(unwrap(obj), set()).add(line)
+    except TypeError:  # not weakly referable: not a class or a function, and reported as such by read_source
+        return
+
+
+def own_decorators(obj: Any, source: Source) -> set[int]:
+    """Indices of the decorators of a definition that are ours."""
+    try:
+        lines = _DECORATED.get(unwrap(obj), set())
+    except TypeError:
+        return set()
+    return {i for i, (first, last) in enumerate(source.decorators) if any(first <= n <= last for n in lines)}
+
+
+def read_source(obj: Any, asked: str, where: Location, decorator_line: int | None = None) -> Source:
+    """The definition of a class or function, or of a text that holds one.
+
+    Args:
+        obj: a class, a function (wrapped or not), or the text of a definition.
+        asked: what the config asked for, for messages.
+        where: the line of the config, for messages.
+        decorator_line: the line on which a decorator was applied to it; it tells apart definitions of one name.
+
+    Raises:
+        CodegenError: for a lambda, an object without readable source, or a text that is no single definition.
+    """
+    if isinstance(obj, str):
+        return _from_text(obj, asked, where)
+    inner = unwrap(obj)
+    if inspect.isclass(inner):
+        name, file = inner.__name__, _class_file(inner)
+    elif isinstance(inner, types.FunctionType):
+        name, file = inner.__code__.co_name, inner.__code__.co_filename
+    else:
+        raise CodegenError(
+            f"{where}: {asked} was given {obj!r}, which is neither a class nor a function written in Python, so "
+            "there is no source to copy. Give a class or a function, its text, or use create_patch_from_external."
+        )
+    if name == "<lambda>":
+        raise CodegenError(f"{where}: {asked} was given a lambda, which has no text of its own. Write it as a def.")
+    lines = _lines(file, inner)
+    if not lines:
+        raise CodegenError(
+            f"{where}: {asked} needs the source of {name!r}, and none could be read from {file or 'its module'!r}. "
+            "Define it in a file, give its text as a string, or use create_patch_from_external."
+        )
+    text = "".join(lines)
+    try:
+        tree = _parse(text)
+    except SyntaxError as error:
+        raise CodegenError(
+            f"{where}: {asked} needs the source of {name!r}, but {file} does not parse: {error}"
+        ) from error
+    found = _pick(list(_definitions(tree, name)), inner, decorator_line)
+    if found is None:
+        raise CodegenError(
+            f"{where}: {asked} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
+            "If the file was edited since, start again; if the class is defined twice, give one a name of its own."
+        )
+    return _cut(found, lines, file)
+
+
+def _from_text(text: str, asked: str, where: Location) -> Source:
+    text = textwrap.dedent(text.replace("\r\n", "\n")).strip("\n") + "\n"
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise CodegenError(f"{where}: the text given to {asked} does not parse: {error}") from error
+    if len(body) != 1 or not isinstance(body[0], _DEFINITIONS):
+        raise CodegenError(
+            f"{where}: the text given to {asked} must be one class or one function, and it holds {len(body)} "
+            "statements that are not. Imports go to add_import, other code to add_post_import_block."
+        )
+    return _cut(body[0], text.splitlines(keepends=True), "")
+
+
+def _class_file(cls: type) -> str:
+    """The file of a class: that of its methods first, because a class of a notebook cell has no other."""
+    for function in _methods(cls):
+        if function.__qualname__ == f"{cls.__qualname__}.{function.__name__}":
+            return function.__code__.co_filename
+    return str(getattr(sys.modules.get(cls.__module__), "__file__", "") or "")
+
+
+def _methods(cls: type) -> Iterator[types.FunctionType]:
+    for value in vars(cls).values():
+        inner = unwrap(value)
+        if not isinstance(inner, types.FunctionType) or inner.__module__ != cls.__module__:
+            continue
+        if not inner.__code__.co_filename.startswith("<string"):  # dataclass writes methods of its own
+            yield inner
+
+
+def _lines(file: str, obj: Any) -> list[str]:
+    if not file:
+        return []
+    linecache.checkcache(file)
+    return linecache.getlines(file, getattr(obj, "__globals__", None))
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _definitions(tree: ast.AST, name: str) -> Iterator[Definition]:
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINITIONS) and node.name == name:
+            yield node
+
+
+def first_line(node: Definition) -> int:
+    """The line of the first decorator, or of `def` or `class`."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _pick(candidates: list[Definition], obj: Any, decorator_line: int | None) -> Definition | None:
+    """The one definition that made this object, None when that can't be told."""
+    is_class = inspect.isclass(obj)
+    candidates = [node for node in candidates if isinstance(node, ast.ClassDef) == is_class]
+    if decorator_line is not None:
+        decorated = [
+            node
+            for node in candidates
+            if any(d.lineno <= decorator_line <= (d.end_lineno or d.lineno) for d in node.decorator_list)
+        ]
+        return decorated[0] if decorated else None
+    if not is_class:
+        line = obj.__code__.co_firstlineno
+        return next((node for node in candidates if first_line(node) == line), None)
+    if len(candidates) > 1:
+        lines = [function.__code__.co_firstlineno for function in _methods(obj)]
+        candidates = [node for node in candidates if _spans(node, lines)]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _spans(node: Definition, lines: Iterable[int]) -> bool:
+    starts = {first_line(child) for child in node.body if isinstance(child, _DEFINITIONS)}
+    return any(line in starts for line in lines)
+
+
+def _cut(node: Definition, lines: list[str], file: str) -> Source:
+    """The lines of a definition, with the comments right above it and those that end its body."""
+    start, end = first_line(node), node.end_lineno or node.lineno
+    indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+    while start > 1 and lines[start - 2].startswith(indent + "#"):
+        start -= 1
+    last = end
+    for number in range(end, len(lines)):
+        line = lines[number]
+        if not line.strip():
+            continue
+        if not line.lstrip().startswith("#") or _width(line) <= len(indent.expandtabs()):
+            break
+        last = number + 1
+    text = "".join(lines[start - 1 : last])
+    return Source(
+        name=node.name,
+        text=text if text.endswith("\n") else text + "\n",
+        file=file,
+        line=start,
+        indent=indent,
+        decorators=tuple((d.lineno, d.end_lineno or d.lineno) for d in node.decorator_list),
+        is_class=isinstance(node, ast.ClassDef),
+    )
+
+
+def _width(line: str) -> int:
+    expanded = line.expandtabs()
+    return len(expanded) - len(expanded.lstrip())

@@ -1,0 +1,197 @@
+"""What a module binds, what it uses, and when: the analysis that finds missing names before a file is written."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import symtable
+from collections.abc import Iterable, Iterator, Sequence
+
+_BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+
+
+def bound_names(tree: ast.Module) -> dict[str, int]:
+    """The names that a module binds at its top level, each with the first line that does; `*` for a star import."""
+    found: dict[str, int] = {}
+    for name, line in _bound(tree.body):
+        found.setdefault(name, line)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            for name in node.names:
+                found.setdefault(name, node.lineno)
+    return found
+
+
+def import_bindings(tree: ast.Module) -> dict[str, ast.Import | ast.ImportFrom]:
+    """The names that import statements of the top level bind, guarded ones included, each with its statement."""
+    found: dict[str, ast.Import | ast.ImportFrom] = {}
+    for node in top_level(tree.body):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                found.setdefault(_alias(alias), node)
+    return found
+
+
+def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when the body does: those of `if`, `try`, `with` and loops included."""
+    for node in body:
+        yield node
+        if isinstance(node, _DEFINITIONS):
+            continue
+        for field in ("body", "orelse", "finalbody"):
+            yield from top_level(getattr(node, field, []))
+        for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+            yield from top_level(part.body)
+
+
+def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
+    """The names that some code of a module looks up in the module, and that nothing there binds.
+
+    Returns:
+        Each name with the first line that uses it.
+    """
+    bound = bound_names(tree)
+    if "*" in bound:
+        return {}
+    used = set(_free(symtable.symtable(text, "<generated>", "exec")))
+    missing = used - bound.keys() - _BUILTINS
+    lines = dict.fromkeys(missing, 0)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in missing and not lines[node.id]:
+            lines[node.id] = node.lineno
+    return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
+
+
+def free_names(text: str) -> set[str]:
+    """The names that a piece of code takes from the module it stands in."""
+    bound = bound_names(ast.parse(text))
+    return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
+
+
+def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
+    """The names that a module uses while it is imported, and binds only further down.
+
+    Returns:
+        Each name with the line that uses it and the line that binds it.
+    """
+    later = bound_names(tree)
+    if "*" in later:
+        return {}
+    future = any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
+    known = set(_BUILTINS)
+    early: dict[str, tuple[int, int]] = {}
+    for node in tree.body:
+        inner = {name for name, _ in _bound([node])}
+        own = set() if isinstance(node, _DEFINITIONS) else inner
+        for name, line in _at_import([node], lazy_annotations=future):
+            if name in later and name not in known | own:
+                early.setdefault(name, (line, later[name]))
+        known |= inner
+    return early
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint with the names that are most alike, or with all of them if they are few."""
+    choices = sorted(set(known))
+    near = difflib.get_close_matches(name, choices, 3, 0.6)
+    if near:
+        return f"Nearest: {', '.join(near)}."
+    return f"It has: {', '.join(choices)}." if 0 < len(choices) <= 8 else "Nothing there has a similar name."
+
+
+def looks_misspelt(name: str, known: str) -> bool:
+    """Whether a name is so close to a known one that it can hardly be meant as another: a letter, not a word."""
+    mine, theirs = name.strip("_").split("_"), known.strip("_").split("_")
+    if set(mine) <= set(theirs) or set(theirs) <= set(mine):
+        return False  # `_forward` beside `forward`, `rope_parameters` beside `default_rope_parameters`
+    if len(mine) != len(theirs):
+        return _alike(name, known) >= 0.9
+    pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1]]
+    return all(set(pair) != {"get", "set"} and _alike(*pair) >= 0.6 for pair in pairs)
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def _bound(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:
+    for node in top_level(body):
+        if isinstance(node, _DEFINITIONS):
+            yield node.name, node.lineno
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield _alias(alias), node.lineno
+        yield from _targets(node)
+
+
+def _targets(node: ast.stmt) -> Iterator[tuple[str, int]]:
+    """What a statement binds by itself, without the statements in it."""
+    stack: list[ast.AST] = [node]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            yield part.id, part.lineno
+        elif isinstance(part, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and part.name:
+            yield part.name, part.lineno
+        elif type(part).__name__ == "TypeAlias":
+            stack.append(part.name)  # type: ignore[attr-defined]
+            continue
+        children = [c for c in ast.iter_child_nodes(part) if not isinstance(c, (ast.stmt, ast.Lambda))]
+        comprehension = isinstance(part, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp))
+        stack.extend([c for c in children if not comprehension or not isinstance(c, ast.comprehension)])
+
+
+def _alias(alias: ast.alias) -> str:
+    return alias.asname or alias.name.split(".")[0]
+
+
+def _free(table: symtable.SymbolTable) -> Iterator[str]:
+    top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (symbol.is_global() or (top and not symbol.is_assigned())):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _free(child)
+
+
+def _at_import(body: Sequence[ast.stmt], *, lazy_annotations: bool) -> Iterator[tuple[str, int]]:
+    """The names that are read while the statements run, those of function bodies left out."""
+    for node in body:
+        if isinstance(node, _FUNCTIONS):
+            parts: list[ast.AST | None] = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
+            if not lazy_annotations:
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+                parts += [node.returns, *(a.annotation for a in arguments)]
+            yield from _loads(parts)
+        elif isinstance(node, ast.ClassDef):
+            yield from _loads([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)])
+            local = {name for name, _ in _bound(node.body)}
+            for name, line in _at_import(node.body, lazy_annotations=lazy_annotations):
+                if name not in local:
+                    yield name, line
+        else:
+            lazy = lazy_annotations and isinstance(node, ast.AnnAssign)
+            children: list[ast.AST | None] = [
+                c for c in ast.iter_child_nodes(node) if not isinstance(c, (ast.stmt, ast.ExceptHandler))
+            ]
+            yield from _loads([node.value] if lazy and isinstance(node, ast.AnnAssign) else children)
+            for field in ("body", "orelse", "finalbody"):
+                yield from _at_import(getattr(node, field, []), lazy_annotations=lazy_annotations)
+            for part in getattr(node, "handlers", []):
+                yield from _at_import(part.body, lazy_annotations=lazy_annotations)
+
+
+def _loads(parts: Sequence[ast.AST | None]) -> Iterator[tuple[str, int]]:
+    stack = [part for part in parts if part is not None]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            continue  # scopes of their own; a late name in them is rare, and told from a local one only by a symtable
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
+            yield part.id, part.lineno
+        stack.extend(ast.iter_child_nodes(part))

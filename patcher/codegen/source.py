@@ -1,0 +1,114 @@
+"""Where a module's source is, found without importing the module or a package above it."""
+
+from __future__ import annotations
+
+import codecs
+import importlib.metadata
+import importlib.util
+import io
+import tokenize
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from patcher.codegen.extract import Location
+from patcher.errors import CodegenError
+
+
+@dataclass(frozen=True)
+class SourceModule:
+    """The text of a module, as it is on the disk.
+
+    Attributes:
+        name: the dotted name.
+        package: the package that its relative imports start from.
+        path: the file.
+        text: its text without the byte order mark; newlines untouched.
+        encoding: how to write it; `utf-8-sig` if it starts with a byte order mark.
+    """
+
+    name: str
+    package: str
+    path: Path
+    text: str
+    encoding: str
+
+    @property
+    def newline(self) -> str:
+        """The newline that most lines end with."""
+        windows = self.text.count("\r\n")
+        return "\r\n" if 2 * windows > self.text.count("\n") else "\n"
+
+    @property
+    def relative_path(self) -> str:
+        """The path below the folder that the module is imported from, with forward slashes."""
+        depth = len(self.name.split("."))
+        parts = self.path.parts[-depth - 1 :] if self.path.name == "__init__.py" else self.path.parts[-depth:]
+        return "/".join(parts)
+
+    @property
+    def version(self) -> str:
+        """`distribution version` of the top package, empty if it isn't installed as a distribution."""
+        top = self.name.split(".")[0]
+        try:
+            return f"{top} {importlib.metadata.version(top)}"
+        except importlib.metadata.PackageNotFoundError:
+            return ""
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """The spec of a module. Unlike `importlib.util.find_spec` it imports no parent package."""
+    top, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ValueError, ImportError):
+        return None
+    for depth in range(len(rest)):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(".".join([top, *rest[: depth + 1]]), spec.submodule_search_locations)
+    return spec
+
+
+def load(name: str, where: Location) -> SourceModule:
+    """Read the source of a module.
+
+    Raises:
+        CodegenError: if there is no such module, or it has no Python source.
+    """
+    spec = find_spec(name)
+    if spec is None:
+        raise CodegenError(
+            f"{where}: the source module {name!r} can't be found: {_missing_part(name)}. "
+            "Correct the name, or install the package in this environment."
+        )
+    path = Path(spec.origin or "")
+    if path.suffix != ".py" or not path.is_file():
+        raise CodegenError(
+            f"{where}: the source module {name!r} has no Python source: it is {spec.origin or 'a folder'}. "
+            "Name the module that defines the classes."
+        )
+    data = path.read_bytes()
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+    return SourceModule(name, package, path, text, encoding)
+
+
+def _missing_part(name: str) -> str:
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        if find_spec(".".join(parts[:depth])) is None:
+            inside = f" in {'.'.join(parts[: depth - 1])}" if depth > 1 else ""
+            return f"there is no {parts[depth - 1]!r}{inside}{_near_modules(parts[: depth - 1], parts[depth - 1])}"
+    return "there is no such module"
+
+
+def _near_modules(package: list[str], wrong: str) -> str:
+    import difflib
+
+    spec = find_spec(".".join(package)) if package else None
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
+    near = difflib.get_close_matches(wrong, sorted(names), 3)
+    return f" (nearest: {', '.join(near)})" if near else ""

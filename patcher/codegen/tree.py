@@ -1,0 +1,192 @@
+"""Small operations on the concrete syntax tree: find definitions, replace statements, rename, read patch code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import libcst as cst
+
+from patcher.codegen.extract import Source
+
+Definition = cst.ClassDef | cst.FunctionDef
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+RULE = "# " + "=" * 70
+
+_BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While)
+_PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHandler, cst.BaseSuite)
+
+
+def statements(body: Sequence[Any]) -> Iterator[Any]:
+    """The statements of a body and of the `if`, `try`, `with` and loops in it, but not of definitions."""
+    for node in body:
+        yield node
+        if isinstance(node, _BLOCKS):
+            for part in node.children:
+                if isinstance(part, _PARTS):
+                    yield from _inner(part)
+
+
+def _inner(part: cst.CSTNode) -> Iterator[Any]:
+    if isinstance(part, cst.BaseSuite):
+        yield from statements(part.body)
+    elif isinstance(part, cst.If):
+        yield from statements([part])
+    else:
+        for child in part.children:
+            if isinstance(child, cst.BaseSuite):
+                yield from statements(child.body)
+
+
+def definitions(body: Sequence[Any]) -> list[Definition]:
+    """The classes and functions of a body, guarded ones included, in the order of the text."""
+    return [node for node in statements(body) if isinstance(node, (cst.ClassDef, cst.FunctionDef))]
+
+
+class Rewriter(cst.CSTTransformer):
+    """Puts other statements in the place of some, inside one module or one class body.
+
+    Args:
+        edits: statements, by identity, with what stands there instead.
+        root: the node that is visited; other definitions are not entered.
+    """
+
+    def __init__(self, edits: Mapping[cst.CSTNode, Sequence[Any]], root: cst.CSTNode) -> None:
+        super().__init__()
+        self.edits = edits
+        self.root = root
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return node is self.root or (isinstance(node, _PARTS) and node not in self.edits)
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if original_node not in self.edits:
+            return updated_node
+        replaced = self.edits[original_node]
+        return cst.FlattenSentinel(replaced) if replaced else cst.RemoveFromParent()
+
+
+class Rename(cst.CSTTransformer):
+    """Renames names wherever they stand for a value: not attributes, not keywords of a call, not imports."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return not isinstance(node, (cst.Import, cst.ImportFrom))
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if isinstance(original_node, cst.Name) and original_node.value in self.names:
+            new = self.names[original_node.value]
+            return cst.parse_expression(new) if "." in new else updated_node.with_changes(value=new)
+        if isinstance(original_node, cst.Attribute):
+            return updated_node.with_changes(attr=original_node.attr)
+        if isinstance(original_node, cst.Arg):
+            return updated_node.with_changes(keyword=original_node.keyword)
+        if isinstance(original_node, cst.Annotation):
+            return updated_node.visit(_RenameQuoted(self.names))
+        return updated_node
+
+
+class _RenameQuoted(cst.CSTTransformer):
+    """Renames in quoted annotations, `-> "LlamaMLP"`."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if not isinstance(original_node, cst.SimpleString):
+            return updated_node
+        value = re.sub(r"[^\W\d]\w*", lambda m: self.names.get(m.group(), m.group()), original_node.value)
+        return updated_node.with_changes(value=value)
+
+
+class _Reindent(cst.CSTTransformer):
+    """Moves docstrings along with the code that they stand in. Other strings keep every character."""
+
+    def __init__(self, old: str, new: str, newline: str) -> None:
+        super().__init__()
+        self.old, self.new, self.newline = old, new, newline
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if not isinstance(original_node, cst.IndentedBlock) or not updated_node.body:
+            return updated_node
+        first = updated_node.body[0]
+        if not isinstance(first, cst.SimpleStatementLine) or not isinstance(first.body[0], cst.Expr):
+            return updated_node
+        string = first.body[0].value
+        if not isinstance(string, cst.SimpleString):
+            return updated_node
+        head, *rest = string.value.split(self.newline)
+        if not all(line.startswith(self.old) for line in rest if line.strip()):
+            return updated_node
+        moved = [self.new + line.removeprefix(self.old) if line.strip() else line for line in rest]
+        return updated_node.with_deep_changes(string, value=self.newline.join([head, *moved]))
+
+
+def read_definition(
+    source: Source,
+    own_decorators: Collection[int],
+    names: Mapping[str, str],
+    newline: str,
+    indent: str,
+) -> Definition:
+    """The syntax tree of patch code, ready to stand in another file.
+
+    Args:
+        source: the text.
+        own_decorators: indices of the decorators to leave out.
+        names: what to rename.
+        newline: the newline of the other file.
+        indent: the indentation of the place it goes to.
+    """
+    wrapped = ("if True:\n" if source.indent else "pass\n") + source.text
+    module = cst.parse_module(wrapped.replace("\n", newline))
+    last: Any = module.body[-1]
+    node: Definition = last.body.body[0] if source.indent else last
+    kept, pending = [], list[cst.EmptyLine]()
+    for index, decorator in enumerate(node.decorators):
+        if index in own_decorators:
+            pending += decorator.leading_lines
+        else:
+            kept.append(decorator.with_changes(leading_lines=[*pending, *decorator.leading_lines]))
+            pending = []
+    after = [*pending, *node.lines_after_decorators]
+    if not kept:
+        after = [line for line in after if line.comment is not None]
+    node = node.with_changes(decorators=kept, lines_after_decorators=after)
+    node = cast(Definition, node.visit(Rename(names))) if names else node
+    if indent != source.indent:
+        node = cast(Definition, node.visit(_Reindent(source.indent, indent, newline)))
+    return node
+
+
+def comment_lines(lines: Sequence[str], blank_before: int = 0) -> list[cst.EmptyLine]:
+    """Empty lines, then one comment a line. An empty string is a bare `#`."""
+    blanks = [cst.EmptyLine(indent=False)] * blank_before
+    comments = [line if line.startswith("#") else f"# {line}" for line in lines]
+    return blanks + [cst.EmptyLine(comment=cst.Comment(comment)) for comment in comments]
+
+
+def marker(title: str, *notes: str) -> list[cst.EmptyLine]:
+    """The comment box above a patched definition."""
+    return comment_lines([RULE, title, *(note for note in notes if note), RULE])
+
+
+def why(description: str) -> str:
+    """A description as one comment line."""
+    text = " ".join(description.split())
+    return f"Why: {text}" if text else ""
+
+
+def without_copied_from(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Leading lines without the `# Copied from` that is no longer true of a patched definition."""
+    return [line for line in lines if line.comment is None or not line.comment.value.startswith("# Copied from")]
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """The text of a node, on its own."""
+    return cst.Module([]).code_for_node(node)

@@ -1,0 +1,132 @@
+"""Writing a generated file, and its diff, in one step that either happens or doesn't."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.extract import Location
+from patcher.codegen.generator import Generated, build
+from patcher.errors import CodegenError
+
+
+def write(
+    config: PatchConfig,
+    output_dir: str | os.PathLike[str] | None = None,
+    diff: bool = False,
+    *,
+    formatted: bool = False,
+) -> Path:
+    """Generate the file of a config and write it.
+
+    Args:
+        config: the description.
+        output_dir: the folder, by default `generated/` beside the file of the config.
+        diff: write a unified diff against the original beside it, with the suffix `.diff`.
+        formatted: run ruff over the text first.
+
+    Returns:
+        The path of the generated file.
+
+    Raises:
+        CodegenError: if it can't be generated; then no file is touched.
+    """
+    return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
+
+
+def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted: bool) -> Path:
+    """Write what was generated, all files or none."""
+    path = folder / generated.config.target_file
+    text = final_text(generated, formatted=formatted)
+    files = {path: text.encode(generated.source.encoding)}
+    if diff:
+        files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
+    _replace_all(files, generated.config.where)
+    return path
+
+
+def output_folder(config: PatchConfig, output_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder that a config's file goes to."""
+    if output_dir is not None:
+        return Path(output_dir)
+    home = Path(config.config_file)
+    if not home.is_file():
+        raise CodegenError(
+            f"{config.where}: this config stands in no file, so there is no folder beside it to write to. "
+            "Give write(config, output_dir=...)."
+        )
+    return home.parent / "generated"
+
+
+def diff_path(path: Path) -> Path:
+    """Where the diff of a generated file is."""
+    return path.with_suffix(".diff")
+
+
+def final_text(generated: Generated, *, formatted: bool) -> str:
+    """The text as it is written; a byte order mark is left to the encoding."""
+    text = generated.text.removeprefix("\ufeff")
+    return run_ruff(text, generated.config.target_file, generated.config.where) if formatted else text
+
+
+def unified_diff(generated: Generated, text: str) -> str:
+    """What a reviewer reads: the original against the generated text."""
+    lines = difflib.unified_diff(
+        generated.source.text.splitlines(),
+        text.splitlines(),
+        f"a/{generated.source.relative_path}",
+        f"b/{generated.config.target_file}",
+        lineterm="",
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def run_ruff(text: str, name: str, where: Location) -> str:
+    """The text as `ruff check --fix` and `ruff format` leave it, by the settings of the current folder."""
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    if ruff is None:
+        raise CodegenError(f"{where}: formatting needs ruff, which is not installed. Run `pip install ruff`.")
+    for command in (["check", "--fix-only", "--quiet"], ["format", "--quiet"]):
+        done = subprocess.run(
+            [ruff, *command, "--stdin-filename", name, "-"], input=text.encode(), capture_output=True, check=False
+        )
+        if done.returncode != 0:
+            raise CodegenError(f"{where}: ruff {command[0]} failed on {name}: {done.stderr.decode().strip()}")
+        text = done.stdout.decode()
+    return text
+
+
+def _replace_all(files: Mapping[Path, bytes], where: Location) -> None:
+    """Write beside each file first, then rename: a reader sees the old text or the new, never a part."""
+    staged: list[tuple[str, Path]] = []
+    try:
+        for path, data in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            staged.append((name, path))
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+            Path(name).chmod(mode)
+        for name, path in staged:
+            Path(name).replace(path)
+    except OSError as error:
+        raise CodegenError(f"{where}: {error.filename or 'the file'} can't be written: {error.strerror}") from error
+    finally:
+        for name, _ in staged:
+            with contextlib.suppress(FileNotFoundError):
+                Path(name).unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
