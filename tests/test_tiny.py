@@ -90,6 +90,7 @@ def test_remote_code_model_loads_its_own_code(tmp_path: Path) -> None:
 def test_configs_import_no_modeling_code() -> None:
     # So that a test can see what happens to a modeling module that is first imported while a model is built.
     code = "import sys, tests.tiny as t; t.tiny_llama_config(); t.tiny_llava_config(); print(*sys.modules)"
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    root = Path(__file__).parent.parent
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
 
     assert not [name for name in outcome.stdout.split() if ".modeling_llama" in name]
