@@ -13,8 +13,9 @@ Nothing here imports torch or transformers: the original is read as text.
 
 from patcher.codegen.calls import CallMismatch
 from patcher.codegen.checker import CheckResult, check
-from patcher.codegen.config import Patch, PatchConfig, PatchKind, create_patch_from_external
+from patcher.codegen.config import PatchConfig
 from patcher.codegen.generator import generate
+from patcher.codegen.patches import Patch, PatchKind, create_patch_from_external
 from patcher.codegen.writer import write
 
 __all__ = [

@@ -11,9 +11,9 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from patcher.codegen.config import PatchKind
 from patcher.codegen.generator import Generated
 from patcher.codegen.names import top_level
+from patcher.codegen.patches import PatchKind
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

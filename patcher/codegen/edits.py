@@ -10,14 +10,12 @@ from typing import Any, cast
 import libcst as cst
 
 from patcher.codegen import tree
-from patcher.codegen.config import External, Patch, PatchKind
 from patcher.codegen.extract import own_decorators
 from patcher.codegen.inits import wrap_init
 from patcher.codegen.names import looks_misspelt, nearest
+from patcher.codegen.patches import ACCESSORS, External, Patch, PatchKind
 from patcher.codegen.tree import Definition, code_of, comment_lines, definitions, marker, why
 from patcher.errors import CodegenError
-
-ACCESSORS = ("setter", "deleter", "getter")
 
 
 @dataclass
@@ -49,6 +47,7 @@ class Context:
             dict(patch.name_map) | (names or {}),
             self.newline,
             self.unit * depth,
+            self.unit,
         )
 
 
@@ -67,7 +66,9 @@ def check_kind(patch: Patch, node: Definition, source: str) -> None:
     )
 
 
-def replace_definition(patch: Patch, node: Definition, context: Context, depth: int = 0) -> list[Any]:
+def replace_definition(
+    patch: Patch, node: Definition, context: Context, depth: int, *, nested: bool = False
+) -> list[Any]:
     """The statements that stand where a class or a function was."""
     check_kind(patch, node, context.source)
     is_class = isinstance(node, cst.ClassDef)
@@ -78,7 +79,7 @@ def replace_definition(patch: Patch, node: Definition, context: Context, depth: 
     if isinstance(patch.replacement, External):
         return [assignment(name, context.externals[patch.replacement], leading)]
     assert patch.source is not None
-    kept = "" if depth else _kept_name(patch, name, is_class, context)
+    kept = "" if nested else _kept_name(patch, name, is_class, context)
     own = patch.source.name
     names = {old: kept for old, new in (*patch.name_map, (name, name)) if kept and new == name}
     if own == name:  # the new class is meant everywhere but in its own bases, which are read before it exists
@@ -126,7 +127,7 @@ def assignment(name: str, value: str, leading: Sequence[cst.EmptyLine]) -> cst.S
 
 
 def edit_class(
-    node: cst.ClassDef, items: Sequence[tuple[Sequence[str], Patch]], context: Context, path: str, depth: int = 0
+    node: cst.ClassDef, items: Sequence[tuple[Sequence[str], Patch]], context: Context, path: str, depth: int
 ) -> cst.ClassDef:
     """A class with the patches of its methods and nested classes.
 
@@ -135,7 +136,7 @@ def edit_class(
         items: each patch with the rest of its dotted target, empty for `modify_init` of this class.
         context: what the edits share.
         path: the dotted name of the class.
-        depth: how deep it is nested.
+        depth: how deep it is indented.
     """
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     added: list[tuple[str, Any]] = []
@@ -150,9 +151,11 @@ def edit_class(
         elif rest[0] in nested and (len(rest) > 1 or patch.kind is PatchKind.MODIFY_INIT):
             inner.setdefault(rest[0], []).append((rest[1:], patch))
         elif rest[0] in nested and len(rest) == 1 and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.EXTERNAL):
-            edits[nested[rest[0]]] = replace_definition(patch, nested[rest[0]], context, depth + 1)
+            inside = nested[rest[0]]
+            deep = depth + 1 + tree.depth_of(inside, node.body.body)
+            edits[inside] = replace_definition(patch, inside, context, deep, nested=True)
         elif patch.kind in (PatchKind.OVERRIDE_METHOD, PatchKind.EXTERNAL):
-            position = _override(patch, list(rest), members, context, depth + 1, edits, added, path)
+            position = _override(patch, list(rest), node, context, depth + 1, edits, added, path)
             patched.append((position, ".".join(rest), patch))
         else:
             raise CodegenError(
@@ -161,7 +164,8 @@ def edit_class(
             )
     for name, parts in inner.items():
         inside = nested[name]
-        edits[inside] = [edit_class(inside, parts, context, f"{path}.{name}", depth + 1)]
+        deep = depth + 1 + tree.depth_of(inside, node.body.body)
+        edits[inside] = [edit_class(inside, parts, context, f"{path}.{name}", deep)]
     changed = cast(cst.ClassDef, node.visit(tree.Rewriter(edits, node))) if edits else node
     if added:
         changed = _append(changed, [statement for _, statement in sorted(added, key=lambda entry: entry[0])])
@@ -177,7 +181,7 @@ def edit_class(
 def _override(
     patch: Patch,
     rest: list[str],
-    members: list[Definition],
+    node: cst.ClassDef,
     context: Context,
     depth: int,
     edits: dict[cst.CSTNode, Sequence[Any]],
@@ -185,6 +189,7 @@ def _override(
     path: str,
 ) -> int:
     """Replace or add one method. Returns its position among the members, for the order of the header."""
+    members = definitions(node.body.body)
     accessor = rest[1] if len(rest) == 2 and rest[1] in ACCESSORS else ""
     name = rest[0]
     if len(rest) > 1 and not accessor:
@@ -200,15 +205,18 @@ def _override(
     ]
     _check_misspelt(patch, name, accessor, found, members, context, path)
     _check_calls_itself(patch, path, name)
-    if isinstance(patch.replacement, External):
-        new: Any = assignment(name, context.externals[patch.replacement], ())
-    else:
-        new = context.read(patch, depth).with_changes(name=cst.Name(name))
+
+    def read(depth: int) -> Any:
+        if isinstance(patch.replacement, External):
+            return assignment(name, context.externals[patch.replacement], ())
+        return context.read(patch, depth).with_changes(name=cst.Name(name))
+
     if not found:
-        added.append((".".join(rest), new))
+        added.append((".".join(rest), read(depth)))
         return len(members)
     # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
     for member in found:
+        new = read(depth + tree.depth_of(member, node.body.body))
         above = tree.without_copied_from(member.leading_lines)
         replaced = new.with_changes(leading_lines=[*above, *new.leading_lines])
         if isinstance(replaced, cst.FunctionDef) and patch.keep_decorators:

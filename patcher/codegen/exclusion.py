@@ -8,9 +8,9 @@ from typing import Any, cast
 import libcst as cst
 
 from patcher.codegen import tree
-from patcher.codegen.config import Patch
 from patcher.codegen.extract import Location
 from patcher.codegen.names import nearest
+from patcher.codegen.patches import Patch
 from patcher.errors import CodegenError
 
 
@@ -70,7 +70,12 @@ class _Unlisted(cst.CSTTransformer):
         self.names = names
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        value = original_node.value if isinstance(original_node, cst.Element) else None
-        if isinstance(value, cst.SimpleString) and value.evaluated_value in self.names:
-            return cst.RemoveFromParent()
-        return updated_node
+        if not isinstance(original_node, (cst.List, cst.Tuple)):
+            return updated_node
+        removed = [element for element in original_node.elements if self._names_it(element.value)]
+        if not removed:
+            return updated_node
+        return original_node.with_changes(elements=tree.without(original_node.elements, removed))
+
+    def _names_it(self, value: cst.BaseExpression) -> bool:
+        return isinstance(value, cst.SimpleString) and value.evaluated_value in self.names

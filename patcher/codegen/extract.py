@@ -26,7 +26,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 # Lines on which a decorator of ours was applied to an object. A definition can carry several of them, of several
 # configs, and the outer ones run after the inner ones: so it is read when the text is generated, not before.
-_DECORATED: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+_DECORATED: weakref.WeakKeyDictionary[Any, set[Location]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def unwrap(obj: Any) -> Any:
             obj = obj.__wrapped__
 
 
-def note_decorator(obj: Any, line: int) -> None:
+def note_decorator(obj: Any, site: Location) -> None:
     """Remember that a decorator on this line is ours, so that the generated text leaves it out."""
     try:
-        _DECORATED.setdefault(unwrap(obj), set()).add(line)
+        _DECORATED.setdefault(unwrap(obj), set()).add(site)
     except TypeError:  # not weakly referable: not a class or a function, and reported as such by read_source
         return
 
@@ -111,20 +111,20 @@ def note_decorator(obj: Any, line: int) -> None:
 def own_decorators(obj: Any, source: Source) -> set[int]:
     """Indices of the decorators of a definition that are ours."""
     try:
-        lines = _DECORATED.get(unwrap(obj), set())
+        lines = {site.line for site in _DECORATED.get(unwrap(obj), set()) if site.file == source.file}
     except TypeError:
         return set()
     return {i for i, (first, last) in enumerate(source.decorators) if any(first <= n <= last for n in lines)}
 
 
-def read_source(obj: Any, asked: str, where: Location, decorator_line: int | None = None) -> Source:
+def read_source(obj: Any, asked: str, where: Location, site: Location | None = None) -> Source:
     """The definition of a class or function, or of a text that holds one.
 
     Args:
         obj: a class, a function (wrapped or not), or the text of a definition.
         asked: what the config asked for, for messages.
         where: the line of the config, for messages.
-        decorator_line: the line on which a decorator was applied to it; it tells apart definitions of one name.
+        site: the line on which a decorator was applied to it; it tells apart definitions of one name.
 
     Raises:
         CodegenError: for a lambda, an object without readable source, or a text that is no single definition.
@@ -132,8 +132,11 @@ def read_source(obj: Any, asked: str, where: Location, decorator_line: int | Non
     if isinstance(obj, str):
         return _from_text(obj, asked, where)
     inner = unwrap(obj)
-    if inspect.isclass(inner):
-        name, file = inner.__name__, _class_file(inner)
+    name = str(getattr(inner, "__name__", "")) or type(inner).__name__
+    if site is not None:
+        file = site.file
+    elif inspect.isclass(inner):
+        file = _class_file(inner)
     elif isinstance(inner, types.FunctionType):
         name, file = inner.__code__.co_name, inner.__code__.co_filename
     else:
@@ -156,7 +159,7 @@ def read_source(obj: Any, asked: str, where: Location, decorator_line: int | Non
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
-    found = _pick(list(_definitions(tree, name)), inner, decorator_line)
+    found = _decorated_on(tree, site.line) if site is not None else _pick(tree, name, inner)
     if found is None:
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
@@ -208,28 +211,38 @@ def _parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def _definitions(tree: ast.AST, name: str) -> Iterator[Definition]:
-    for node in ast.walk(tree):
-        if isinstance(node, _DEFINITIONS) and node.name == name:
-            yield node
-
-
 def first_line(node: Definition) -> int:
     """The line of the first decorator, or of `def` or `class`."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _pick(candidates: list[Definition], obj: Any, decorator_line: int | None) -> Definition | None:
+def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
+    """The definition with a decorator on this line, whatever its object is called by now."""
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINITIONS):
+            for decorator in node.decorator_list:
+                if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
+                    return node
+    return None
+
+
+def stands_as_decorator(site: Location) -> bool:
+    """Whether the line that runs now is a decorator, not a call in a statement."""
+    lines = linecache.getlines(site.file)
+    try:
+        return _decorated_on(_parse("".join(lines)), site.line) is not None
+    except SyntaxError:
+        return False
+
+
+def _pick(tree: ast.Module, name: str, obj: Any) -> Definition | None:
     """The one definition that made this object, None when that can't be told."""
     is_class = inspect.isclass(obj)
-    candidates = [node for node in candidates if isinstance(node, ast.ClassDef) == is_class]
-    if decorator_line is not None:
-        decorated = [
-            node
-            for node in candidates
-            if any(d.lineno <= decorator_line <= (d.end_lineno or d.lineno) for d in node.decorator_list)
-        ]
-        return decorated[0] if decorated else None
+    candidates: list[Definition] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, _DEFINITIONS) and node.name == name and isinstance(node, ast.ClassDef) == is_class
+    ]
     if not is_class:
         line = obj.__code__.co_firstlineno
         return next((node for node in candidates if first_line(node) == line), None)

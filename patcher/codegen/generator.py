@@ -10,22 +10,14 @@ from typing import Any
 import libcst as cst
 
 from patcher.codegen import imports, tree
-from patcher.codegen.config import (
-    External,
-    Helper,
-    Import,
-    Patch,
-    PatchConfig,
-    PatchKind,
-    check_conflicts,
-    check_target,
-)
+from patcher.codegen.config import PatchConfig
 from patcher.codegen.diagnosis import check_names
 from patcher.codegen.edits import Context, edit_class, replace_definition
 from patcher.codegen.exclusion import exclude
-from patcher.codegen.extract import own_decorators
 from patcher.codegen.header import render_header, with_header
+from patcher.codegen.insertion import insert, plan_imports
 from patcher.codegen.names import bound_names, import_bindings, nearest
+from patcher.codegen.patches import Patch, PatchKind, check_conflicts, check_target
 from patcher.codegen.source import SourceModule, load
 from patcher.errors import CodegenError
 
@@ -76,10 +68,10 @@ def build(config: PatchConfig) -> Generated:
     excluded = exclude(module, config.excluded, config.patches, source.name)
 
     bound = set(bound_names(shipped)) - {name for name, _ in (*config.dropped, *config.excluded)}
-    added, externals = _plan_imports(config, bound, shipped)
+    added, externals = plan_imports(config, bound, shipped)
     context = Context(source.name, source.newline, module.default_indent, externals, bound)
     edits = dict(excluded) | _edit(config, module, context, shipped)
-    module = _insert(config, module, edits, added, context)
+    module = insert(config, module, edits, added, context)
 
     text = module.code
     if config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded:
@@ -121,19 +113,20 @@ def _edit(
                 f"Add config.drop_import_names({node.name.value!r})."
             )
         if whole:
-            edits[node] = replace_definition(whole[0], node, context)
+            edits[node] = replace_definition(whole[0], node, context, tree.depth_of(node, module.body))
         elif patches:
-            edits[node] = [_edit_members(patches, node, context)]
+            edits[node] = [_edit_members(patches, node, context, tree.depth_of(node, module.body))]
     return edits
 
 
-def _edit_members(patches: list[Patch], node: tree.Definition, context: Context) -> cst.ClassDef:
+def _edit_members(patches: list[Patch], node: tree.Definition, context: Context, depth: int) -> cst.ClassDef:
     if not isinstance(node, cst.ClassDef):
         raise CodegenError(
             f"{patches[0].where}: {patches[0].asked} does not fit: {node.name.value!r} is a function in "
             f"{context.source}, and has no methods. Use replace_function({node.name.value!r})."
         )
-    return edit_class(node, [(patch.target.split(".")[1:], patch) for patch in patches], context, node.name.value)
+    items = [(patch.target.split(".")[1:], patch) for patch in patches]
+    return edit_class(node, items, context, node.name.value, depth)
 
 
 def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, shipped: ast.Module) -> CodegenError:
@@ -159,155 +152,3 @@ def _check_dropped(config: PatchConfig, shipped: ast.Module) -> None:
                 f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
                 f"{nearest(name, imported)}"
             )
-
-
-def _plan_imports(
-    config: PatchConfig, bound: set[str], shipped: ast.Module
-) -> tuple[list[Import], dict[External, str]]:
-    """The imports to add, and the expression for each imported replacement."""
-    present = {name: node for name, node in import_bindings(shipped).items() if node in shipped.body}
-    gone = {name for name, _ in config.dropped}
-    added: list[Import] = []
-    for entry in config.imports:
-        fresh = []
-        for name, (module, attribute) in entry.bound().items():
-            node = None if name in gone else present.get(name)
-            if node is not None and _binds(node, name, module, attribute, config.source_module):
-                continue
-            if name in bound:
-                raise CodegenError(
-                    f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
-                    f"already binds to something else. Add config.drop_import_names({name!r}), or give it an alias."
-                )
-            fresh.append(name)
-        if fresh:
-            names = tuple((name, alias) for name, alias in entry.names if alias in fresh)
-            added.append(Import(entry.module, names, entry.alias, entry.where))
-    externals: dict[External, str] = {}
-    taken = bound | {name for entry in added for name in entry.bound()}
-    for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(patch.replacement, External) and patch.replacement not in externals:
-            first, *rest = patch.replacement.name.split(".")
-            alias = first if first not in taken else f"external_{first}"
-            taken.add(alias)
-            externals[patch.replacement] = ".".join([alias, *rest])
-            added.append(Import(patch.replacement.module, ((first, alias),), "", patch.where))
-    return imports.merge(added), externals
-
-
-def _binds(node: ast.Import | ast.ImportFrom, name: str, module: str, attribute: str, source: str) -> bool:
-    """Whether an import statement of the original binds a name to just this."""
-    for alias in node.names:
-        if (alias.asname or alias.name.split(".")[0]) != name:
-            continue
-        if isinstance(node, ast.Import):
-            return not attribute and module == (alias.name if alias.asname else name)
-        package = ".".join(source.split(".")[: -node.level]) if node.level else ""
-        origin = ".".join(part for part in (package, node.module or "") if part)
-        return (origin, alias.name) == (module, attribute)
-    return False
-
-
-def _insert(
-    config: PatchConfig,
-    module: cst.Module,
-    edits: dict[cst.CSTNode, Sequence[Any]],
-    added: list[Import],
-    context: Context,
-) -> cst.Module:
-    """Apply the edits, and put imports, blocks and helpers in their places."""
-    by_anchor: dict[str, list[Helper]] = {}
-    for helper in config.helpers:
-        by_anchor.setdefault(helper.after, []).append(helper)
-    fresh: set[str] = {helper.source.name for helper in config.helpers}
-    for helper in config.helpers:
-        if helper.source.name in context.bound:
-            raise CodegenError(
-                f"{helper.where}: the helper {helper.source.name!r} has the name of something in {context.source}. "
-                "Rename it, replace the definition, or leave the original out with exclude_from_output."
-            )
-    top = _added_imports(added, context) + _blocks(config, context) + _helpers(by_anchor, "", context)
-    anchor = imports.last_import(module)
-    if anchor is not None and top:
-        edits[anchor] = [*edits.get(anchor, [anchor]), *top]
-    outermost = {name.name.value: node for node in module.body for name in tree.definitions([node])}
-    for name, helpers in by_anchor.items():
-        if not name or name in fresh:
-            continue
-        node = outermost.get(name)
-        if node is None or edits.get(node) == []:
-            raise CodegenError(
-                f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
-                f"{context.source}. {nearest(name, [*outermost, *fresh])}"
-            )
-        edits[node] = [*edits.get(node, _rewritten(node, edits)), *_helpers(by_anchor, name, context)]
-    module = module.visit(tree.Rewriter(edits, module))
-    body = [*top, *module.body] if anchor is None and top else list(module.body)
-    return module.with_changes(body=_padded(body, {id(s) for s in top} | _inserted(edits)))
-
-
-def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:
-    """A guard, with the edits in it: a statement that is replaced as a whole isn't visited any more."""
-    return [node if isinstance(node, (cst.ClassDef, cst.FunctionDef)) else node.visit(tree.Rewriter(edits, node))]
-
-
-def _inserted(edits: dict[cst.CSTNode, Sequence[Any]]) -> set[int]:
-    return {id(statement) for new in edits.values() for statement in new[1:]}
-
-
-def _padded(body: list[Any], inserted: set[int]) -> list[Any]:
-    """Two blank lines behind an inserted definition."""
-    for index in range(1, len(body)):
-        before, node = body[index - 1], body[index]
-        if id(before) not in inserted or id(node) in inserted or isinstance(before, cst.SimpleStatementLine):
-            continue
-        blank = 0
-        for line in node.leading_lines:
-            if line.comment is not None:
-                break
-            blank += 1
-        if blank < 2:
-            body[index] = node.with_changes(
-                leading_lines=[*comment_blank(2 - blank), *node.leading_lines],
-            )
-    return body
-
-
-def comment_blank(count: int) -> list[cst.EmptyLine]:
-    """Blank lines."""
-    return tree.comment_lines([], blank_before=count)
-
-
-def _parsed(lines: Sequence[str], context: Context) -> list[Any]:
-    return list(cst.parse_module(context.newline.join([*lines, ""])).body)
-
-
-def _added_imports(added: list[Import], context: Context) -> list[Any]:
-    if not added:
-        return []
-    nodes = _parsed([line for entry in added for line in entry.lines()], context)
-    leading = [*comment_blank(1), *tree.comment_lines(["[ADDED IMPORTS]"])]
-    return [nodes[0].with_changes(leading_lines=leading), *nodes[1:]]
-
-
-def _blocks(config: PatchConfig, context: Context) -> list[Any]:
-    nodes: list[Any] = []
-    for block in config.blocks:
-        own = _parsed(["pass", *block.code.split("\n")], context)[1:]
-        notes = ["[ADDED CODE]", *([tree.why(block.description)] if block.description.strip() else [])]
-        leading = [*comment_blank(1), *tree.comment_lines(notes), *own[0].leading_lines]
-        nodes += [own[0].with_changes(leading_lines=leading), *own[1:]]
-    return nodes
-
-
-def _helpers(by_anchor: dict[str, list[Helper]], anchor: str, context: Context) -> list[Any]:
-    """The helpers behind an anchor, each followed by those that are anchored to it."""
-    nodes: list[Any] = []
-    for helper in by_anchor.get(anchor, []):
-        decorators = own_decorators(helper.helper, helper.source)
-        node = tree.read_definition(helper.source, decorators, dict(helper.name_map), context.newline, "")
-        box = tree.marker("[HELPERS]") if not nodes else []
-        notes = [tree.why(helper.description)] if helper.description.strip() else []
-        leading = [*comment_blank(2), *box, *tree.comment_lines(notes), *node.leading_lines]
-        nodes += [node.with_changes(leading_lines=leading), *_helpers(by_anchor, helper.source.name, context)]
-    return nodes

@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.codegen.config import Patch, PatchConfig
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.patches import Patch
 from patcher.codegen.source import SourceModule
 
 _RULE = "# " + "-" * 88

@@ -7,10 +7,10 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen.config import Import
 from patcher.codegen.extract import Location
+from patcher.codegen.patches import Import
 from patcher.codegen.source import SourceModule
-from patcher.codegen.tree import statements
+from patcher.codegen.tree import statements, without
 from patcher.errors import CodegenError
 
 _WITH_STATEMENTS = (
@@ -89,13 +89,10 @@ class _Drop(cst.CSTTransformer):
             return updated_node
         if isinstance(original_node.names, cst.ImportStar):
             return updated_node
-        kept = [alias for alias in original_node.names if bound_name(alias) not in self.names]
-        if not kept:
+        removed = [alias for alias in original_node.names if bound_name(alias) in self.names]
+        if len(removed) == len(original_node.names):
             return cst.RemoveFromParent()
-        if len(kept) == len(original_node.names):
-            return updated_node
-        kept[-1] = kept[-1].with_changes(comma=original_node.names[-1].comma)
-        return updated_node.with_changes(names=kept)
+        return updated_node.with_changes(names=without(original_node.names, removed)) if removed else updated_node
 
 
 def bound_name(alias: cst.ImportAlias) -> str:

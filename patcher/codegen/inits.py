@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.config import Patch
+from patcher.codegen.patches import Patch
 from patcher.codegen.tree import Definition, Rename, comment_lines
 from patcher.errors import CodegenError
 

@@ -66,7 +66,9 @@ def find_spec(name: str) -> ModuleSpec | None:
     for depth in range(len(rest)):
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(".".join([top, *rest[: depth + 1]]), spec.submodule_search_locations)
+        # transformers puts Path objects here once it is imported, which the finder takes for no folders at all
+        folders = [str(folder) for folder in spec.submodule_search_locations]
+        spec = PathFinder.find_spec(".".join([top, *rest[: depth + 1]]), folders)
     return spec
 
 

@@ -20,28 +20,37 @@ _PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHand
 
 def statements(body: Sequence[Any]) -> Iterator[Any]:
     """The statements of a body and of the `if`, `try`, `with` and loops in it, but not of definitions."""
+    return (node for node, _ in _statements(body, 0))
+
+
+def _statements(body: Sequence[Any], depth: int) -> Iterator[tuple[Any, int]]:
     for node in body:
-        yield node
+        yield node, depth
         if isinstance(node, _BLOCKS):
             for part in node.children:
                 if isinstance(part, _PARTS):
-                    yield from _inner(part)
+                    yield from _inner(part, depth)
 
 
-def _inner(part: cst.CSTNode) -> Iterator[Any]:
+def _inner(part: cst.CSTNode, depth: int) -> Iterator[tuple[Any, int]]:
     if isinstance(part, cst.BaseSuite):
-        yield from statements(part.body)
-    elif isinstance(part, cst.If):
-        yield from statements([part])
+        yield from _statements(part.body, depth + 1)
+    elif isinstance(part, cst.If):  # an elif
+        yield from _statements([part], depth)
     else:
         for child in part.children:
             if isinstance(child, cst.BaseSuite):
-                yield from statements(child.body)
+                yield from _statements(child.body, depth + 1)
 
 
 def definitions(body: Sequence[Any]) -> list[Definition]:
     """The classes and functions of a body, guarded ones included, in the order of the text."""
     return [node for node in statements(body) if isinstance(node, (cst.ClassDef, cst.FunctionDef))]
+
+
+def depth_of(node: Definition, body: Sequence[Any]) -> int:
+    """How many guards of a body a definition stands in."""
+    return next(depth for other, depth in _statements(body, 0) if other is node)
 
 
 class Rewriter(cst.CSTTransformer):
@@ -107,9 +116,10 @@ class _RenameQuoted(cst.CSTTransformer):
 class _Reindent(cst.CSTTransformer):
     """Moves docstrings along with the code that they stand in. Other strings keep every character."""
 
-    def __init__(self, old: str, new: str, newline: str) -> None:
+    def __init__(self, old: tuple[str, str], new: tuple[str, str], newline: str) -> None:
         super().__init__()
-        self.old, self.new, self.newline = old, new, newline
+        (self.old, self.old_unit), (self.new, self.new_unit) = old, new
+        self.newline = newline
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if not isinstance(original_node, cst.IndentedBlock) or not updated_node.body:
@@ -123,8 +133,14 @@ class _Reindent(cst.CSTTransformer):
         head, *rest = string.value.split(self.newline)
         if not all(line.startswith(self.old) for line in rest if line.strip()):
             return updated_node
-        moved = [self.new + line.removeprefix(self.old) if line.strip() else line for line in rest]
+        moved = [self._moved(line) if line.strip() else line for line in rest]
         return updated_node.with_deep_changes(string, value=self.newline.join([head, *moved]))
+
+    def _moved(self, line: str) -> str:
+        line, steps = line.removeprefix(self.old), 0
+        while line.startswith(self.old_unit):
+            line, steps = line.removeprefix(self.old_unit), steps + 1
+        return self.new + self.new_unit * steps + line
 
 
 def read_definition(
@@ -133,6 +149,7 @@ def read_definition(
     names: Mapping[str, str],
     newline: str,
     indent: str,
+    unit: str,
 ) -> Definition:
     """The syntax tree of patch code, ready to stand in another file.
 
@@ -142,6 +159,7 @@ def read_definition(
         names: what to rename.
         newline: the newline of the other file.
         indent: the indentation of the place it goes to.
+        unit: one step of indentation there.
     """
     wrapped = ("if True:\n" if source.indent else "pass\n") + source.text
     module = cst.parse_module(wrapped.replace("\n", newline))
@@ -159,8 +177,9 @@ def read_definition(
         after = [line for line in after if line.comment is not None]
     node = node.with_changes(decorators=kept, lines_after_decorators=after)
     node = cast(Definition, node.visit(Rename(names))) if names else node
-    if indent != source.indent:
-        node = cast(Definition, node.visit(_Reindent(source.indent, indent, newline)))
+    old = (source.indent, "    " if source.indent else module.default_indent)
+    if old != (indent, unit):
+        node = cast(Definition, node.visit(_Reindent(old, (indent, unit), newline)))
     return node
 
 
@@ -190,3 +209,22 @@ def without_copied_from(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
 def code_of(node: cst.CSTNode) -> str:
     """The text of a node, on its own."""
     return cst.Module([]).code_for_node(node)
+
+
+def without(elements: Sequence[Any], removed: Sequence[Any]) -> list[Any]:
+    """A comma-separated list with some elements gone: what is behind the last comma stays behind the last one."""
+    kept = [element for element in elements if element not in removed]
+    if kept and kept[-1] is not elements[-1]:
+        kept[-1] = kept[-1].with_changes(comma=_closing(kept[-1].comma, elements[-1].comma))
+    return kept
+
+
+def _closing(own: Any, last: Any) -> Any:
+    """The comma of an element that becomes the last one; a comment behind it stays."""
+    if not isinstance(own, cst.Comma) or not isinstance(last, cst.Comma):
+        return last
+    mine, theirs = own.whitespace_after, last.whitespace_after
+    if not isinstance(mine, cst.ParenthesizedWhitespace) or not isinstance(theirs, cst.ParenthesizedWhitespace):
+        return last
+    space = mine.with_changes(empty_lines=(), indent=theirs.indent, last_line=theirs.last_line)
+    return own.with_changes(whitespace_after=space)

@@ -1,0 +1,178 @@
+"""What a config is made of: frozen records of patches, imports, helpers and blocks, and what they may not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from patcher.codegen.extract import Location, Source, caller
+from patcher.errors import CodegenError
+
+
+class PatchKind(Enum):
+    """What a patch does to its target. The values are the words that the header of a generated file uses."""
+
+    REPLACE_CLASS = "replace class"
+    REPLACE_FUNCTION = "replace function"
+    OVERRIDE_METHOD = "override method"
+    MODIFY_INIT = "modify init"
+    EXTERNAL = "external"
+
+
+@dataclass(frozen=True)
+class External:
+    """An object that the generated file imports instead of holding its source."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change of one definition. Made by the methods of `PatchConfig` and by `create_patch_from_external`.
+
+    Attributes:
+        kind: what is done.
+        target: `"Class"`, `"function"` or `"Class.method"`, dotted further for nested classes.
+        replacement: the class or function, its text, or an `External`.
+        source: the text of the replacement, None for an `External`.
+        description: why, in the words of the author.
+        name_map: names of the replacement, each with the name that the generated file uses instead.
+        keep_decorators: whether decorators of the original stay.
+        new: whether an overridden method may be missing; None decides by how close the known names are.
+        where: the line of the config.
+    """
+
+    kind: PatchKind
+    target: str
+    replacement: Any
+    source: Source | None
+    description: str
+    name_map: tuple[tuple[str, str], ...]
+    keep_decorators: bool
+    new: bool | None
+    where: Location
+
+    @property
+    def asked(self) -> str:
+        """The call that made this patch, for messages and the header."""
+        return f"{METHODS[self.kind]}({self.target!r})"
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import statement that the generated file has on top of the original's."""
+
+    module: str
+    names: tuple[tuple[str, str], ...]
+    alias: str
+    where: Location
+
+    def lines(self) -> list[str]:
+        """The statement; one name a line when it would be long."""
+        if not self.names:
+            return [f"import {self.module}" + (f" as {self.alias}" if self.alias else "")]
+        words = [name if name == bound else f"{name} as {bound}" for name, bound in self.names]
+        line = f"from {self.module} import {', '.join(words)}"
+        if len(line) <= 119:
+            return [line]
+        return [f"from {self.module} import (", *(f"    {word}," for word in words), ")"]
+
+    def bound(self) -> dict[str, tuple[str, str]]:
+        """Each name that the statement binds, with the module and the name in it."""
+        if self.names:
+            return {bound: (self.module, name) for name, bound in self.names}
+        top = self.module.split(".")[0]
+        return {self.alias: (self.module, "")} if self.alias else {top: (top, "")}
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A class or function that patches use, at the top of the file or right after a definition of it."""
+
+    source: Source
+    helper: Any
+    description: str
+    name_map: tuple[tuple[str, str], ...]
+    after: str
+    where: Location
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statements behind the imports."""
+
+    code: str
+    description: str
+    where: Location
+
+
+ACCESSORS = ("setter", "deleter", "getter")  # of a property, the last part of "Class.name.setter"
+METHODS = {
+    PatchKind.REPLACE_CLASS: "replace_class",
+    PatchKind.REPLACE_FUNCTION: "replace_function",
+    PatchKind.OVERRIDE_METHOD: "override_method",
+    PatchKind.MODIFY_INIT: "modify_init",
+    PatchKind.EXTERNAL: "create_patch_from_external",
+}
+
+
+def create_patch_from_external(
+    target: str, replacement_module: str, replacement_name: str, description: str = ""
+) -> Patch:
+    """A patch that binds `target` to an imported object, instead of copying its source into the file.
+
+    Example:
+        `config.patches.append(create_patch_from_external("Qwen3RMSNorm", "my_kernels.norm", "FastRMSNorm"))`
+
+    Raises:
+        CodegenError: for names that can't be imported.
+    """
+    where = caller()
+    for dotted in (replacement_module, replacement_name):
+        if not all(part.isidentifier() for part in dotted.split(".")):
+            raise CodegenError(
+                f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which is no dotted name."
+            )
+    external = External(replacement_module, replacement_name)
+    patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), False, None, where)
+    check_target(patch)
+    return patch
+
+
+def check_target(patch: Patch) -> None:
+    """Raise a CodegenError for a target that no definition can have."""
+    parts = patch.target.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise CodegenError(f"{patch.where}: {patch.asked} names no definition: {patch.target!r} is no dotted name.")
+    if patch.kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
+        raise CodegenError(f"{patch.where}: {patch.asked} names no method. Write override_method('Class.method').")
+    if patch.kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
+        raise CodegenError(
+            f"{patch.where}: {patch.asked} names no function of the module. For a method, use override_method."
+        )
+
+
+def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
+    """Raise a CodegenError if another patch changes the same definition."""
+    mine = _claims(patch)
+    for other in others:
+        theirs = _claims(other)
+        if mine == theirs:
+            raise CodegenError(
+                f"{patch.where}: {patch.asked} is given twice: {other.asked} at {other.where} already changes it. "
+                "Remove one."
+            )
+        inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
+        is_accessor = inner.removeprefix(outer + ".") in ACCESSORS
+        if inner.startswith(outer + ".") and not is_accessor:
+            raise CodegenError(
+                f"{patch.where}: {patch.asked} and {other.asked} at {other.where} change one definition: "
+                f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
+            )
+
+
+def _claims(patch: Patch) -> str:
+    return f"{patch.target}.__init__" if patch.kind is PatchKind.MODIFY_INIT else patch.target
