@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +107,22 @@ class Journal:
     #: for a renaming: the key before -> the key after
     renamed: dict[str, str] = field(default_factory=dict)
     current: tuple[str, str] = ("", "")
+    #: the layers where it raised
+    failed: list[str] = field(default_factory=list)
+
+    #: a quantizer has put another conversion in its place
+    lost: bool = False
+
+    def had_effect(self, parameters: set[str], prefix: str) -> bool:
+        """Whether something that it made or renamed is a parameter, or was taken further."""
+        if self.lost or self.entries:
+            return True
+        if isinstance(self.transform, WeightConverter):
+            return False
+        names = parameters | {name.removeprefix(f"{prefix}.") for name in parameters}
+        return any(name in names or f"{prefix}.{name}" in names for name in self.renamed.values()) or bool(
+            self.renamed and not names.intersection(self.renamed)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
         # transformers copies a converter for each layer; `copy.deepcopy(model)` gets what only loading writes.
@@ -144,7 +160,11 @@ class _TrackedConverter(_Tracked):
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         operations = [_Witness(), *self.operations, _Witness()]  # type: ignore[has-type]
         self.operations = operations
-        result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
+        try:
+            result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
+        except Exception:  # the load goes on and reports at its end
+            self.journal.failed.append(layer_name)
+            raise
         first, *middle, last = operations
         sources: dict[str, list[tuple[str, torch.Size]]] = {}
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
@@ -235,7 +255,7 @@ class SplitBySizes(ConversionOps):
         return Concatenate(self.dim)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tracked_class(cls: type[WeightTransform]) -> type[WeightTransform]:
     if issubclass(cls, WeightConverter):
         bases, slots = (_TrackedConverter, cls), ("journal", "collected")
@@ -284,6 +304,11 @@ def undo(
     rest = dict(state_dict)
     restored: dict[str, torch.Tensor] = {}
     for journal in journals:
+        if journal.lost:
+            raise PatchedWeightsError(
+                f"The weights can't be saved in the original format: the quantizer has rewritten "
+                f"{describe(journal.transform)}, and that can't be reversed."
+            )
         for entry in journal.entries:
             if not any(name in state_dict for name in entry.produced):
                 continue  # a state dict of a part of the model
@@ -311,7 +336,9 @@ def _undo_entry(
         if tensor is None:
             raise fail(f"{name} is missing in the state dict")
         if type(tensor) not in (torch.Tensor, nn.Parameter) or (tensor.dtype != dtype and tensor.dtype.itemsize == 1):
-            raise fail(f"{name} is quantized ({type(tensor).__name__} of {tensor.dtype}), its companions can't be split")
+            raise fail(
+                f"{name} is quantized ({type(tensor).__name__} of {tensor.dtype}), its companions can't be split"
+            )
         if tensor.shape != shape:
             raise fail(f"{name} had the shape {tuple(shape)} after the load, it has {tuple(tensor.shape)} now")
         # One target pattern with a star makes many parameters, `experts.0.w`, `experts.1.w`: together again.
@@ -352,7 +379,9 @@ def _undo_entry(
 
 def _expands(pattern: str, name: str) -> bool:
     """Whether `name` is `pattern`, or `pattern` with a number in place of its star."""
-    return name == pattern or ("*" in pattern and re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None)
+    return name == pattern or (
+        "*" in pattern and re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+    )
 
 
 def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -26,8 +26,8 @@ __all__ = [
     "PatchConstructionError",
     "PatchedWeightsError",
     "PatcherError",
-    "PresetDriftError",
     "PatcherWarning",
+    "PresetDriftError",
     "UnmatchedPatchError",
     "VerificationError",
 ]

@@ -66,7 +66,8 @@ def module_subclasses() -> Iterator[type[nn.Module]]:
             if cls not in seen:
                 seen.add(cls)
                 stack.append(cls)
-                yield cls
+                if "_patcher_stands_for" not in cls.__dict__:
+                    yield cls
 
 
 def is_modeling_module(name: str) -> bool:

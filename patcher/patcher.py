@@ -256,7 +256,9 @@ class Patcher:
             new_weights=_united(self.new_weights, other.new_weights),
             dropped_weights=_united(self.dropped_weights, other.dropped_weights),
             strict=self.strict or other.strict,
-            name=" | ".join(_united((self.name,), (other.name,))) if self.name and other.name else self.name or other.name,
+            name=" | ".join(_united((self.name,), (other.name,)))
+            if self.name and other.name
+            else self.name or other.name,
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
             fingerprints=fingerprints,
         )
@@ -378,7 +380,9 @@ def _expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
 
 def _listed(field: str, values: Any, what: str) -> list[Any]:
     if not isinstance(values, Iterable) or isinstance(values, Mapping):
-        raise InvalidPatcherError(f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__}).")
+        raise InvalidPatcherError(
+            f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
+        )
     return list(values)
 
 

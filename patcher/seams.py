@@ -7,7 +7,8 @@ A new release of transformers is a change to this file. What is looked up here i
 from __future__ import annotations
 
 import inspect
-import logging
+import os
+import threading
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, configuration_utils,
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -42,7 +44,12 @@ __all__ = [
     "get_device",
 ]
 
-logger = logging.getLogger(__name__)
+# Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
+# at once make each other wrong, without any patcher. Every load holds this while it constructs and initialises.
+construction_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # The child of a fork has only the thread that forked; another one may have held the lock.
+    os.register_at_fork(after_in_child=lambda: construction_lock._at_fork_reinit())  # type: ignore[attr-defined]
 
 # Where the hook goes: the owner, the name, and the parameters that it relies on.
 SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
@@ -249,9 +256,16 @@ def stock_conversions(
     return _stock_conversion_mapping(model, key_mapping, None, add_legacy=legacy)
 
 
-# Before the hook stands in for it.
+# Before the hook stands in for them.
 _stock_conversion_mapping = conversion_mapping.get_model_conversion_mapping
 stock_revert = modeling_utils.revert_weight_conversion
+
+
+def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
+    """The conversions that transformers reverses when it saves a model that was not loaded."""
+    return [
+        conversion for conversion in stock_conversions(model, legacy=False) if not isinstance(conversion, PrefixChange)
+    ]
 
 
 def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
@@ -261,6 +275,14 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
 
 def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
     model._weight_conversions = conversions
+
+
+def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a load would read a checkpoint that torch.distributed has written."""
+    find = getattr(modeling_utils, "get_distributed_checkpoint_dir", None)  # since 5.18
+    if find is None or path is None:
+        return False
+    return find(path, options.get("subfolder", ""), options.get("gguf_file"), options.get("state_dict")) is not None
 
 
 # --- models --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""A patcher for a model that is already in memory: a new model of the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from patcher.errors import InvalidPatcherError
+from patcher.loading import install
+from patcher.patcher import Patcher
+from patcher.record import record_of
+from patcher.saving import original_state_dict
+
+__all__ = ["apply"]
+
+
+def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
+    """See `Patcher.apply`."""
+    install()
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidPatcherError(
+            f"Patcher.apply takes a model of transformers, found {type(model).__name__}; take the model out of its wrapper."
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise InvalidPatcherError(
+            "Patcher.apply can't take a quantized model: its weights can't be given back. Load it again with patcher=..."
+        )
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise InvalidPatcherError(
+            "Patcher.apply can't take a model whose weights are offloaded. Load it again with patcher=..., device_map=..."
+        )
+    record = record_of(model)
+    state_dict = {key: value.detach() for key, value in model.state_dict().items()}
+    if record is not None:
+        for key in record.new_weights:
+            state_dict.pop(key, None)  # they belong to the patcher that is left behind
+    weights = original_state_dict(model, state_dict)
+    devices = {tensor.device for tensor in weights.values()}
+    options: dict[str, Any] = {"dtype": model.dtype}
+    if len(devices) == 1 and devices != {torch.device("cpu")}:
+        options["device_map"] = {"": devices.pop()}
+    model_class = record.model_class if record is not None else type(model)
+    result: PreTrainedModel = model_class.from_pretrained(
+        None, config=model.config, state_dict=weights, patcher=patcher, **options
+    )
+    if getattr(model, "generation_config", None) is not None:
+        from copy import deepcopy
+
+        result.generation_config = deepcopy(model.generation_config)
+    return result.train(model.training)

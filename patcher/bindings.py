@@ -1,0 +1,206 @@
+"""Names of modeling code that are bound to classes of others: the part of a scope that gates can't do.
+
+A gate sits on a class, so it can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to
+touch, and it can't know under which other name a file has bound the class. For those a stand-in takes the place of the
+class in the namespace or table: called in a context with a scope it builds the replacement, and anywhere else the class.
+Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or the replacement where that
+is in force.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from patcher import matching
+
+if TYPE_CHECKING:
+    from patcher.scope import Match, Scope
+
+__all__ = ["Bindings"]
+
+_lock = threading.RLock()
+
+
+class Bindings:
+    """The stand-ins of one scope. Scopes that overlap share them, and the last to leave puts everything back."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.mine: list[_Binding | _View] = []
+        self._seen: set[int] = set()
+        self._foreign: set[type] = set()
+
+    def add_all(self) -> None:
+        self._foreign = {
+            cls
+            for cls in matching.module_subclasses()
+            if not matching.is_modeling_module(cls.__module__) and self.scope.match(cls) is not None
+        }
+        if not self._foreign and not any(layer.is_registry for layer in self.scope.layers):
+            return
+        for name, module in list(sys.modules.items()):
+            if matching.is_modeling_module(name) and isinstance(module, ModuleType):
+                self.add(module)
+
+    def add(self, module: ModuleType) -> None:
+        """Bind stand-ins in the namespace of a modeling module, and in its tables."""
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        namespace = vars(module)
+        shown = False
+        for name, value in list(namespace.items()):
+            if isinstance(value, type):
+                if issubclass(value, nn.Module) and self.scope.match_bound(_unwrapped(value), name) is not None:
+                    shown = True
+                    if self._needs_stand_in(_unwrapped(value)):
+                        self._bind(namespace, name, value)
+            elif self._foreign and type(value) in (dict, list):
+                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    if isinstance(item, type) and _unwrapped(item) in self._foreign:
+                        self._bind(value, key, item)
+            elif (
+                self._foreign
+                and type(value) is tuple
+                and any(item in self._foreign for item in value if isinstance(item, type))
+            ):
+                self._bind(namespace, name, value)
+        if shown:
+            with _lock:
+                self.mine.append(_View.of(module))
+
+    def _needs_stand_in(self, cls: type[nn.Module]) -> bool:
+        # Where the class's own name is what matched, its gate does all that is needed.
+        return cls in self._foreign or self.scope.match(cls) is None
+
+    def _bind(self, container: Any, key: Any, value: Any) -> None:
+        with _lock:
+            self.mine.append(_Binding.of(container, key, value))
+
+    def remove_all(self) -> None:
+        with _lock:
+            while self.mine:
+                self.mine.pop().release()
+
+
+class _Binding:
+    """One place, a namespace or a table and a key, that holds a stand-in as long as somebody needs it."""
+
+    placed: dict[tuple[int, Any], _Binding] = {}  # noqa: RUF012 - the registry of this class
+
+    def __init__(self, container: Any, key: Any, value: Any) -> None:
+        self.container, self.key, self.before = container, key, value
+        name = key if isinstance(key, str) else ""
+        if isinstance(value, tuple):
+            self.after: Any = tuple(_stand_in(item, "") if _is_module_class(item) else item for item in value)
+        else:
+            self.after = _stand_in(value, name)
+        self.users = 0
+        container[key] = self.after
+
+    @classmethod
+    def of(cls, container: Any, key: Any, value: Any) -> _Binding:
+        place = (id(container), key)
+        binding = cls.placed.get(place)
+        if binding is None:
+            binding = cls.placed[place] = cls(container, key, value)
+        binding.users += 1
+        return binding
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            del self.placed[(id(self.container), self.key)]
+            if self.container[self.key] is self.after:  # otherwise somebody else has put something there
+                self.container[self.key] = self.before
+
+
+class _View:
+    """A module whose names read as what is in force in the reader's context."""
+
+    shown: dict[int, _View] = {}  # noqa: RUF012 - the registry of this class
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.users = module, 0
+        self.before = type(module)
+        self.after = type(self.before.__name__, (self.before,), {"__getattribute__": _read, "__slots__": ()})
+        module.__class__ = self.after
+
+    @classmethod
+    def of(cls, module: ModuleType) -> _View:
+        view = cls.shown.get(id(module))
+        if view is None:
+            view = cls.shown[id(module)] = cls(module)
+        view.users += 1
+        return view
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            del self.shown[id(self.module)]
+            if type(self.module) is self.after:
+                self.module.__class__ = self.before
+
+
+def _read(self: ModuleType, name: str) -> Any:
+    value = ModuleType.__getattribute__(self, name)
+    if isinstance(value, type) and not name.startswith("__"):
+        from patcher.scope import active_scope
+
+        value = _unwrapped(value)
+        scope = active_scope()
+        if scope is not None and issubclass(value, nn.Module):
+            match = scope.match_bound(value, name)
+            if match is not None:
+                return match.replacement
+    return value
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _unwrapped(cls: type) -> Any:
+    return cls.__dict__.get("_patcher_stands_for", cls)
+
+
+def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
+    """A class that passes for `original` and, called where a scope replaces it, builds the replacement."""
+    meta: Any = type(original)
+
+    class StandIn(meta):  # type: ignore[misc]
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
+            if "_patcher_stands_for" in body:
+                return super().__new__(mcs, name, bases, body)
+            return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            from patcher.scope import active_scope
+
+            scope = active_scope()
+            match: Match | None = scope.match_bound(original, name) if scope is not None else None
+            if scope is None or match is None or not scope.decides(None, sys._getframe(1)):
+                return original(*args, **kwargs)
+            module = original.__new__(original)
+            scope.build(module, original, match, args, kwargs)
+            return module
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(_unwrapped(subclass), original)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is cls or other is original
+
+        def __hash__(cls) -> int:
+            return hash(original)
+
+    body = {"_patcher_stands_for": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return StandIn(original.__name__, (original,), body)  # type: ignore[no-any-return]

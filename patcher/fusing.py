@@ -1,0 +1,50 @@
+"""Fusions at work: while a model is built, what its resolution says is built again as a fused class."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher.errors import PatchConstructionError
+from patcher.resolution import resolve_layers
+from patcher.scope import Match, Scope, cover_new_classes
+
+__all__ = ["fuse_modules", "prepare_fusions"]
+
+
+def prepare_fusions(scope: Scope, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
+    scope.resolution = None
+    layers = list(scope.layers)
+    if not any(layer.patcher.fusions for layer in layers):
+        return
+    scope.resolution = resolve_layers(layers, model_class, config)
+    scope.recorded = frozenset(scope.resolution.originals.values())
+    cover_new_classes()
+
+
+def fuse_modules(scope: Scope, model: PreTrainedModel) -> None:
+    """Put the fused modules in place of those that were built, before the model looks at its parts."""
+    if scope.resolution is None:
+        return
+    fused: dict[int, nn.Module] = {}
+    for path, cls in scope.resolution.fused.items():
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        module = parent._modules.get(name)
+        if module is None or id(module) not in scope.arguments:
+            found = "nothing" if module is None else type(module).__name__
+            raise PatchConstructionError(
+                f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built otherwise "
+                "than its skeleton on the meta device. Leave it out of the fusion's target_modules_patterns."
+            )
+        new = fused.get(id(module))
+        if new is None:
+            _, args, kwargs = scope.arguments[id(module)]
+            original = type(module)
+            new = original.__new__(original)
+            key, layer = scope.fusion_of(path)
+            scope.build(new, original, Match(key, cls, layer), args, kwargs)
+            new.train(module.training)
+            fused[id(module)] = new
+        parent._modules[name] = new

@@ -1,0 +1,207 @@
+"""Building replacements on the meta device, and giving them the values that no checkpoint holds.
+
+The semantics are those of accelerate's meta-device init: parameters are on meta, buffers are real. accelerate gets there
+by rebinding `nn.Module.register_parameter` for the whole process; here torch's registration hook, which looks at a
+context variable, does it for one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from patcher import seams
+from patcher.errors import PatchConstructionError, PatcherError
+
+__all__ = ["Materialization", "forget_index", "parameter_index", "watching_parameters"]
+
+_CURRENT: ContextVar[Materialization | None] = ContextVar("patcher_materialization", default=None)
+
+#: On a parameter of a replacement: the how-manieth it was that the replacement registered.
+_INDEX = "_patcher_index"
+_TWIN = "_patcher_twin"
+
+
+def parameter_index(parameter: torch.Tensor) -> int | None:
+    """The place of a parameter in the order in which its replacement registered them."""
+    return getattr(parameter, _INDEX, None)
+
+
+def forget_index(parameter: torch.Tensor) -> None:
+    """Take the mark away."""
+    parameter.__dict__.pop(_INDEX, None)
+
+
+class Materialization:
+    """Where the parameters of a replacement go while it is built.
+
+    They are numbered in the order in which they are registered. Where the model is built on meta they go there; with
+    `wanted`, all but the wanted ones do.
+    """
+
+    def __init__(self, wanted: Iterable[int] | None = None) -> None:
+        self.wanted = frozenset(wanted or ())
+        self._to_meta = wanted is not None
+        self.kept: dict[int, nn.Parameter] = {}
+        self._count = 0
+
+    @staticmethod
+    def current() -> Materialization:
+        """The one under way, or a new one."""
+        return _CURRENT.get() or Materialization()
+
+    def construct(
+        self,
+        module: nn.Module,
+        original: type[nn.Module],
+        replacement: type[nn.Module],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Turn `module`, a bare object of `original`, into an initialised object of `replacement`.
+
+        Raises:
+            PatchConstructionError: `replacement` raised, or its objects have another layout in memory.
+        """
+        try:
+            with self._in_force():
+                _initialise(module, original, replacement, args, kwargs)
+        except PatcherError:
+            raise
+        except Exception as error:
+            raise _construction_error(original, replacement, args, kwargs, error) from error
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        if _CURRENT.get() is not None:  # inside of another replacement, which has seen to it
+            yield
+            return
+        # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
+        self._to_meta = self._to_meta or torch.empty(0).device.type == "meta"
+        token = _CURRENT.set(self)
+        try:
+            with torch.device("cpu") if self._to_meta else nullcontext():
+                yield
+        finally:
+            _CURRENT.reset(token)
+
+    def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        if (twin := getattr(parameter, _TWIN, None)) is not None:
+            return twin  # type: ignore[no-any-return]
+        if parameter.device.type == "meta" or getattr(parameter, _INDEX, None) is not None:
+            return None  # registered before, under another name
+        index = self._count
+        self._count += 1
+        if not self._to_meta or index in self.wanted:
+            setattr(parameter, _INDEX, index)
+            if index in self.wanted:
+                self.kept[index] = parameter
+            return None
+        twin = _on_meta(parameter)
+        setattr(twin, _INDEX, index)
+        setattr(parameter, _TWIN, twin)
+        return twin
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter without its data, with its type and its attributes."""
+    attributes = {key: value for key, value in parameter.__dict__.items() if key not in (_TWIN, _INDEX)}
+    if type(parameter) is nn.Parameter:
+        twin = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        twin.__dict__.update(attributes)
+        return twin
+    return type(parameter)(parameter.data.to("meta"), requires_grad=parameter.requires_grad, **attributes)
+
+
+def _initialise(
+    module: nn.Module,
+    original: type[nn.Module],
+    replacement: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if replacement.__new__ is original.__new__ and type(replacement) is type(original):
+        module.__class__ = replacement
+        seams.inherit_loading_attributes(module, original)
+        replacement.__init__(module, *args, **kwargs)  # type: ignore[misc]
+    else:
+        # The class has a say in how its objects come into being: let it, then be what it made.
+        other = replacement(*args, **kwargs)
+        module.__class__ = type(other)
+        object.__setattr__(module, "__dict__", other.__dict__)
+        seams.inherit_loading_attributes(module, original)
+
+
+def _construction_error(
+    original: type[nn.Module],
+    replacement: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: Exception,
+) -> PatchConstructionError:
+    arguments = [_short(value) for value in args] + [f"{key}={_short(value)}" for key, value in kwargs.items()]
+    return PatchConstructionError(
+        f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
+        f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
+        f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from the very "
+        f"arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool | int | float | str | type(None)):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    return f"<{type(value).__name__}>"
+
+
+def _where(traceback: TracebackType | None) -> str:
+    """The line of modeling code that asked for the object: the frame outside of this package."""
+    frame = traceback.tb_frame if traceback is not None else None
+    package = str(Path(__file__).parent)
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    owner = frame.f_locals.get("self")
+    inside = f" of {type(owner).__name__}" if isinstance(owner, nn.Module) else ""
+    return f", in {frame.f_code.co_name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+# --- the hook ------------------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_users = 0
+_handle: Any = None
+
+
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    materialization = _CURRENT.get()
+    return None if materialization is None or parameter is None else materialization.register(parameter)
+
+
+@contextmanager
+def watching_parameters() -> Iterator[None]:
+    """Keep torch's registration hook in place; for threads that build no replacement it does nothing."""
+    global _users, _handle
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _handle = register_module_parameter_registration_hook(_on_registration)
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _handle.remove()
+                _handle = None

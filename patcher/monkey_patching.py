@@ -1,0 +1,175 @@
+"""A process-wide registry of class swaps, under the names that transformers gives to its own.
+
+```python
+from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+
+register_patch_mapping({"GPT2Attention": CustomGPT2Attention})
+model = AutoModelForCausalLM.from_pretrained("gpt2")  # patched, as every load from now on
+clear_patch_mapping()
+```
+
+A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is for
+code that is written against that of transformers. Its contract is the one documented there: a key is an exact name or an
+expression, exact before expression; the names that modeling code binds classes to count as well as their own; nothing is
+checked strictly, since it meets every model of the process; it raises `TypeError` and `ValueError`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers.utils.output_capturing import OutputRecorder
+
+from patcher import matching
+from patcher.loading import applied, install, process_wide, set_process_wide
+from patcher.patcher import Patcher
+
+__all__ = [
+    "apply_monkey_patches",
+    "apply_patches",
+    "clear_monkey_patch_mapping",
+    "clear_patch_mapping",
+    "get_monkey_patch_mapping",
+    "get_patch_mapping",
+    "patch_output_recorders",
+    "register_monkey_patch_mapping",
+    "register_patch_mapping",
+    "unregister_monkey_patch_mapping",
+    "unregister_patch_mapping",
+]
+
+_writing = threading.Lock()
+install()
+
+
+def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:
+    """Replace classes in every model that is loaded from now on.
+
+    ```python
+    register_patch_mapping({"Qwen2MoeExperts": SequentialExperts, ".*RMSNorm$": FastRMSNorm})
+    ```
+
+    Args:
+        mapping: exact class name or regular expression -> replacement.
+        overwrite: whether a key that is registered already may be replaced.
+
+    Raises:
+        TypeError: a replacement that is no subclass of `nn.Module`.
+        ValueError: a key that is registered already, or that is no regular expression. Nothing is registered then.
+    """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"The mapping must map class names to classes, got {type(mapping).__name__}: {mapping!r}")
+    for key, cls in mapping.items():
+        if not isinstance(key, str):
+            raise TypeError(f"A key must be the name of a class or an expression, got {type(key).__name__}: {key!r}")
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise ValueError(f"The key {key!r} is no regular expression: {error}; write {re.escape(key)!r}") from error
+        if not isinstance(cls, type):
+            raise TypeError(f"The replacement for '{key}' must be a class, got {type(cls).__name__}")
+        if not issubclass(cls, nn.Module):
+            bases = ", ".join(base.__name__ for base in cls.__mro__[1:])
+            raise TypeError(
+                f"The replacement for '{key}' must be a subclass of nn.Module, got {cls.__name__}, which inherits from {bases}"
+            )
+    with _writing:
+        current = dict(process_wide().class_mapping)
+        taken = [key for key in mapping if key in current]
+        if taken and not overwrite:
+            raise ValueError(
+                f"'{taken[0]}' has a patch registered already, {current[taken[0]].__name__}. "
+                "Pass overwrite=True to replace it."
+            )
+        set_process_wide(Patcher({**current, **mapping}, strict=False))
+
+
+def unregister_patch_mapping(keys: Iterable[str]) -> None:
+    """Take keys out, written as they were registered.
+
+    ```python
+    unregister_patch_mapping(["Qwen2MoeExperts"])
+    ```
+
+    Raises:
+        ValueError: a key that is not registered. Nothing is taken out then.
+    """
+    wanted = [keys] if isinstance(keys, str) else list(keys)
+    with _writing:
+        current = dict(process_wide().class_mapping)
+        for key in wanted:
+            if key not in current:
+                close = matching.nearest(key, current)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                raise ValueError(
+                    f"'{key}' was not found in monkey patch mapping cache. "
+                    f"Cannot unregister what is not registered.{hint}"
+                )
+        set_process_wide(Patcher({key: cls for key, cls in current.items() if key not in wanted}, strict=False))
+
+
+def get_patch_mapping() -> dict[str, type[nn.Module]]:
+    """A copy of what is registered."""
+    return dict(process_wide().class_mapping)
+
+
+def clear_patch_mapping() -> None:
+    """Take everything out."""
+    with _writing:
+        set_process_wide(Patcher(strict=False))
+
+
+@contextmanager
+def apply_patches() -> Iterator[None]:
+    """Build with what is registered inside the block, in this thread or task: for `Model(config)`.
+
+    ```python
+    with apply_patches():
+        model = BertModel(BertConfig())
+    ```
+    """
+    with applied(process_wide(), origin="monkey_patching"):
+        yield
+
+
+def patch_output_recorders(model: nn.Module) -> None:
+    """Have a model that was patched by hand record the outputs of its replacements.
+
+    ```python
+    patch_output_recorders(model)
+    ```
+
+    Recorders are put on the model itself, never on its class. A model that was built under a patcher needs no call.
+    """
+    mapping = process_wide().class_mapping
+
+    def patched(recorder: Any) -> Any:
+        if isinstance(recorder, OutputRecorder):
+            target = recorder.target_class
+            name = recorder.class_name if target is None else target.__name__
+            key = matching.find_key(name, mapping, names_too=True) if name else None
+            return recorder if key is None else replace(recorder, target_class=mapping[key])
+        name = recorder if isinstance(recorder, str) else recorder.__name__
+        key = matching.find_key(name, mapping, names_too=True)
+        return recorder if key is None else mapping[key]
+
+    for module in model.modules():
+        recorders = getattr(module, "_can_record_outputs", None)
+        if mapping and isinstance(recorders, dict):
+            module.__dict__["_can_record_outputs"] = {
+                output: [patched(item) for item in value] if isinstance(value, list) else patched(value)
+                for output, value in recorders.items()
+            }
+
+
+register_monkey_patch_mapping = register_patch_mapping
+unregister_monkey_patch_mapping = unregister_patch_mapping
+clear_monkey_patch_mapping = clear_patch_mapping
+get_monkey_patch_mapping = get_patch_mapping
+apply_monkey_patches = apply_patches

@@ -1,0 +1,99 @@
+"""What a model remembers of how it was patched: enough to save it, to report on it, and to go back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from patcher.conversions import Journal
+from patcher.patcher import Patcher
+from patcher.scope import Layer
+from patcher.seams import PreTrainedModel, WeightTransform
+
+__all__ = ["PatchRecord", "Replaced", "record_of"]
+
+RECORD = "_patcher_record"
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One replaced module."""
+
+    path: str
+    original: type[nn.Module]
+    replacement: type[nn.Module]
+    #: from a `Patcher` rather than from the process-wide registry, which nobody has written for this very model
+    chosen: bool = True
+
+
+@dataclass(eq=False)
+class PatchRecord:
+    """Kept on the outermost model and on each of its sub-models."""
+
+    model_class: type[PreTrainedModel]
+    #: the patchers in force, the innermost first, and how each came into force
+    patchers: tuple[tuple[Patcher, str], ...]
+    replaced: tuple[Replaced, ...] = ()
+    fused: dict[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    fusion_transforms: tuple[WeightTransform, ...] = ()
+    #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
+    read: bool = False
+    #: the conversions of the load in their order: journals of ours, and stock ones that were used
+    conversions: tuple[Journal | WeightTransform, ...] = ()
+    dropped: tuple[tuple[WeightTransform, str], ...] = ()
+    new_weights: tuple[str, ...] = ()
+    dropped_weights: tuple[str, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def layers(self) -> list[Layer]:
+        """The patchers, ready to be in force again."""
+        return [Layer(patcher, origin) for patcher, origin in self.patchers]
+
+    @property
+    def journals(self) -> list[Journal]:
+        return [item for item in self.conversions if isinstance(item, Journal)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
+        return self  # what is written here is written while the model loads, never again
+
+
+def record_of(model: nn.Module) -> PatchRecord | None:
+    """The record of a patched model, or of a sub-model of one."""
+    return model.__dict__.get(RECORD)
+
+
+def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
+    """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
+    from patcher.scope import original_class
+
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and path:
+            prefix = f"{path}."
+            module.__dict__[RECORD] = PatchRecord(
+                model_class=_model_class(original_class(module) or type(module)),
+                patchers=record.patchers,
+                replaced=tuple(
+                    Replaced(item.path.removeprefix(prefix), item.original, item.replacement, item.chosen)
+                    for item in record.replaced
+                    if item.path.startswith(prefix)
+                ),
+                fused={
+                    name.removeprefix(prefix): cls for name, cls in record.fused.items() if name.startswith(prefix)
+                },
+            )
+    model.__dict__[RECORD] = record
+
+
+def _model_class(cls: type[nn.Module]) -> type[PreTrainedModel]:
+    assert issubclass(cls, PreTrainedModel)
+    return cls
+
+
+def combined(patchers: Iterable[Patcher], name: str) -> tuple[str, ...]:
+    """The expressions of all patchers for one parameter."""
+    return tuple(dict.fromkeys(text for patcher in patchers for text in getattr(patcher, name)))

@@ -1,0 +1,187 @@
+"""What a load did: `patcher.report(model)`."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from patcher import seams
+from patcher.conversions import Journal, describe
+from patcher.errors import InvalidPatcherError
+from patcher.matching import compress
+from patcher.record import PatchRecord, record_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Report", "report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was patched in a model, as a value.
+
+    Attributes:
+        model: the class of the model.
+        patchers: the patchers in force, the innermost first, and how each came into force.
+        replaced: (path, original class, replacement) of each replaced module.
+        fused: (path, original class, fused class) of each fused module.
+        refused: (path, reason) of each module that a fusion left alone.
+        conversions_dropped: the stock conversions that were left out, and the filter.
+        conversions_added: the conversions that came in front.
+        conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
+        new_weights: parameters that were not in the checkpoint and that the patcher declares as new.
+        dropped_weights: checkpoint tensors that nobody took and that the patcher declares as dropped.
+        seconds: construction, reading, total.
+        warnings: what `strict=False` said.
+    """
+
+    model: str
+    patchers: tuple[tuple[str, str], ...] = ()
+    replaced: tuple[tuple[str, str, str], ...] = ()
+    fused: tuple[tuple[str, str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    conversions_dropped: tuple[tuple[str, str], ...] = ()
+    conversions_added: tuple[str, ...] = ()
+    conversions_fired: tuple[tuple[str, int], ...] = ()
+    new_weights: tuple[str, ...] = ()
+    dropped_weights: tuple[str, ...] = ()
+    seconds: tuple[tuple[str, float], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in lists and dicts, for JSON."""
+
+        def plain(value: Any) -> Any:
+            return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+        return {name: dict(value) if name == "seconds" else plain(value) for name, value in vars(self).items()}
+
+    def _tables(self) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """(title, column heads, rows) of each part that has something to say."""
+        yield "Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers]
+        yield "Replaced", ("module", "was", "is"), _folded(self.replaced)
+        yield "Fused", ("module", "was", "is"), _folded(self.fused)
+        yield "Not fused", ("module", "reason"), _folded(self.refused)
+        fired = dict(self.conversions_fired)
+        rows: list[tuple[str, ...]] = [
+            ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
+            for text, filtered in self.conversions_dropped
+        ]
+        rows += [
+            ("added", text, f"{fired[text]} parameters" if text in fired else "-") for text in self.conversions_added
+        ]
+        added = set(self.conversions_added)
+        rows += [
+            ("kept", text, f"{count} parameters" if count else "used")
+            for text, count in fired.items()
+            if text not in added
+        ]
+        yield "Conversions", ("", "conversion", "effect"), rows
+        weights: list[tuple[str, ...]] = [("new", key) for key in compress(self.new_weights)]
+        weights += [("dropped", key) for key in compress(self.dropped_weights)]
+        yield "Weights", ("", "name"), weights
+        yield "Seconds", ("step", "s"), [(name, f"{value:.3f}") for name, value in self.seconds]
+        yield "Warnings", ("text",), [(text,) for text in self.warnings]
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(file=io.StringIO(), width=119, color_system=None)
+        console.print(Text(self._headline()))
+        for title, heads, rows in self._tables():
+            if rows:
+                table = Table(title=title, title_justify="left", show_edge=False)
+                for head in heads:
+                    table.add_column(Text(head), overflow="fold")
+                for row in rows:
+                    table.add_row(*(Text(cell) for cell in row))
+                console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def _headline(self) -> str:
+        if not self.patchers:
+            return f"{self.model}: not patched"
+        return f"{self.model}: {len(self.replaced) + len(self.fused)} modules replaced"
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
+        for title, heads, rows in self._tables():
+            if rows:
+                head = "".join(f"<th style='text-align:left'>{html.escape(text)}</th>" for text in heads)
+                body = "".join(
+                    "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+                    for row in rows
+                )
+                parts.append(
+                    f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+                )
+        return "".join(parts)
+
+
+def report(model: PreTrainedModel) -> Report:
+    """What was patched in a model.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", patcher=patcher)
+    print(patcher.report(model))
+    ```
+
+    A model that no patcher has touched has a report that says so.
+
+    Raises:
+        InvalidPatcherError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidPatcherError(f"report takes a model, found {model!r}; write report(model).")
+    record = record_of(model)
+    return Report(type(model).__name__) if record is None else _report(model, record)
+
+
+def _report(model: nn.Module, record: PatchRecord) -> Report:
+    fired: list[tuple[str, int]] = []
+    for item in record.conversions:
+        if isinstance(item, Journal):
+            count = sum(len(entry.produced) for entry in item.entries) or len(item.renamed)
+            if count:
+                fired.append((describe(item.transform), count))
+        else:
+            fired.append((describe(item), 0))
+    added = [transform for patcher, _ in record.patchers for transform in patcher.extra_weight_conversions]
+    return Report(
+        model=type(model).__name__,
+        patchers=tuple((repr(patcher), origin) for patcher, origin in record.patchers),
+        replaced=_names(
+            {item.path: (item.original, item.replacement) for item in record.replaced if item.path not in record.fused}
+        ),
+        fused=_names(record.fused),
+        refused=tuple(record.refused.items()),
+        conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
+        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms]),
+        conversions_fired=tuple(fired),
+        new_weights=record.new_weights,
+        dropped_weights=record.dropped_weights,
+        seconds=tuple(record.seconds.items()),
+        warnings=record.warnings,
+    )
+
+
+def _names(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
+    ordered = sorted(modules, key=seams.dot_natural_key)
+    return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)
+
+
+def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that say the same of several layers, as one."""
+    by_rest: dict[tuple[str, ...], list[str]] = {}
+    for path, *rest in rows:
+        by_rest.setdefault(tuple(rest), []).append(path)
+    return [(path or "(the model)", *rest) for rest, paths in by_rest.items() for path in compress(paths)]

@@ -1,0 +1,189 @@
+"""A patcher, a model class and a config, to what happens: swaps, fusions, refusals, conversions. A pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher import seams
+from patcher.conversions import describe, filter_conversions
+from patcher.errors import PatchConflictError
+from patcher.fusions.base import Fusion, fusion_named
+from patcher.matching import compress, search
+from patcher.patcher import Patcher
+from patcher.scope import Layer, Scope, opened, original_class
+from patcher.seams import WeightConverter, WeightTransform
+
+__all__ = ["Resolution", "arrange", "resolve", "skeleton"]
+
+
+@dataclass(frozen=True, eq=False)
+class Resolution:
+    """What a patcher does to one model.
+
+    Attributes:
+        classes: original class -> replacement, of what the class mapping replaces.
+        replaced: path -> replacement, module by module.
+        fused: path -> the class that a fusion builds there.
+        refused: path -> why a fusion that names the module leaves it alone.
+        dropped: the stock conversions that are left out.
+        added: the conversions that come in front.
+    """
+
+    classes: Mapping[type[nn.Module], type[nn.Module]]
+    replaced: Mapping[str, type[nn.Module]]
+    fused: Mapping[str, type[nn.Module]]
+    refused: Mapping[str, str]
+    dropped: tuple[WeightTransform, ...]
+    added: tuple[WeightTransform, ...]
+    #: path -> the class of a module that is fused, as it was
+    originals: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
+    #: fusion -> the paths that it fuses
+    by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    #: the transforms of the fusions alone
+    fusion_transforms: tuple[WeightTransform, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {cls.__qualname__}" for name, cls in _folded(self.replaced)]
+        lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in _folded(self.fused)]
+        lines += [f"{name}: not fused, {reason}" for name, reason in _folded(self.refused)]
+        lines += [f"drops {describe(transform)}" for transform in self.dropped]
+        lines += [f"adds {describe(transform)}" for transform in self.added]
+        return "\n".join(lines) or "changes nothing"
+
+
+def _folded(paths: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    by_value: dict[Any, list[str]] = {}
+    for path, value in paths.items():
+        by_value.setdefault(value, []).append(path)
+    return [(path or "(root)", value) for value, listed in by_value.items() for path in compress(listed)]
+
+
+def skeleton(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Iterable[Layer] = ()
+) -> PreTrainedModel:
+    """The model on the meta device, patched by `layers` alone: modules, names and shapes, no weight."""
+    scope = Scope(layers)
+    scope.is_sketch = True
+    # include_buffers=True is nothing but `torch.device("meta")`: the one way of accelerate that other threads don't see
+    with seams.construction_lock, opened(scope), init_empty_weights(include_buffers=True):
+        return model_class(deepcopy(config))
+
+
+def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
+    """See `Patcher.resolve`."""
+    return resolve_layers([Layer(patcher, "resolve()")], model_class, config)
+
+
+def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
+    """The resolution of several patchers, the innermost first."""
+    model = skeleton(model_class, config, layers)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
+    classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
+
+    fused: dict[str, type[nn.Module]] = {}
+    refused: dict[str, str] = {}
+    claimed: dict[str, str | Fusion] = {}
+    by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
+    transforms: list[WeightTransform] = []
+    for named in dict.fromkeys(fusion for layer in layers for fusion in layer.patcher.fusions):
+        fusion = fusion_named(named)
+        matches: dict[str, nn.Module] = {}
+        for path, module in modules.items():
+            patterns = fusion.target_modules_patterns
+            if patterns and not any(search(pattern, path) for pattern in patterns):
+                continue
+            if not fusion.is_fusable(module):
+                if patterns:
+                    refused[path] = fusion.refusal(module)
+                continue
+            if path in claimed:
+                raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
+            if path in replaced:
+                raise PatchConflictError(
+                    f"The fusion {named!r} claims {path}, which the class mapping replaces by "
+                    f"{replaced[path].__qualname__}; take one of them away."
+                )
+            claimed[path], matches[path] = named, module
+        made = {
+            cls: fusion.make_fused_class(cls) for cls in dict.fromkeys(type(module) for module in matches.values())
+        }
+        fused.update({path: made[type(module)] for path, module in matches.items()})
+        by_fusion[named] = tuple(matches)
+        if matches:
+            transforms += fusion.make_transforms(model.config, MappingProxyType(matches))
+    for path in fused:
+        refused.pop(path, None)
+
+    with as_stock(model):
+        stock = seams.stock_conversions(model)
+    arranged = arrange(stock, layers, transforms)
+    return Resolution(
+        classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
+        replaced=MappingProxyType(replaced),
+        fused=MappingProxyType(fused),
+        refused=MappingProxyType(refused),
+        dropped=tuple(dict.fromkeys(transform for transform, _ in arranged.dropped)),
+        added=tuple(arranged.added),
+        originals=MappingProxyType({path: type(modules[path]) for path in fused}),
+        by_fusion=MappingProxyType(by_fusion),
+        fusion_transforms=tuple(transforms),
+    )
+
+
+class as_stock:  # noqa: N801 - reads as the context manager that it is
+    """Let the replaced sub-models pass for the models that they replace: conversions go by class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._swapped = [
+            (module, type(module))
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) and original_class(module) is not None
+        ]
+
+    def __enter__(self) -> None:
+        for module, _ in self._swapped:
+            module.__class__ = original_class(module)
+
+    def __exit__(self, *exc: object) -> None:
+        for module, cls in self._swapped:
+            module.__class__ = cls
+
+
+@dataclass(eq=False)
+class Arranged:
+    """The conversions of a load: what is added comes first, what is dropped is gone."""
+
+    added: list[WeightTransform]
+    kept: list[WeightTransform]
+    #: (stock conversion, the filter that dropped it, or "" where an added conversion takes its tensors)
+    dropped: list[tuple[WeightTransform, str]]
+
+
+def arrange(
+    stock: Iterable[WeightTransform], layers: Iterable[Layer], fusion_transforms: Iterable[WeightTransform] = ()
+) -> Arranged:
+    """Filter the stock conversions and put the extra ones in front, those of the innermost layer first."""
+    layers = list(layers)
+    filters = dict.fromkeys(text for layer in layers for text in layer.patcher.filtered_weight_conversion_patterns)
+    added = [transform for layer in layers for transform in layer.patcher.extra_weight_conversions]
+    added += [seams.copy_transform(transform) for transform in fusion_transforms]
+    kept, dropped = filter_conversions(stock, filters)
+    # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
+    # but the first one names the target. So of two with one text only the one in front may stay.
+    taken = {
+        text for transform in added if isinstance(transform, WeightConverter) for text in transform.source_patterns
+    }
+    for transform in list(kept):
+        if isinstance(transform, WeightConverter) and taken.intersection(transform.source_patterns):
+            kept.remove(transform)
+            dropped.append((transform, ""))
+    return Arranged(added, kept, dropped)

@@ -1,0 +1,134 @@
+"""The original checkpoint back: key for key, shape for shape, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.conversions import Journal, Renamed, describe, journal_of, simulate, track, undo
+from patcher.errors import PatchedWeightsError
+from patcher.matching import compress
+from patcher.record import PatchRecord, record_of
+from patcher.resolution import arrange, skeleton
+from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
+
+__all__ = ["check_saving", "original_state_dict"]
+
+
+def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of a model as the unpatched model would save it.
+
+    Raises:
+        PatchedWeightsError: something in it can't be given back.
+    """
+    record = record_of(model)
+    if record is None:
+        stock: dict[str, torch.Tensor] = seams.stock_revert(model, dict(state_dict))
+        return stock
+    conversions = record.conversions if record.read else _conversions_from_scratch(model, record)
+    restored, rest = undo((item for item in conversions if isinstance(item, Journal)), state_dict, model)
+    prefix = model.base_model_prefix
+    renamings: list[Any] = []
+    reversible: list[Any] = []
+    for item in conversions:
+        if isinstance(item, Journal):
+            if item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
+                renamings.append(Renamed(item, prefix))
+                reversible.append(renamings[-1])
+        else:
+            reversible.append(item)
+            if isinstance(item, WeightRenaming):
+                renamings.append(item)
+    # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
+    result = dict(seams.stock_revert(_as_loaded(model, reversible), rest))
+    result.update(seams.stock_revert(_as_loaded(model, renamings), restored))
+    return {key: result[key] for key in sorted(result, key=seams.dot_natural_key)}
+
+
+class _AsLoaded:
+    """A model, as transformers' own reversal sees it, with other conversions to reverse."""
+
+    def __init__(self, model: PreTrainedModel, conversions: list[Any]) -> None:
+        self._model = model
+        self._weight_conversions = conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _as_loaded(model: PreTrainedModel, conversions: list[Any]) -> Any:
+    return _AsLoaded(model, conversions)
+
+
+def _conversions_from_scratch(model: PreTrainedModel, record: PatchRecord) -> tuple[Journal | WeightTransform, ...]:
+    """The conversions of a model that was made without a checkpoint: those that loading one would have run.
+
+    The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
+    what they would have joined.
+    """
+    # The skeleton is not patched, by nothing that may be in force around us either.
+    stock = skeleton(record.model_class, model.config)
+    stock_conversions = seams.stock_conversions_from_scratch(stock)
+    checkpoint = seams.stock_revert(stock, dict(stock.state_dict()))
+    arranged = arrange(seams.stock_conversions_from_scratch(stock), record.layers(), record.fusion_transforms)
+    tracked = [track(transform) for transform in arranged.added]
+    if not tracked and len(arranged.kept) == len(stock_conversions):
+        return tuple(arranged.kept)
+    simulate(_on_meta(model), [*tracked, *arranged.kept], checkpoint)
+    journals = [journal for transform in tracked if (journal := journal_of(transform)) is not None]
+    return (*journals, *(transform for transform in arranged.kept if seams.was_used(transform)))
+
+
+def _on_meta(model: PreTrainedModel) -> Any:
+    """The names and shapes of a model, for `simulate`."""
+    shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+
+    class Shapes(_AsLoaded):
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return shapes
+
+    return Shapes(model, [])
+
+
+def check_saving(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None, original_format: bool) -> None:
+    """Raise before a file is written if the model can't be saved as asked.
+
+    Raises:
+        PatchedWeightsError: a conversion can't be reversed; or the runtime layout was asked for, and no fusion name
+            describes it.
+    """
+    record = record_of(model)
+    if record is None:
+        return
+    if not original_format:
+        _check_runtime_layout(record)
+        return
+    given = model.state_dict() if state_dict is None else state_dict
+    # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
+    plain = {
+        key: value.detach().to("meta") if type(value) in (torch.Tensor, nn.Parameter) else value
+        for key, value in given.items()
+    }
+    original_state_dict(model, plain)
+
+
+def _check_runtime_layout(record: PatchRecord) -> None:
+    reasons = [describe(item.transform) for item in record.journals if item.entries or item.renamed] + [
+        f"without {describe(transform)}" for transform, _ in record.dropped
+    ]
+    reasons += [f"new: {key}" for key in compress(record.new_weights)]
+    if not record.read:
+        reasons += [
+            describe(transform) for patcher, _ in record.patchers for transform in patcher.extra_weight_conversions
+        ]
+    if reasons:
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise PatchedWeightsError(
+            "save_original_format=False would write a checkpoint in a layout that nothing can load by name: no fusion "
+            f"describes it.\n{listed}\n"
+            "Save in the original format (the default), or express the layout as a fusion."
+        )

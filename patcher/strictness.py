@@ -1,0 +1,268 @@
+"""Whether a load did what the patcher says: what matched nothing, what is missing, what is left over."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.conversions import Journal, describe, identity, simulate
+from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
+from patcher.fusions.base import Fusion
+from patcher.matching import compress, nearest, search
+from patcher.record import Replaced
+from patcher.scope import Layer
+from patcher.seams import PreTrainedModel
+
+__all__ = ["Complaints", "WeightsFound", "judge_matches", "judge_weights", "note_conversions", "stock_outcome"]
+
+
+# --- matches -------------------------------------------------------------------------------------------------------
+
+
+def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError | None:
+    """The error that names each class key, filter, conversion or fusion of the layer that matched nothing.
+
+    Conversions count only where a checkpoint was read.
+    """
+    if layer.is_registry:
+        return None  # it meets every model of the process
+    patcher = layer.patcher
+    problems = []
+    classes = layer.candidates.get("classes", set())
+    for key in patcher.class_mapping:
+        if key not in layer.matched:
+            problems.append(
+                f"class_mapping: no class of the model matches {key!r}; {_suggest(key, classes, 'classes')}"
+            )
+    for fusion in patcher.fusions:
+        if fusion not in layer.matched:
+            problems.append(f"fusions: {_name(fusion)} found no module that it can fuse{_refusals(layer)}")
+    if layer.reads:
+        patterns = layer.candidates.get("patterns", set())
+        for text in patcher.filtered_weight_conversion_patterns:
+            if text not in layer.matched:
+                problems.append(
+                    f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
+                    f"{_suggest(text, patterns, 'patterns')}"
+                )
+        keys = set(compress(sorted(layer.candidates.get("keys", set()), key=seams.dot_natural_key)))
+        for transform in patcher.extra_weight_conversions:
+            if identity(transform) not in layer.matched:
+                wanted = seams.source_patterns(transform)
+                problems.append(
+                    f"extra_weight_conversions: {describe(transform)} took no tensor; "
+                    f"{_suggest(wanted[0], keys, 'checkpoint keys')}"
+                )
+    if not problems:
+        return None
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    where = f" in {model_name}" if model_name else ""
+    text = (
+        f"The patcher{f' {patcher.name!r}' if patcher.name else ''} asks for what it can't do{where}:\n{listed}\n"
+        "Correct it or take it out; with strict=False this is a warning."
+    )
+    return UnmatchedPatchError(text)
+
+
+def _name(fusion: str | Fusion) -> str:
+    return repr(fusion)
+
+
+def _refusals(layer: Layer) -> str:
+    refused = sorted(layer.candidates.get("refused", set()))
+    return f"; it refused {', '.join(refused[:5])}" if refused else ""
+
+
+def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
+    known = sorted(candidates)
+    close = nearest(name, known)
+    # Tail by tail: `q_proj.weight` is near to `model.layers.{0..1}.self_attn.q_proj.weight`.
+    if not close:
+        tails = {text[-len(name) :]: text for text in known if len(text) > len(name)}
+        close = [tails[tail] for tail in nearest(name, tails)]
+    if close:
+        return f"nearest: {', '.join(close)}"
+    return (
+        f"the model has no {what}"
+        if not known
+        else f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+    )
+
+
+def note_conversions(
+    layers: Iterable[Layer],
+    dropped: Iterable[tuple[Any, str]],
+    fired: Iterable[Journal],
+    stock: Iterable[Any],
+    checkpoint_keys: Iterable[str],
+) -> None:
+    """Write down for each layer which of its filters and conversions had an effect."""
+    filters = {text for _, text in dropped}
+    transforms = {identity(journal.transform) for journal in fired}
+    patterns = {text for conversion in stock for text in seams.source_patterns(conversion)}
+    patterns |= {text for conversion in stock for text in seams.target_patterns(conversion)}
+    keys = set(checkpoint_keys)
+    for layer in layers:
+        layer.reads.append("checkpoint")
+        layer.matched.update(filters)
+        layer.matched.update(transforms)
+        layer.candidates.setdefault("patterns", set()).update(patterns)
+        layer.candidates.setdefault("keys", set()).update(keys)
+
+
+class Complaints:
+    """What is wrong with a load: raised at once where that is strict, otherwise said in one warning at its end."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def add(self, error: PatcherError | None, *, strict: bool) -> None:
+        if error is None:
+            return
+        if strict:
+            raise error
+        self.texts.append(str(error))
+
+    def warn(self) -> None:
+        if self.texts:
+            warnings.warn("\n".join(self.texts), PatcherWarning, stacklevel=_level_of_the_caller())
+
+
+def _level_of_the_caller() -> int:
+    """The stack level, for `warnings.warn`, of whoever asked for the load."""
+    level, frame = 1, sys._getframe(1)
+    inside = ("patcher", "transformers", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightsFound:
+    """The weights of replaced modules that the checkpoint doesn't have, or has for nobody."""
+
+    new: tuple[str, ...]
+    dropped: tuple[str, ...]
+    error: PatchedWeightsError | None
+
+
+def judge_weights(
+    model: PreTrainedModel,
+    replaced: Iterable[Replaced],
+    layers: Iterable[Layer],
+    *,
+    missing: set[str],
+    mismatched: Mapping[str, str],
+    unexpected: set[str],
+    stock_outcome: Callable[[], Any],
+) -> WeightsFound:
+    """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
+
+    Args:
+        missing: parameters that no tensor of the checkpoint has reached.
+        mismatched: parameter -> what shape was found in its place.
+        unexpected: checkpoint keys, as the load renamed them, that no parameter takes.
+        stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
+            it would miss or ignore as well doesn't count.
+    """
+    patchers = [layer.patcher for layer in layers if not layer.is_registry]
+    paths = [item.path for item in replaced if item.chosen]
+    everywhere = "" in paths
+    prefixes = tuple(f"{path}." for path in paths if path)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def under_replaced(key: str) -> bool:
+        prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        return everywhere or key.startswith(prefixes) or (bool(prefix) and f"{prefix}{key}".startswith(prefixes))
+
+    def declared(key: str, name: str) -> bool:
+        return any(search(text, key) for patcher in patchers for text in getattr(patcher, name))
+
+    absent = {key for key in missing | set(mismatched) if key in parameters and under_replaced(key)}
+    absent -= seams.tied_keys(model)
+    left_over = {key for key in unexpected if under_replaced(key)}
+    new = sorted((key for key in absent if declared(key, "new_weights")), key=seams.dot_natural_key)
+    dropped = sorted((key for key in left_over if declared(key, "dropped_weights")), key=seams.dot_natural_key)
+    absent.difference_update(new)
+    left_over.difference_update(dropped)
+    if absent or left_over:
+        stock = stock_outcome()
+        absent -= stock.missing | stock.mismatched
+        left_over -= stock.unexpected
+    error = None
+    if patchers and (absent or left_over):
+        error = PatchedWeightsError(_weights_text(absent, left_over, mismatched, parameters))
+    return WeightsFound(tuple(new), tuple(dropped), error)
+
+
+def _weights_text(
+    absent: set[str], left_over: set[str], mismatched: Mapping[str, str], parameters: Iterable[str]
+) -> str:
+    lines = ["The replaced modules and the checkpoint don't fit together."]
+    if absent:
+        lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
+        for key in compress(sorted(absent, key=seams.dot_natural_key)):
+            lines.append(f"  {key}")
+        for key in sorted(absent & set(mismatched), key=seams.dot_natural_key)[:5]:
+            lines.append(f"  ({key}: {mismatched[key]})")
+    if left_over:
+        lines.append("In the checkpoint, and used by nobody:")
+        for key in compress(sorted(left_over, key=seams.dot_natural_key)):
+            lines.append(f"  {key}")
+    additions = []
+    if absent:
+        additions.append(f"new_weights={_expressions(absent, parameters)}")
+    if left_over:
+        additions.append(f"dropped_weights={_expressions(left_over, ())}")
+    lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
+    lines.append(
+        "If not, a conversion is missing: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
+    )
+    return "\n".join(lines)
+
+
+def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
+    """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
+    rest = [key for key in others if key not in keys]
+    result: dict[str, None] = {}
+    for key in sorted(keys, key=seams.dot_natural_key):
+        parts = key.split(".")
+        for length in range(min(2, len(parts)), len(parts) + 1):
+            tail = parts[-length:]
+            expression = (
+                ("" if length == len(parts) else r"\.")
+                + r"\.".join(r"\d+" if part.isdigit() else part for part in tail)
+                + "$"
+            )
+            if not any(search(expression, other) for other in rest):
+                break
+        result[expression] = None
+    return list(result)
+
+
+def stock_outcome(model: PreTrainedModel, key_mapping: dict[str, str] | None, checkpoint: Mapping[str, Any]) -> Any:
+    """What the unpatched model would make of a checkpoint, by names and shapes."""
+    conversions = seams.stock_conversions(model, dict(key_mapping) if key_mapping else None)
+    tensors = {key: torch.empty(tuple(_shape(value)), device="meta") for key, value in checkpoint.items()}
+    return simulate(model, conversions, tensors)
+
+
+def _shape(value: Any) -> Iterable[int]:
+    return value.get_shape() if hasattr(value, "get_shape") else value.shape
+
+
+def class_names(model: nn.Module) -> set[str]:
+    """The names of all classes in the model, replaced ones by the names that they had."""
+    from patcher.scope import original_class
+
+    return {(original_class(module) or type(module)).__name__ for module in model.modules()}
