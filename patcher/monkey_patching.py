@@ -27,8 +27,9 @@ from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from patcher import matching
-from patcher.loading import applied, install, process_wide, set_process_wide
+from patcher.loading import applied, install
 from patcher.patcher import Patcher
+from patcher.session import process_wide, set_process_wide
 
 __all__ = [
     "apply_monkey_patches",

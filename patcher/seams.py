@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, configuration_utils, conversion_mapping, modeling_utils
+from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, modeling_utils
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -51,24 +51,27 @@ if hasattr(os, "register_at_fork"):
     # The child of a fork has only the thread that forked; another one may have held the lock.
     os.register_at_fork(after_in_child=lambda: construction_lock._at_fork_reinit())  # type: ignore[attr-defined]
 
-# Where the hook goes: the owner, the name, and the parameters that it relies on.
-SEAMS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-    (PreTrainedModel, "from_pretrained", ()),
-    (PreTrainedModel, "_from_config", ("config",)),
-    (PreTrainedModel, "get_init_context", ()),
-    (PreTrainedModel, "__init__", ("config",)),
-    (PreTrainedModel, "post_init", ()),
-    (PreTrainedModel, "save_pretrained", ("save_directory", "state_dict", "save_original_format")),
-    (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),
-    (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
-    (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
-    (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
-    (modeling_utils, "_add_variant", ()),
+#: Where the hook goes: place -> the owner, the name, and the parameters that the hook relies on.
+HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "load": (PreTrainedModel, "from_pretrained", ()),
+    "make": (PreTrainedModel, "_from_config", ("config",)),
+    "construction contexts": (PreTrainedModel, "get_init_context", ()),
+    "construct": (PreTrainedModel, "__init__", ("config",)),
+    "constructed": (PreTrainedModel, "post_init", ()),
+    "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
+    "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
+    "finish": (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),
+    "save": (PreTrainedModel, "save_pretrained", ("save_directory", "state_dict", "save_original_format")),
+    "save config": (PretrainedConfig, "save_pretrained", ("save_directory",)),
+    "give back": (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
+    "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
+}
+
+# What is called or read besides.
+USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
-    (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
     (output_capturing, "_CAN_RECORD_REGISTRY", ()),
-    (configuration_utils.PreTrainedConfig, "save_pretrained", ("save_directory",)),
     (WeightTransform, "rename_source_key", ("source_key",)),
     (WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern", "future")),
     (WeightTransform, "reverse_transform", ()),
@@ -104,7 +107,7 @@ def check() -> None:
     global _checked
     if _checked:
         return
-    for owner, name, parameters in SEAMS:
+    for owner, name, parameters in (*HOOKED.values(), *USED):
         where = f"{getattr(owner, '__module__', '')}.{owner.__name__}".lstrip(".")
         seam = getattr(owner, name, None)
         if seam is None:
