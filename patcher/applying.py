@@ -21,15 +21,18 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     install()
     if not isinstance(model, PreTrainedModel):
         raise InvalidPatcherError(
-            f"Patcher.apply takes a model of transformers, found {type(model).__name__}; take the model out of its wrapper."
+            f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "
+            "take the model out of its wrapper."
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise InvalidPatcherError(
-            "Patcher.apply can't take a quantized model: its weights can't be given back. Load it again with patcher=..."
+            "Patcher.apply can't take a quantized model: its weights can't be given back. "
+            "Load it again with patcher=..."
         )
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise InvalidPatcherError(
-            "Patcher.apply can't take a model whose weights are offloaded. Load it again with patcher=..., device_map=..."
+            "Patcher.apply can't take a model whose weights are offloaded. "
+            "Load it again with patcher=..., device_map=..."
         )
     record = record_of(model)
     state_dict = {key: value.detach() for key, value in model.state_dict().items()}
@@ -49,4 +52,5 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         from copy import deepcopy
 
         result.generation_config = deepcopy(model.generation_config)
-    return result.train(model.training)
+    result.train(model.training)
+    return result

@@ -1,10 +1,10 @@
 """Names of modeling code that are bound to classes of others: the part of a scope that gates can't do.
 
-A gate sits on a class, so it can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours to
-touch, and it can't know under which other name a file has bound the class. For those a stand-in takes the place of the
-class in the namespace or table: called in a context with a scope it builds the replacement, and anywhere else the class.
-Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or the replacement where that
-is in force.
+A gate sits on a class, so it can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours
+to touch, and it can't know under which other name a file has bound the class. For those a stand-in takes the place of
+the class in the namespace or table: called in a context with a scope it builds the replacement, and anywhere else the
+class. Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or the replacement
+where that is in force.
 """
 
 from __future__ import annotations

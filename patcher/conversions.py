@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -147,6 +147,8 @@ class _Tracked:
 class _TrackedConverter(_Tracked):
     __slots__ = ()
     collected: list[tuple[str, str]]
+    if TYPE_CHECKING:
+        operations: list[ConversionOps]
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
         before, after = self.journal.current
@@ -158,14 +160,13 @@ class _TrackedConverter(_Tracked):
         super().add_tensor(target_key, source_key, source_pattern, future)  # type: ignore[misc]
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
-        operations = [_Witness(), *self.operations, _Witness()]  # type: ignore[has-type]
-        self.operations = operations
+        first, middle, last = _Witness(), list(self.operations), _Witness()
+        self.operations = [first, *middle, last]  # type: ignore[misc]
         try:
             result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
         except Exception:  # the load goes on and reports at its end
             self.journal.failed.append(layer_name)
             raise
-        first, *middle, last = operations
         sources: dict[str, list[tuple[str, torch.Size]]] = {}
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
         for pattern, key in self.collected:
@@ -212,7 +213,7 @@ class RememberingConcatenate(Concatenate):
 
     sizes: tuple[tuple[str, int], ...] = ()
 
-    def convert(
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         sizes = []
@@ -221,7 +222,8 @@ class RememberingConcatenate(Concatenate):
             for tensor in tensors if isinstance(tensors, list) else [tensors]:
                 sizes.append((pattern, tensor.shape[self.dim]))
         self.sizes = tuple(sizes)
-        joined: dict[str, torch.Tensor] = super().convert(
+        join: Any = super().convert
+        joined: dict[str, torch.Tensor] = join(
             input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
         )
         return joined
@@ -258,15 +260,16 @@ class SplitBySizes(ConversionOps):
 @cache
 def _tracked_class(cls: type[WeightTransform]) -> type[WeightTransform]:
     if issubclass(cls, WeightConverter):
-        bases, slots = (_TrackedConverter, cls), ("journal", "collected")
+        bases: tuple[type, ...] = (_TrackedConverter, cls)
+        slots: tuple[str, ...] = ("journal", "collected")
     else:
         bases, slots = (_Tracked, cls), ("journal",)
     return type(f"Tracked{cls.__name__}", bases, {"__slots__": slots, "__module__": __name__})
 
 
-def track(transform: WeightTransform) -> WeightTransform:
+def track(transform: WeightTransform) -> Any:
     """A copy for one load, with a journal of its own."""
-    copy = seams.copy_transform(transform, _tracked_class(type(transform)))
+    copy = seams.copy_transform(transform, _tracked_class(type(transform)))  # type: ignore[arg-type]
     copy.journal = Journal(transform)
     if isinstance(copy, WeightConverter):
         copy.collected = []

@@ -1,4 +1,4 @@
-"""Fingerprints of the code that a patcher was verified on: of its syntax tree, so formatting and comments don't count."""
+"""Fingerprints of the code that a patcher was verified on: of the syntax tree, so formatting doesn't count."""
 
 from __future__ import annotations
 

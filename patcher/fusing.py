@@ -35,8 +35,8 @@ def fuse_modules(scope: Scope, model: PreTrainedModel) -> None:
         if module is None or id(module) not in scope.arguments:
             found = "nothing" if module is None else type(module).__name__
             raise PatchConstructionError(
-                f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built otherwise "
-                "than its skeleton on the meta device. Leave it out of the fusion's target_modules_patterns."
+                f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built "
+                "otherwise than its skeleton on the meta device. Leave it out of the fusion's target_modules_patterns."
             )
         new = fused.get(id(module))
         if new is None:

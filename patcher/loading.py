@@ -124,8 +124,8 @@ def _check_supported(layers: list[Layer], path: Any, kwargs: dict[str, Any]) -> 
         asked.append(f"the distributed checkpoint in {path}")
     if asked:
         raise InvalidPatcherError(
-            f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not supported. "
-            "Load the model without the patcher, save it with save_pretrained, and load that with the patcher."
+            f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not "
+            "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
         )
 
 

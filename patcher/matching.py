@@ -84,7 +84,8 @@ def custom_modeling_modules() -> set[str]:
     seen: set[type] = set()
     stack: list[type] = [modeling_utils.PreTrainedModel]
     while stack:
-        for cls in type.__subclasses__(stack.pop()):
+        subclasses: list[type] = type.__subclasses__(stack.pop())
+        for cls in subclasses:
             if cls not in seen:
                 seen.add(cls)
                 stack.append(cls)

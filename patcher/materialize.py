@@ -1,8 +1,8 @@
 """Building replacements on the meta device, and giving them the values that no checkpoint holds.
 
-The semantics are those of accelerate's meta-device init: parameters are on meta, buffers are real. accelerate gets there
-by rebinding `nn.Module.register_parameter` for the whole process; here torch's registration hook, which looks at a
-context variable, does it for one thread.
+The semantics are those of accelerate's meta-device init: parameters are on meta, buffers are real. accelerate gets
+there by rebinding `nn.Module.register_parameter` for the whole process; here torch's registration hook, which looks at
+a context variable, does it for one thread.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ class Materialization:
             _CURRENT.reset(token)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        if (twin := getattr(parameter, _TWIN, None)) is not None:
-            return twin  # type: ignore[no-any-return]
+        twin: nn.Parameter | None = getattr(parameter, _TWIN, None)
+        if twin is not None:
+            return twin
         if parameter.device.type == "meta" or getattr(parameter, _INDEX, None) is not None:
             return None  # registered before, under another name
         index = self._count
@@ -132,7 +133,7 @@ def _initialise(
     if replacement.__new__ is original.__new__ and type(replacement) is type(original):
         module.__class__ = replacement
         seams.inherit_loading_attributes(module, original)
-        replacement.__init__(module, *args, **kwargs)  # type: ignore[misc]
+        replacement.__init__(module, *args, **kwargs)
     else:
         # The class has a say in how its objects come into being: let it, then be what it made.
         other = replacement(*args, **kwargs)
@@ -196,7 +197,7 @@ def watching_parameters() -> Iterator[None]:
     with _lock:
         _users += 1
         if _users == 1:
-            _handle = register_module_parameter_registration_hook(_on_registration)
+            _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
     try:
         yield
     finally:

@@ -8,10 +8,10 @@ model = AutoModelForCausalLM.from_pretrained("gpt2")  # patched, as every load f
 clear_patch_mapping()
 ```
 
-A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is for
-code that is written against that of transformers. Its contract is the one documented there: a key is an exact name or an
-expression, exact before expression; the names that modeling code binds classes to count as well as their own; nothing is
-checked strictly, since it meets every model of the process; it raises `TypeError` and `ValueError`.
+A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is
+for code that is written against that of transformers. Its contract is the one documented there: a key is an exact name
+or an expression, exact before expression; the names that modeling code binds classes to count as well as their own;
+nothing is checked strictly, since it meets every model of the process; it raises `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _writing = threading.Lock()
 install()
 
 
-def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:
+def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) -> None:
     """Replace classes in every model that is loaded from now on.
 
     ```python
@@ -78,7 +78,8 @@ def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bo
         if not issubclass(cls, nn.Module):
             bases = ", ".join(base.__name__ for base in cls.__mro__[1:])
             raise TypeError(
-                f"The replacement for '{key}' must be a subclass of nn.Module, got {cls.__name__}, which inherits from {bases}"
+                f"The replacement for '{key}' must be a subclass of nn.Module, got {cls.__name__}, "
+                f"which inherits from {bases}"
             )
     with _writing:
         current = dict(process_wide().class_mapping)
@@ -152,7 +153,7 @@ def patch_output_recorders(model: nn.Module) -> None:
 
     def patched(recorder: Any) -> Any:
         if isinstance(recorder, OutputRecorder):
-            target = recorder.target_class
+            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             name = recorder.class_name if target is None else target.__name__
             key = matching.find_key(name, mapping, names_too=True) if name else None
             return recorder if key is None else replace(recorder, target_class=mapping[key])

@@ -166,7 +166,7 @@ class Patcher:
         raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
 
     def __eq__(self, other: object) -> bool:
-        return self._key == other._key if isinstance(other, Patcher) else NotImplemented  # type: ignore[attr-defined, no-any-return]
+        return self._key == other._key if isinstance(other, Patcher) else NotImplemented  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return hash(self._key)  # type: ignore[attr-defined]
@@ -328,13 +328,13 @@ def _typed(field: str, value: Any, kind: type) -> Any:
     return value
 
 
-def _class_mapping(mapping: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.Module]]:
+def _class_mapping(mapping: Any) -> dict[str, type[nn.Module]]:
     if not isinstance(mapping, Mapping):
         raise InvalidPatcherError(
             f"class_mapping must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
             'write {"LlamaMLP": MyMLP}.'
         )
-    result = {}
+    result: dict[str, type[nn.Module]] = {}
     for key, cls in mapping.items():
         if not isinstance(key, str) or not key:
             raise InvalidPatcherError(
@@ -346,12 +346,13 @@ def _class_mapping(mapping: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.
         if not isinstance(cls, type):
             kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
             raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a class, found {cls!r} ({kind}); write the class itself, not an object."
+                f"class_mapping[{key!r}] must be a class, found {cls!r} ({kind}); "
+                "write the class itself, not an object."
             )
         if not issubclass(cls, nn.Module):
             raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives from "
-                f"{', '.join(base.__qualname__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
+                f"class_mapping[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
+                f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
             )
         result[key] = cls
     return result
@@ -390,7 +391,7 @@ def _transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[We
     field = "extra_weight_conversions"
     listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
     taken: dict[tuple[Any, ...], WeightTransform] = {}
-    result = []
+    result: list[WeightTransform] = []
     for value in listed:
         if not isinstance(value, WeightTransform):
             raise InvalidPatcherError(
@@ -426,7 +427,7 @@ def _specifier(value: str) -> str:
         ) from error
 
 
-def _fingerprints(values: Mapping[str, str | Iterable[str]]) -> dict[str, tuple[str, ...]]:
+def _fingerprints(values: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(values, Mapping):
         raise InvalidPatcherError(f"fingerprints must map class names to fingerprints, found {values!r}.")
     result = {}

@@ -40,11 +40,11 @@ def install_output_hooks(stock: Callable[..., Any], model: PreTrainedModel, pref
     recorders = seams.output_recorders(model)
     if not recorders:
         return
-    asked = model.__dict__.get("_can_record_outputs") or {}
+    asked: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
     for path, module in _modules_of(model, prefix or ""):
         original = original_class(module)
         for key, recorder in recorders:
-            target = recorder.target_class
+            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             if target is None or isinstance(module, target):
                 continue
             replaced = original is not None and issubclass(original, target)

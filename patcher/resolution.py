@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -72,7 +72,7 @@ def skeleton(
     """The model on the meta device, patched by `layers` alone: modules, names and shapes, no weight."""
     scope = Scope(layers)
     scope.is_sketch = True
-    # include_buffers=True is nothing but `torch.device("meta")`: the one way of accelerate that other threads don't see
+    # include_buffers=True is nothing but `torch.device("meta")`: accelerate's one way that other threads don't see
     with seams.construction_lock, opened(scope), init_empty_weights(include_buffers=True):
         return model_class(deepcopy(config))
 
@@ -151,7 +151,7 @@ class as_stock:  # noqa: N801 - reads as the context manager that it is
 
     def __enter__(self) -> None:
         for module, _ in self._swapped:
-            module.__class__ = original_class(module)
+            module.__class__ = original_class(module)  # type: ignore[assignment]
 
     def __exit__(self, *exc: object) -> None:
         for module, cls in self._swapped:

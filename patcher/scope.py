@@ -2,9 +2,9 @@
 
 No name is rebound. While a scope is open, the `__init__` of each class that a mapping names is a gate: when it is
 called for an object of exactly that class, in the context that opened the scope, the object becomes one of the
-replacement and is initialised as such. So it doesn't matter where modeling code finds the class (a module attribute, an
-alias, a table, a function that imports it late), and for every other thread the class is what it always was: it can be
-pickled, subclassed and compared meanwhile.
+replacement and is initialised as such. So it doesn't matter where modeling code finds the class (a module attribute,
+an alias, a table, a function that imports it late), and for every other thread the class is what it always was: it can
+be pickled, subclassed and compared meanwhile.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class _Gate:
             if self.before is _MISSING:
                 del self.cls.__init__
             else:
-                self.cls.__init__ = self.before  # type: ignore[method-assign, assignment]
+                self.cls.__init__ = self.before  # type: ignore[method-assign]
 
 
 def _gate_function(cls: type[nn.Module], before: Any) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -126,8 +126,8 @@ def _gone(what: str) -> PatcherError:
     from importlib.metadata import version
 
     return PatcherError(
-        f"This release of patcher ({version('patcher')}) doesn't know transformers {transformers.__version__}: {what}. "
-        "Install a supported release of transformers (`pip show patcher` lists them), or a newer patcher."
+        f"This release of patcher ({version('patcher')}) doesn't know transformers {transformers.__version__}: "
+        f"{what}. Install a supported release of transformers (`pip show patcher` lists them), or a newer patcher."
     )
 
 
@@ -261,7 +261,7 @@ def stock_conversions(
 
 # Before the hook stands in for them.
 _stock_conversion_mapping = conversion_mapping.get_model_conversion_mapping
-stock_revert = modeling_utils.revert_weight_conversion
+stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
 
 def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
@@ -277,7 +277,7 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
 
 
 def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
-    model._weight_conversions = conversions
+    model.__dict__["_weight_conversions"] = conversions
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
@@ -329,7 +329,7 @@ stock_install_output_hooks = output_capturing.install_all_output_capturing_hooks
 def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing.OutputRecorder]]:
     """What the model's class records, as (output name, recorder) pairs."""
     if type(output_capturing._CAN_RECORD_REGISTRY) is dict:  # up to 5.17
-        entries = output_capturing._CAN_RECORD_REGISTRY.get(str(model.__class__)) or {}
+        entries = dict.get(output_capturing._CAN_RECORD_REGISTRY, str(model.__class__)) or {}
     else:
         entries = output_capturing._CAN_RECORD_REGISTRY.get(model) or {}
     recorders = []

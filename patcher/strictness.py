@@ -257,7 +257,7 @@ def stock_outcome(model: PreTrainedModel, key_mapping: dict[str, str] | None, ch
     return simulate(model, conversions, tensors)
 
 
-def _shape(value: Any) -> Iterable[int]:
+def _shape(value: Any) -> Any:
     return value.get_shape() if hasattr(value, "get_shape") else value.shape
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import set_module_tensor_to_device
+from accelerate.utils import set_module_tensor_to_device  # type: ignore[import-untyped]
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -68,7 +68,7 @@ class Values:
 
 
 def keep_new_weights(model: PreTrainedModel, scope: Scope, expressions: list[str]) -> None:
-    """Give new weights of a model without a checkpoint what `__init__` gave them, over the model's own initialisation."""
+    """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
     if not expressions:
         return
     paths = {id(module): path for path, module in model.named_modules()}
