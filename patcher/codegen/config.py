@@ -221,7 +221,10 @@ class PatchConfig:
         try:
             empty = not ast.parse(code).body
         except SyntaxError as error:
-            raise CodegenError(f"{where}: the text given to add_post_import_block does not parse: {error}") from error
+            raise CodegenError(
+                f"{where}: the text given to add_post_import_block does not parse: {error.msg}, on line "
+                f"{error.lineno} of it."
+            ) from error
         if empty:
             raise CodegenError(f"{where}: the text given to add_post_import_block holds no statement.")
         self.blocks.append(Block(code, description, where))

@@ -19,8 +19,8 @@ def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: a
         compile(tree, config.target_file, "exec")
     except SyntaxError as error:
         raise CodegenError(
-            f"{config.where}: {config.target_file} would not compile: {error.msg}, on line {error.lineno}: "
-            f"{(error.text or '').strip()!r}. Look at the patch that this line comes from."
+            f"{config.where}: {config.target_file} would not compile: {error.msg}. The line is "
+            f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
     known_before = undefined_names(source.text, shipped)
     missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
@@ -29,12 +29,12 @@ def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: a
     early_before = used_too_early(shipped)
     early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
     if early:
-        name, (use, bound) = next(iter(early.items()))
+        name = next(iter(early))
         where, what = _user(config, name)
         raise CodegenError(
             f"{where}: {what} uses {name!r} while {config.target_file} is imported, and the file defines it only "
-            f"further down (used on line {use}, defined on line {bound}). Put it behind that definition with "
-            f"add_helper_after({name!r}), or use the name inside a function."
+            f"further down. Put it behind that definition with add_helper_after({name!r}), or use the name inside a "
+            "function."
         )
 
 
@@ -87,10 +87,10 @@ def _missing(config: PatchConfig, text: str, tree: ast.Module, shipped: ast.Modu
         where, asked = removed.get(name, (config.where, ""))
         owner = _owner(tree, missing[name])
         parts.append(
-            f"{where}: {asked}({name!r}) removes what {owner} still uses, on line {missing[name]}. Keep it, "
-            f"bind {name!r} another way, or leave {owner} out as well."
+            f"{where}: {asked}({name!r}) removes what {owner} still uses. Keep it, bind {name!r} another way, or "
+            f"leave {owner} out as well."
             if asked
-            else f"{where}: {config.target_file} would use {name!r} on line {missing[name]} without defining it."
+            else f"{where}: {config.target_file} would use {name!r} in {owner} without defining it."
         )
     return "\n".join(parts)
 

@@ -173,11 +173,13 @@ def _from_text(text: str, asked: str, where: Location) -> Source:
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
-        raise CodegenError(f"{where}: the text given to {asked} does not parse: {error}") from error
+        raise CodegenError(
+            f"{where}: the text given to {asked} does not parse: {error.msg}, on line {error.lineno} of it."
+        ) from error
     if len(body) != 1 or not isinstance(body[0], _DEFINITIONS):
         raise CodegenError(
-            f"{where}: the text given to {asked} must be one class or one function, and it holds {len(body)} "
-            "statements that are not. Imports go to add_import, other code to add_post_import_block."
+            f"{where}: the text given to {asked} must be one class or one function and nothing else. "
+            "Imports go to add_import, other code to add_post_import_block."
         )
     return _cut(body[0], text.splitlines(keepends=True), "")
 

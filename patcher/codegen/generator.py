@@ -56,13 +56,20 @@ def build(config: PatchConfig) -> Generated:
         check_conflicts(patch, config.patches[:index])
     source = load(config.source_module, config.where)
     try:
-        module = cst.parse_module(source.text)
-    except cst.ParserSyntaxError as error:
+        shipped = ast.parse(source.text)
+        text, tail = _split_tail(source.text)
+        module = cst.parse_module(text)
+    except (SyntaxError, cst.ParserSyntaxError) as error:
+        reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
         raise CodegenError(
-            f"{config.where}: {source.name} can't be patched, because {source.path} does not parse: {error}"
+            f"{config.where}: {source.name} can't be patched, because {source.path} does not parse: {reason}."
         ) from error
+    if module.code != text:
+        raise CodegenError(
+            f"{config.where}: {source.name} can't be patched: the parser would not give every character of "
+            f"{source.path} back. Look for form feeds and mixed newlines in it."
+        )
     module = imports.make_absolute(module, source, config.where)
-    shipped = ast.parse(source.text)
     _check_dropped(config, shipped)
     module = imports.drop_names(module, {name for name, _ in config.dropped})
     excluded = exclude(module, config.excluded, config.patches, source.name)
@@ -73,7 +80,7 @@ def build(config: PatchConfig) -> Generated:
     edits = dict(excluded) | _edit(config, module, context, shipped)
     module = insert(config, module, edits, added, context)
 
-    text = module.code
+    text = module.code + tail
     if config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded:
         check_names(config, source, text, shipped)
     header = render_header(config, source, context.done)
@@ -86,6 +93,14 @@ def build(config: PatchConfig) -> Generated:
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
     return Generated(config, source, text, tuple(context.done))
+
+
+def _split_tail(text: str) -> tuple[str, str]:
+    """A text up to the end of its last line with code, and the white space behind: libcst loses form feeds there."""
+    end = len(text.rstrip())
+    newline = text.find("\n", end)
+    end = len(text) if newline < 0 else newline + 1
+    return text[:end], text[end:]
 
 
 def _edit(

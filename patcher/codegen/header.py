@@ -29,7 +29,7 @@ def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[P
     lines += ["", _DIFFERS if _changes(config) else _SAME]
     for patch in patches:
         lines += _item(_words(patch), patch.description)
-    for helper in config.helpers:
+    for helper in sorted(config.helpers, key=lambda helper: helper.source.name):
         lines += _item(f"add helper {helper.source.name}", helper.description)
     for block in config.blocks:
         lines += _item("add code behind the imports", block.description)

@@ -31,9 +31,12 @@ def plan_imports(
             if node is not None and _binds(node, name, module, attribute, config.source_module):
                 continue
             if name in bound:
+                remedy = f"Add config.drop_import_names({name!r})"
+                if node is None:
+                    remedy = f"Leave the original out with config.exclude_from_output({name!r})"
                 raise CodegenError(
                     f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
-                    f"already binds to something else. Add config.drop_import_names({name!r}), or give it an alias."
+                    f"already binds to something else. {remedy}, or give it an alias."
                 )
             fresh.append(name)
         if fresh:
@@ -99,7 +102,10 @@ def insert(
         edits[node] = [*edits.get(node, _rewritten(node, edits)), *_helpers(by_anchor, name, context)]
     module = module.visit(tree.Rewriter(edits, module))
     body = [*top, *module.body] if anchor is None and top else list(module.body)
-    return module.with_changes(body=_padded(body, {id(s) for s in top} | _inserted(edits)))
+    return module.with_changes(
+        body=_padded(body, {id(s) for s in top} | _inserted(edits)),
+        has_trailing_newline=module.has_trailing_newline or (bool(top) and not module.body),
+    )
 
 
 def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:

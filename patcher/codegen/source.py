@@ -87,7 +87,8 @@ def load(name: str, where: Location) -> SourceModule:
     path = Path(spec.origin or "")
     if path.suffix != ".py" or not path.is_file():
         raise CodegenError(
-            f"{where}: the source module {name!r} has no Python source: it is {spec.origin or 'a folder'}. "
+            f"{where}: the source module {name!r} has no Python source: it is "
+            f"{'compiled or built in' if spec.origin else 'a folder without __init__.py'}. "
             "Name the module that defines the classes."
         )
     data = path.read_bytes()

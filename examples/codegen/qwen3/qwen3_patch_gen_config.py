@@ -1,10 +1,9 @@
 """Qwen3 with fused RMSNorm, SwiGLU and rotary embedding, in plain torch.
 
-    patcher codegen examples/codegen/qwen3/qwen3_patch_gen_config.py --diff
+patcher codegen examples/codegen/qwen3/qwen3_patch_gen_config.py --diff
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -15,7 +14,6 @@ config = PatchConfig(
     target_file="patched_modeling_qwen3.py",
     description="Qwen3 with fewer kernel launches and less memory for activations in training.",
 )
-config.add_import("torch.nn.functional", alias="F", is_from_import=False)
 
 
 @config.replace_class("Qwen3RMSNorm", description="one call of torch's own kernel in place of six operations")
@@ -28,7 +26,7 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # The original normalises in float32 and scales in the input's dtype. So does this: the kernel is given no
         # weight, because it would scale before it rounds.
-        normed = F.rms_norm(hidden_states.float(), self.weight.shape, eps=self.variance_epsilon)
+        normed = nn.functional.rms_norm(hidden_states.float(), self.weight.shape, eps=self.variance_epsilon)
         return self.weight * normed.to(hidden_states.dtype)
 
     def extra_repr(self):
@@ -46,7 +44,7 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+        return nn.functional.silu(gate) * up
 
     @staticmethod
     def backward(ctx, grad):
@@ -56,7 +54,7 @@ class SwiGLU(torch.autograd.Function):
         return grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu
 
 
-@config.replace_class("Qwen3MLP", description="a third less memory for activations, see SwiGLU")
+@config.replace_class("Qwen3MLP", description="one tensor less to keep in every layer, see SwiGLU")
 class FusedMLP(nn.Module):
     def __init__(self, config):
         super().__init__()

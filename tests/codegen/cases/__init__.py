@@ -1,9 +1,11 @@
 """Cases of the code generator, one file each: the source, `# config`, then `# output` or `# error`.
 
-A first line `# flags: crlf bom` changes the source and the output on the disk. `# output` holds the generated file without its header, and
-`# error` the whole message, where `{config}` stands for the path of the config.
+A first line `# flags: crlf bom` changes the source and the output on the disk. `# output` holds the generated file
+without its header, and `# error` the whole message, where `{config}` stands for the path of the config.
 
-    python -m tests.codegen.cases NAME...    # write what the generator says now into the cases; review it with git diff
+    python -m tests.codegen.cases NAME...
+
+writes what the generator says now into the cases; review that with `git diff`.
 """
 
 from __future__ import annotations

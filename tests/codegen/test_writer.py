@@ -1,0 +1,121 @@
+"""Writing: where to, what, and that it happens wholly or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patcher.codegen import PatchConfig, generate, write
+from patcher.codegen.writer import run_ruff
+from patcher.errors import CodegenError
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchConfig:
+    (tmp_path / "modeling_written.py").write_text("import os\n\n\ndef f(x):\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = PatchConfig("modeling_written", "patched_modeling_written.py", "A test.")
+    config.replace_function("f", "def f(x):\n    return  x + 1", "one more")
+    return config
+
+
+def test_the_header_says_what_where_from_and_how(config: PatchConfig) -> None:
+    header = generate(config).partition("import os")[0]
+    assert header.splitlines() == [
+        "# " + "-" * 88,
+        "# GENERATED FILE: change the config that it is made from, not this file.",
+        "#",
+        "# Source:  modeling_written",
+        "# About:   A test.",
+        "# Made by: patcher codegen tests/codegen/test_writer.py",
+        "#",
+        "# What differs from the source:",
+        "# - replace function f: one more",
+        "# " + "-" * 88,
+    ]
+
+
+def test_the_header_names_the_version_of_the_source() -> None:
+    import transformers
+
+    text = generate(PatchConfig("transformers.models.llama.modeling_llama", "out.py"))
+    assert f"# Source:  transformers.models.llama.modeling_llama (transformers {transformers.__version__})\n" in text
+
+
+def test_file_and_diff(config: PatchConfig, tmp_path: Path) -> None:
+    path = write(config, tmp_path / "deep" / "out", diff=True)
+    assert path == tmp_path / "deep" / "out" / "patched_modeling_written.py"
+    assert path.read_text() == generate(config)
+    diff = path.with_suffix(".diff").read_text()
+    assert diff.startswith("--- a/modeling_written.py\n+++ b/patched_modeling_written.py\n")
+    assert "-    return x\n" in diff
+    assert "+    return  x + 1\n" in diff
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [path.with_suffix(".diff").name, path.name]
+
+
+def test_the_default_folder_is_beside_the_config(config: PatchConfig, tmp_path: Path) -> None:
+    config.config_file = str(tmp_path / "some_patch_gen_config.py")
+    Path(config.config_file).touch()
+    assert write(config) == tmp_path / "generated" / "patched_modeling_written.py"
+
+
+def test_nothing_is_written_when_the_second_file_fails(
+    config: PatchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write(config, tmp_path / "out", diff=True).read_bytes()
+    config.add_import("json")
+    chmod = Path.chmod
+
+    def fails(self: Path, mode: int) -> None:
+        if ".diff." in self.name:
+            raise OSError(28, "No space left on device", str(self))
+        chmod(self, mode)
+
+    monkeypatch.setattr(Path, "chmod", fails)
+    with pytest.raises(CodegenError, match="can't be written: No space left on device"):
+        write(config, tmp_path / "out", diff=True)
+    assert (tmp_path / "out" / "patched_modeling_written.py").read_bytes() == old
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_a_folder_that_is_a_file(config: PatchConfig, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(CodegenError, match=r"taken can't be written: (File exists|Not a directory)"):
+        write(config, tmp_path / "taken")
+
+
+def test_formatting_is_asked_for(config: PatchConfig, tmp_path: Path) -> None:
+    assert "return  x + 1" in write(config, tmp_path / "plain").read_text()
+    assert "return x + 1" in write(config, tmp_path / "formatted", formatted=True).read_text()
+
+
+def test_formatting_without_ruff(config: PatchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(CodegenError, match=r"formatting needs ruff, which is not installed\. Run `pip install ruff`"):
+        run_ruff("x = 1\n", "out.py", config.where)
+
+
+def test_what_ruff_refuses(config: PatchConfig) -> None:
+    with pytest.raises(CodegenError, match=r"ruff (check|format) failed on out\.py"):
+        run_ruff("def f(\n", "out.py", config.where)
+
+
+def test_equal_input_gives_equal_text_in_another_process(tmp_path: Path) -> None:
+    code = (
+        "from patcher.codegen import PatchConfig, generate\n"
+        "config = PatchConfig('transformers.models.llama.modeling_llama', 'out.py')\n"
+        "for name in ('d', 'a', 'c', 'b'):\n"
+        "    config.add_import('json', names=[f'loads as {name}'])\n"
+        "    config.override_method(f'LlamaMLP.{name}', f'def f(self): return {name}')\n"
+        "print(generate(config))\n"
+    )
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(texts) == 1
