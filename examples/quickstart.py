@@ -39,9 +39,7 @@ class FusedMLP(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(
-            2, dim=-1
-        )  # (batch, length, 2 * intermediate) -> twice (…, intermediate)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # (..., 2 * intermediate) -> twice (..., intermediate)
         return self.down_proj(self.act_fn(gate) * up)
 
 
@@ -89,7 +87,7 @@ def causal(path: str) -> None:
         difference = (model(**inputs).logits - stock(**inputs).logits).abs().max()
     print("answer:", tokenizer.decode(answer[0, length:], skip_special_tokens=True))
     print(f"same tokens as stock: {torch.equal(answer, expected)}, logits differ by at most {difference:.1e}")
-    saved_back(model, path)
+    saved_back(model, stock, path)
 
 
 def encoder(path: str) -> None:
@@ -101,7 +99,7 @@ def encoder(path: str) -> None:
     for name, each in (("before", stock), ("after", model)):
         near, far = similarities(each, inputs)
         print(f"{name}: cat and kitten {near:.4f}, cat and market {far:.4f}")
-    saved_back(model, path)
+    saved_back(model, stock, path)
 
 
 @torch.no_grad()
@@ -113,17 +111,22 @@ def similarities(model: PreTrainedModel, inputs) -> list[float]:
     return (means[1:] @ means[0]).tolist()
 
 
-def saved_back(model: PreTrainedModel, path: str) -> None:
+def saved_back(model: PreTrainedModel, stock: PreTrainedModel, path: str) -> None:
     """Show that the patched model saves the tensors of the checkpoint that it was loaded from, byte for byte."""
     source = path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors")
     original = tensors(Path(source))
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        saved = tensors(Path(folder))
-    same = saved.keys() == original.keys() and all(
-        torch.equal(saved[key].view(torch.uint8), original[key].view(torch.uint8)) for key in original
+        model.save_pretrained(Path(folder, "patched"))
+        stock.save_pretrained(Path(folder, "stock"))
+        saved, by_stock = tensors(Path(folder, "patched")), tensors(Path(folder, "stock"))
+    same = saved.keys() == by_stock.keys() and all(
+        torch.equal(saved[key].view(torch.uint8), original[key].view(torch.uint8)) for key in saved
     )
     print(f"saved: {len(saved)} tensors, equal to the original ones byte for byte: {same}")
+    if left_out := original.keys() - by_stock.keys():
+        print(f"(stock transformers doesn't write {', '.join(sorted(left_out))}, so neither do we)")
+    if not same:
+        sys.exit(1)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
