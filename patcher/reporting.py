@@ -64,7 +64,8 @@ class Report:
 
     def _tables(self) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
         """(title, column heads, rows) of each part that has something to say."""
-        yield "Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers]
+        if len(self.patchers) > 1:  # who wins: the first row
+            yield "Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers]
         yield "Replaced", ("module", "was", "is"), _folded(self.replaced)
         yield "Fused", ("module", "was", "is"), _folded(self.fused)
         yield "Not fused", ("module", "reason"), _folded(self.refused)
@@ -86,7 +87,6 @@ class Report:
         weights: list[tuple[str, ...]] = [("new", key) for key in compress(self.new_weights)]
         weights += [("dropped", key) for key in compress(self.dropped_weights)]
         yield "Weights", ("", "name"), weights
-        yield "Seconds", ("step", "s"), [(name, f"{value:.3f}") for name, value in self.seconds]
         yield "Warnings", ("text",), [(text,) for text in self.warnings]
 
     def __str__(self) -> str:
@@ -110,7 +110,13 @@ class Report:
     def _headline(self) -> str:
         if not self.patchers:
             return f"{self.model}: not patched"
-        return f"{self.model}: {len(self.replaced) + len(self.fused)} modules replaced"
+        count = len(self.replaced) + len(self.fused)
+        text = f"{self.model}: {count} module{'' if count == 1 else 's'} replaced"
+        seconds = dict(self.seconds)
+        if "total" in seconds:
+            steps = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "total")
+            text += f", loaded in {seconds['total']:.2f} s ({steps})"
+        return text
 
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
