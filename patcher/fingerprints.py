@@ -103,8 +103,8 @@ def check(patcher: Patcher) -> None:
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
-            "Verify the patcher on this code, then pin it: patcher.replace(fingerprints={name: "
-            "patcher.fingerprints.fingerprint(cls)})."
+            "Verify the patcher on this code, then pin it: `from patcher.fingerprints import fingerprint` and "
+            "patcher.replace(fingerprints={name: fingerprint(cls)})."
         )
 
 

@@ -123,11 +123,9 @@ def check() -> None:
 
 
 def _gone(what: str) -> PatcherError:
-    from importlib.metadata import version
-
     return PatcherError(
-        f"This release of patcher ({version('patcher')}) doesn't know transformers {transformers.__version__}: "
-        f"{what}. Install a supported release of transformers (`pip show patcher` lists them), or a newer patcher."
+        f"This release of patcher doesn't know transformers {transformers.__version__}: {what}. "
+        "Install a release of transformers that patcher's metadata lists, or a newer patcher."
     )
 
 
