@@ -307,6 +307,8 @@ class _Gates:
         if self.scope.match(cls) is None and cls not in self.scope.recorded:
             return
         with _lock:
+            if self not in _Gates.active:
+                return  # the scope was left meanwhile, by another thread than the one that imports
             gate = _Gate.installed.get(cls)
             if gate is None:
                 gate = _Gate.installed[cls] = _Gate(cls)
@@ -374,7 +376,9 @@ class _CoveringLoader(importlib.abc.Loader):
         for gates in current:
             for cls in classes:
                 gates.add(cls)
-            gates.bindings.add(module)
+            with _lock:
+                if gates in _Gates.active:
+                    gates.bindings.add(module)
 
 
 _watcher = _ImportWatcher()
