@@ -139,7 +139,7 @@ def edit_class(
         depth: how deep it is indented.
     """
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
-    added: list[tuple[str, Any]] = []
+    added: list[Any] = []
     inner: dict[str, list[tuple[Sequence[str], Patch]]] = {}
     patched: list[tuple[int, str, Patch]] = []
     members = definitions(node.body.body)
@@ -168,7 +168,7 @@ def edit_class(
         edits[inside] = [edit_class(inside, parts, context, f"{path}.{name}", deep)]
     changed = cast(cst.ClassDef, node.visit(tree.Rewriter(edits, node))) if edits else node
     if added:
-        changed = _append(changed, [statement for _, statement in sorted(added, key=lambda entry: entry[0])])
+        changed = _append(changed, added)
     if not patched:
         return changed
     patched.sort(key=lambda entry: (entry[0], entry[1]))
@@ -185,7 +185,7 @@ def _override(
     context: Context,
     depth: int,
     edits: dict[cst.CSTNode, Sequence[Any]],
-    added: list[tuple[str, Any]],
+    added: list[Any],
     path: str,
 ) -> int:
     """Replace or add one method. Returns its position among the members, for the order of the header."""
@@ -212,7 +212,7 @@ def _override(
         return context.read(patch, depth).with_changes(name=cst.Name(name))
 
     if not found:
-        added.append((".".join(rest), read(depth)))
+        added.append(read(depth))
         return len(members)
     # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
     for member in found:

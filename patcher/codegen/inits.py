@@ -21,7 +21,7 @@ def wrap_init(
     new: Definition,
     path: str,
     edits: dict[cst.CSTNode, Sequence[Any]],
-    added: list[tuple[str, Any]],
+    added: list[Any],
 ) -> int:
     """Plan the edits for one class. Returns the position of `__init__` among its members.
 
@@ -44,7 +44,7 @@ def wrap_init(
         rewritten = cast(cst.FunctionDef, new.visit(rewriter))
         if rewriter.uses != rewriter.calls:
             raise rewriter.unclear()
-        added.append(("__init__", rewritten))
+        added.append(rewritten)
         return len(members)
     if any(member.name.value == ORIGINAL for member in members):
         raise CodegenError(

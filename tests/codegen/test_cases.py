@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ def test_output(case: cases.Case, folder: Path) -> None:
     data = written.read_bytes()
     encoding = "latin-1" if "latin-1" in case.flags else "utf-8-sig" if "bom" in case.flags else "utf-8"
     assert cases.body(data.decode(encoding)) == expected.decode(encoding)
-    assert data.startswith(b"\xef\xbb\xbf") == ("bom" in case.flags)
+    assert tokenize.detect_encoding(io.BytesIO(data).readline)[0].replace("iso-8859-1", "latin-1") == encoding
     compile(data, "out.py", "exec")
     assert generate(config) == generate(config)
 

@@ -73,6 +73,7 @@ def test_a_file_that_was_edited_after_its_import_is_not_read_wrongly(tmp_path: P
     path.write_text("def fast(x):\n    return 'old'\n")
     space: dict[str, Any] = {"__name__": "edited"}
     exec(compile(path.read_text(), str(path), "exec"), space)
+    assert linecache.getlines(str(path))  # known to Python, as after a traceback
     path.write_text("import math\n\n\ndef fast(x):\n    return 'new'\n")
     config = PatchConfig("modeling_extract", "out.py")
     with pytest.raises(CodegenError, match=r"no longer defines it where Python read it\. If the file was edited"):
@@ -103,3 +104,21 @@ def test_what_a_decorator_returns_is_what_it_was_given() -> None:
     assert config.add_helper(g) is g
     text = "def h(): pass"
     assert config.add_helper(text) is text
+
+
+def test_decorators_are_ours_by_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper in one file has our decorator on the line on which the wrapped function has another, in another."""
+    (tmp_path / "inner_of_extract.py").write_text("def keep(f):\n    return f\n\n\n@keep\ndef g(x):\n    return 3\n")
+    (tmp_path / "outer_of_extract.py").write_text(
+        "import functools\nfrom inner_of_extract import g\nfrom patcher.codegen import PatchConfig\n"
+        "other = PatchConfig('modeling_extract', 'other.py')\n@other.replace_function('g')\n@functools.wraps(g)\n"
+        "def wrapper(x):\n    return g(x)\n"
+    )
+    import importlib
+
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    importlib.import_module("outer_of_extract")
+    config = PatchConfig("modeling_extract", "out.py")
+    config.replace_function("g", replacement=importlib.import_module("inner_of_extract").g)
+    config.add_helper("def keep(f): return f")
+    assert "@keep\ndef g(x):\n    return 3" in generate(config)

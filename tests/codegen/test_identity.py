@@ -61,13 +61,15 @@ def test_the_comparison_sees_every_change(generated: bytes, problem: str) -> Non
     assert bool(problem) == bool(identity.text_problems(SOURCE, generated))
 
 
-def test_a_package_that_another_import_left_as_paths_is_still_found() -> None:
-    """transformers keeps `Path` objects in its spec once it is imported, and generation must not depend on that."""
+def test_a_package_that_another_import_left_as_paths_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers leaves `Path` objects in its spec once some of it is imported."""
     import transformers
 
     from patcher.codegen.source import find_spec
 
     assert transformers.__spec__ is not None
+    folders = [Path(str(folder)) for folder in transformers.__spec__.submodule_search_locations or []]
+    monkeypatch.setattr(transformers.__spec__, "submodule_search_locations", folders)
     spec = find_spec("transformers.models.llama.modeling_llama")
     assert spec is not None
     assert str(spec.origin).endswith("modeling_llama.py")
