@@ -16,6 +16,7 @@ from patcher.codegen import check
 from patcher.codegen.checker import discover, load_configs, read_settings
 from patcher.codegen.cli import app
 from patcher.errors import CodegenError
+from tests.codegen.test_writer import needs_ruff
 
 SOURCE = """
 def g(x):
@@ -209,6 +210,7 @@ def test_wrong_arguments(project: Path, arguments: list[str], message: str) -> N
     assert message in " ".join(output.replace("│", " ").split())
 
 
+@needs_ruff
 def test_formatting_is_a_setting_of_the_project(project: Path) -> None:
     path = project / "configs" / "one" / "one_patch_gen_config.py"
     path.write_text(CONFIG.replace("x + 1", "x +   1"))
@@ -291,9 +293,10 @@ def test_as_a_part_of_another_command(project: Path) -> None:
 
 
 def test_as_a_module(project: Path) -> None:
+    path = [str(Path(__file__).parents[2]), str(project / "lib"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "patcher.codegen", "--list"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(project / "lib")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         check=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,12 @@ import pytest
 from patcher.codegen import PatchConfig, generate, write
 from patcher.codegen.writer import run_ruff
 from patcher.errors import CodegenError
+
+# a development tool, not installed where only the tests run
+needs_ruff = pytest.mark.skipif(
+    shutil.which("ruff", path=str(Path(sys.executable).parent)) is None and shutil.which("ruff") is None,
+    reason="ruff is not installed",
+)
 
 
 @pytest.fixture
@@ -87,6 +95,7 @@ def test_a_folder_that_is_a_file(config: PatchConfig, tmp_path: Path) -> None:
         write(config, tmp_path / "taken")
 
 
+@needs_ruff
 def test_formatting_is_asked_for(config: PatchConfig, tmp_path: Path) -> None:
     assert "return  x + 1" in write(config, tmp_path / "plain").read_text()
     assert "return x + 1" in write(config, tmp_path / "formatted", formatted=True).read_text()
@@ -98,6 +107,7 @@ def test_formatting_without_ruff(config: PatchConfig, monkeypatch: pytest.Monkey
         run_ruff("x = 1\n", "out.py", config.where)
 
 
+@needs_ruff
 def test_what_ruff_refuses(config: PatchConfig) -> None:
     with pytest.raises(CodegenError, match=r"ruff (check|format) failed on out\.py"):
         run_ruff("def f(\n", "out.py", config.where)
@@ -114,7 +124,11 @@ def test_equal_input_gives_equal_text_in_another_process(tmp_path: Path) -> None
     )
     texts = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("0", "1", "2")
     }
