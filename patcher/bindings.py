@@ -39,7 +39,7 @@ class Bindings:
         self._foreign = {
             cls
             for cls in matching.module_subclasses()
-            if not matching.is_modeling_module(cls.__module__) and self.scope.match(cls) is not None
+            if not matching.is_modeling_module(cls.__module__) and self.scope.concerns(cls)
         }
         if not self._foreign and not any(layer.is_registry for layer in self.scope.layers):
             return
@@ -56,7 +56,7 @@ class Bindings:
         shown = False
         for name, value in list(namespace.items()):
             if isinstance(value, type):
-                if issubclass(value, nn.Module) and self.scope.match_bound(_unwrapped(value), name) is not None:
+                if issubclass(value, nn.Module) and self.scope.concerns(_unwrapped(value), name):
                     shown = True
                     if self._needs_stand_in(_unwrapped(value)):
                         self._bind(namespace, name, value)
@@ -76,7 +76,7 @@ class Bindings:
 
     def _needs_stand_in(self, cls: type[nn.Module]) -> bool:
         # Where the class's own name is what matched, its gate does all that is needed.
-        return cls in self._foreign or self.scope.match(cls) is None
+        return cls in self._foreign or not self.scope.concerns(cls)
 
     def _bind(self, container: Any, key: Any, value: Any) -> None:
         with _lock:
@@ -185,6 +185,9 @@ def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
             scope = active_scope()
             match: Match | None = scope.match_bound(original, name) if scope is not None else None
             if scope is None or match is None or not scope.decides(None, sys._getframe(1)):
+                return original(*args, **kwargs)
+            if match.replacement is original:  # the class itself, whatever the outer layers say
+                scope.note(original, match.layer)
                 return original(*args, **kwargs)
             module = original.__new__(original)
             scope.build(module, original, match, args, kwargs)

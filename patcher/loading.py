@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -162,7 +162,16 @@ def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *ar
     contexts = list(stock(cls, *args, **kwargs))
     session = _SESSION.get()
     inner = [session.construction()] if session is not None else []
-    return [seams.construction_lock, *contexts, *inner]
+    return [_entered([seams.construction_lock, *contexts, *inner])]
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All contexts, and if one of them can't be entered, none: transformers would leave those before it entered."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,16 @@ from torch import nn
 
 from patcher.errors import PatchConflictError
 
-__all__ = ["compress", "find_key", "is_expression", "is_modeling_module", "module_subclasses", "nearest", "search"]
+__all__ = [
+    "compress",
+    "find_key",
+    "hits",
+    "is_expression",
+    "is_modeling_module",
+    "module_subclasses",
+    "nearest",
+    "search",
+]
 
 
 def is_expression(key: str) -> bool:
@@ -55,6 +64,11 @@ def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bo
                     f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
                 )
     return found
+
+
+def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:
+    """Every key that means the class called `name`, those included that another key wins over."""
+    return [key for key in mapping if key == name or ((names_too or is_expression(key)) and search(key, name))]
 
 
 def module_subclasses() -> Iterator[type[nn.Module]]:

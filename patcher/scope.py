@@ -25,6 +25,7 @@ from torch import nn
 
 from patcher import matching
 from patcher.bindings import Bindings
+from patcher.errors import PatchConflictError
 from patcher.materialize import Materialization, watching_parameters
 from patcher.patcher import Patcher
 
@@ -112,12 +113,12 @@ class Scope:
         return self._matches[cls]
 
     def _find(self, cls: type[nn.Module]) -> Match | None:
-        for layer in self.layers:
-            key = self._key(layer, cls)
-            if key is not None:
-                replacement = layer.patcher.class_mapping[key]
-                return Match(key, replacement, layer) if replacement is not cls else None
-        return None
+        matches = (self._match_in(layer, cls) for layer in self.layers)
+        return next((match for match in matches if match is not None), None)
+
+    def _match_in(self, layer: Layer, cls: type[nn.Module]) -> Match | None:
+        key = self._key(layer, cls)
+        return None if key is None else Match(key, layer.patcher.class_mapping[key], layer)
 
     def _key(self, layer: Layer, cls: type[nn.Module]) -> str | None:
         key = matching.find_key(cls.__name__, layer.patcher.class_mapping, names_too=layer.is_registry)
@@ -132,7 +133,25 @@ class Scope:
                 key = matching.find_key(name, mapping, names_too=True)
                 if key is not None and mapping[key] is not cls:
                     return Match(key, mapping[key], layer)
-        return self.match(cls)
+            match = self._match_in(layer, cls)
+            if match is not None:
+                return match
+        return None
+
+    def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
+        """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
+        try:
+            return self.match_bound(cls, name or cls.__name__) is not None
+        except PatchConflictError:
+            return True
+
+    def note(self, cls: type[nn.Module], layer: Layer) -> None:
+        """Write down that the keys for `cls` have done their part, those included that inner layers override."""
+        for outer in self.layers[self.layers.index(layer) :]:
+            if self._key(outer, cls) is not None:
+                outer.matched.update(
+                    matching.hits(cls.__name__, outer.patcher.class_mapping, names_too=outer.is_registry)
+                )
 
     @property
     def outermost(self) -> bool:
@@ -194,12 +213,9 @@ class Scope:
             self._building.pop()
         module.__dict__[ORIGINAL] = original  # again: `__init__` may have started from an empty `__dict__`
         for layer in self.layers[self.layers.index(match.layer) :]:
-            # A key that an inner layer overrides has done its part.
-            key = (
-                match.key if layer is match.layer or match.key in layer.patcher.fusions else self._key(layer, original)
-            )
-            if key is not None:
-                layer.matched.add(key)
+            if layer is match.layer or match.key in layer.patcher.fusions:
+                layer.matched.add(match.key)
+        self.note(original, match.layer)
         self.built.append(built)
 
 
@@ -268,9 +284,11 @@ def _gate_function(cls: type[nn.Module], before: Any) -> Callable[..., None]:
         scope = _ACTIVE.get()
         if scope is not None and type(self) is cls and scope.decides(self, sys._getframe(1)):
             match = scope.match(cls)
-            if match is not None:
+            if match is not None and match.replacement is not cls:
                 scope.build(self, cls, match, args, kwargs)
                 return
+            if match is not None:  # the class itself, whatever the outer layers say
+                scope.note(cls, match.layer)
             if cls in scope.recorded:
                 scope.arguments[id(self)] = (self, args, kwargs)
         if before is None:
@@ -304,7 +322,7 @@ class _Gates:
     def add(self, cls: type[nn.Module]) -> None:
         if cls in self.mine or not (matching.is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
             return
-        if self.scope.match(cls) is None and cls not in self.scope.recorded:
+        if not self.scope.concerns(cls) and cls not in self.scope.recorded:
             return
         with _lock:
             if self not in _Gates.active:
