@@ -60,15 +60,13 @@ class Bindings:
                     shown = True
                     if self._needs_stand_in(_unwrapped(value)):
                         self._bind(namespace, name, value)
-            elif self._foreign and type(value) in (dict, list):
-                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                    if isinstance(item, type) and _unwrapped(item) in self._foreign:
+            elif not self._foreign:
+                continue
+            elif isinstance(value, dict) or type(value) is list:
+                for key, item in _entries(value):
+                    if self._holds_foreign(item):
                         self._bind(value, key, item)
-            elif (
-                self._foreign
-                and type(value) is tuple
-                and any(item in self._foreign for item in value if isinstance(item, type))
-            ):
+            elif type(value) is tuple and self._holds_foreign(value):
                 self._bind(namespace, name, value)
         if shown:
             with _lock:
@@ -77,6 +75,11 @@ class Bindings:
     def _needs_stand_in(self, cls: type[nn.Module]) -> bool:
         # Where the class's own name is what matched, its gate does all that is needed.
         return cls in self._foreign or not self.scope.concerns(cls)
+
+    def _holds_foreign(self, item: Any) -> bool:
+        """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
+        listed = item if type(item) is tuple else (item,)
+        return any(isinstance(each, type) and _unwrapped(each) in self._foreign for each in listed)
 
     def _bind(self, container: Any, key: Any, value: Any) -> None:
         with _lock:
@@ -101,7 +104,7 @@ class _Binding:
         else:
             self.after = _stand_in(value, name)
         self.users = 0
-        container[key] = self.after
+        _put(container, key, self.after)
 
     @classmethod
     def of(cls, container: Any, key: Any, value: Any) -> _Binding:
@@ -116,8 +119,29 @@ class _Binding:
         self.users -= 1
         if self.users == 0:
             del self.placed[(id(self.container), self.key)]
-            if self.container[self.key] is self.after:  # otherwise somebody else has put something there
-                self.container[self.key] = self.before
+            if _entry(self.container, self.key) is self.after:  # otherwise somebody else has put something there
+                _put(self.container, self.key, self.before)
+
+
+# A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
+# import a modeling file for it. What such a class makes of being read or written isn't asked.
+
+
+def _entries(table: Any) -> list[tuple[Any, Any]]:
+    return list(dict.items(table)) if isinstance(table, dict) else list(enumerate(table))
+
+
+def _entry(table: Any, key: Any) -> Any:
+    if isinstance(table, dict):
+        return dict.get(table, key)
+    return table[key] if key < len(table) else None
+
+
+def _put(table: Any, key: Any, value: Any) -> None:
+    if isinstance(table, dict):
+        dict.__setitem__(table, key, value)
+    else:
+        table[key] = value
 
 
 class _View:
@@ -152,12 +176,16 @@ def _read(self: ModuleType, name: str) -> Any:
     if isinstance(value, type) and not name.startswith("__"):
         from patcher.scope import active_scope
 
-        value = _unwrapped(value)
+        original = _unwrapped(value)
         scope = active_scope()
-        if scope is not None and issubclass(value, nn.Module):
-            match = scope.match_bound(value, name)
-            if match is not None:
-                return match.replacement
+        if scope is None or not issubclass(original, nn.Module):
+            return original
+        match = scope.match_bound(original, name)
+        if match is None:
+            return original
+        # Modeling code goes on to build what it reads here: that must pass the stand-in, or the gate of the class.
+        if match.layer.is_registry and not matching.is_modeling_module(sys._getframe(1).f_globals.get("__name__", "")):
+            return match.replacement
     return value
 
 
