@@ -130,16 +130,32 @@ def _initialise(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    if replacement.__new__ is original.__new__ and type(replacement) is type(original):
+    if type(replacement).__call__ is not type.__call__:
+        # The metaclass has a say in how objects come into being: let it, then be what it made.
+        if issubclass(replacement, seams.PreTrainedModel):
+            raise TypeError(
+                f"{type(replacement).__name__}, the metaclass of a model, has a __call__ of its own: the model is "
+                "known before that has returned. Move what it does into __init__."
+            )
+        _become(module, replacement(*args, **kwargs))
+        return
+    if replacement.__new__ is original.__new__:
         module.__class__ = replacement
-        seams.inherit_loading_attributes(module, original)
-        replacement.__init__(module, *args, **kwargs)
     else:
-        # The class has a say in how its objects come into being: let it, then be what it made.
-        other = replacement(*args, **kwargs)
-        module.__class__ = type(other)
-        object.__setattr__(module, "__dict__", other.__dict__)
-        seams.inherit_loading_attributes(module, original)
+        _become(module, replacement.__new__(replacement, *args, **kwargs))
+        if not isinstance(module, replacement):
+            return  # as Python has it: what is made of another class is not initialised
+    seams.inherit_loading_attributes(module, original)
+    module.__init__(*args, **kwargs)  # type: ignore[misc]
+
+
+def _become(module: nn.Module, other: nn.Module) -> None:
+    """Be another object in all but identity: whoever builds `module` holds on to it."""
+    attributes = module.__dict__
+    module.__class__ = type(other)
+    object.__setattr__(module, "__dict__", other.__dict__)
+    for name, value in attributes.items():  # what is known about `module`
+        module.__dict__.setdefault(name, value)
 
 
 def _construction_error(
