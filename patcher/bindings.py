@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,9 @@ class Bindings:
         self._seen: set[int] = set()
         self._foreign: set[type] = set()
 
-    def add_all(self) -> None:
-        self._foreign = {
-            cls
-            for cls in matching.module_subclasses()
-            if not matching.is_modeling_module(cls.__module__) and self.scope.concerns(cls)
-        }
+    def add_all(self, others: Iterable[type[nn.Module]]) -> None:
+        """Bind stand-ins in all modeling modules, for `others`: classes that are meant and can't have a gate."""
+        self._foreign = {cls for cls in others if self.scope.concerns(cls)}
         if not self._foreign and not any(layer.is_registry for layer in self.scope.layers):
             return
         for name, module in list(sys.modules.items()):

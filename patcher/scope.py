@@ -100,6 +100,9 @@ class Scope:
         self.on_built: Callable[[Any], None] | None = None
         self._building: list[nn.Module] = []
         self._matches: dict[type[nn.Module], Match | None] = {}
+        keys = [(key, layer.is_registry) for layer in self.layers for key in layer.patcher.class_mapping]
+        self._exact = frozenset(key for key, _ in keys)
+        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or matching.is_expression(key)]
         self._replacements = frozenset(cls for layer in self.layers for cls in layer.patcher.class_mapping.values())
 
     def match(self, cls: type[nn.Module]) -> Match | None:
@@ -137,6 +140,10 @@ class Scope:
             if match is not None:
                 return match
         return None
+
+    def names(self, name: str) -> bool:
+        """Whether a key of some mapping is, or is found in, the name of a class: quick, for a look at all classes."""
+        return name in self._exact or any(matching.search(expression, name) for expression in self._expressions)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
@@ -232,8 +239,7 @@ def opened(scope: Scope) -> Iterator[Scope]:
     token = None
     try:
         with watching_parameters():
-            gates.add_all()
-            gates.bindings.add_all()
+            gates.bindings.add_all(gates.add_all())
             token = _ACTIVE.set(scope)
             yield scope
     finally:
@@ -314,10 +320,21 @@ class _Gates:
             if len(_Gates.active) == 1:
                 sys.meta_path.insert(0, _watcher)
 
-    def add_all(self) -> None:
-        self._custom = matching.custom_modeling_modules()
-        for cls in list(matching.module_subclasses()):
+    def add_all(self) -> list[type[nn.Module]]:
+        """Put gates on all classes of modeling code that are meant.
+
+        Returns:
+            The other classes that are meant by name.
+        """
+        scope = self.scope
+        meant = [cls for cls in matching.module_subclasses() if scope.names(cls.__name__) or cls in scope.recorded]
+        if all(matching.is_modeling_module(cls.__module__) for cls in meant):
+            self._custom = set()
+        else:
+            self._custom = matching.custom_modeling_modules()
+        for cls in meant:
             self.add(cls)
+        return [cls for cls in meant if cls not in self.mine]
 
     def add(self, cls: type[nn.Module]) -> None:
         if cls in self.mine or not (matching.is_modeling_module(cls.__module__) or cls.__module__ in self._custom):

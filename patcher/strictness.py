@@ -52,9 +52,9 @@ def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError 
                     f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
                     f"{_suggest(text, patterns, 'patterns')}"
                 )
-        keys = set(compress(sorted(layer.candidates.get("keys", set()), key=seams.dot_natural_key)))
         for transform in patcher.extra_weight_conversions:
             if identity(transform) not in layer.matched:
+                keys = compress(sorted(layer.candidates.get("keys", set()), key=seams.dot_natural_key))
                 wanted = seams.source_patterns(transform)
                 problems.append(
                     f"extra_weight_conversions: {describe(transform)} took no tensor; "
