@@ -1,7 +1,8 @@
 """Recorded outputs (`output_attentions`, `output_hidden_states`) of replaced modules.
 
 transformers finds the modules to record by class. A replacement that is no subclass gets the same hook, put on the
-module itself; the class and its recorders are never touched, so no other model notices.
+module itself; the class and its recorders are never touched, so no other model notices. All hooks of a patched model
+can be pickled with it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher import seams
+from patcher.record import record_of
 from patcher.scope import original_class
 
 __all__ = ["RecordOutput", "install_output_hooks"]
@@ -23,35 +25,41 @@ class RecordOutput:
 
     def __init__(self, key: str, index: int, capture_initial_hidden_state: bool) -> None:
         self.settings = (key, index, capture_initial_hidden_state)
-        self._hook: Callable[..., Any] | None = None
+        self._hook = seams.output_hook(*self.settings)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._hook is None:
-            self._hook = seams.output_hook(*self.settings)
         return self._hook(module, args, output)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "_hook": None}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (RecordOutput, self.settings)
 
 
 def install_output_hooks(stock: Callable[..., Any], model: PreTrainedModel, prefix: str | None = None) -> None:
-    """Install transformers' hooks, then those of the replaced modules that it passed by."""
-    stock(model, prefix)
+    """Install all hooks of a patched model, or transformers' own and those of modules that it passes by."""
+    patched = record_of(model) is not None
+    if not patched:
+        stock(model, prefix)
     recorders = seams.output_recorders(model)
-    if not recorders:
-        return
     asked: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
     for path, module in _modules_of(model, prefix or ""):
-        original = original_class(module)
+        if module is not model and isinstance(module, PreTrainedModel):
+            if patched:
+                install_output_hooks(stock, module, path)
+            continue
         for key, recorder in recorders:
-            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
-            if target is None or isinstance(module, target):
-                continue
-            replaced = original is not None and issubclass(original, target)
-            if not (replaced or _asked_for(module, asked.get(key))):
-                continue
-            if recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{path}.":
+            if seams.is_recorded(recorder, module, path):
+                wanted = patched
+            else:
+                wanted = _stands_for(module, recorder.target_class) or _asked_for(module, asked.get(key))
+            if wanted and seams.is_recorded_at(recorder, path):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
+    if patched:
+        seams.mark_recorded(model)
+
+
+def _stands_for(module: nn.Module, target: type[nn.Module] | None) -> bool:
+    original = original_class(module)
+    return original is not None and target is not None and issubclass(original, target)
 
 
 def _asked_for(module: nn.Module, specs: Any) -> bool:
@@ -64,8 +72,10 @@ def _asked_for(module: nn.Module, specs: Any) -> bool:
 
 
 def _modules_of(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model without those of its sub-models, which have recorders of their own."""
+    """The modules of a model, and its sub-models, but not their modules: those have recorders of their own."""
     yield path, model
     for name, child in model.named_children():
-        if not isinstance(child, PreTrainedModel):
+        if isinstance(child, PreTrainedModel):
+            yield f"{path}.{name}", child
+        else:
             yield from _modules_of(child, f"{path}.{name}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, modeling_utils
+from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
@@ -55,6 +56,7 @@ if hasattr(os, "register_at_fork"):
 HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "load": (PreTrainedModel, "from_pretrained", ()),
     "make": (PreTrainedModel, "_from_config", ("config",)),
+    "fusion config": (fusion_mapping, "register_fusion_patches", ("cls", "config", "fusion_config")),
     "construction contexts": (PreTrainedModel, "get_init_context", ()),
     "construct": (PreTrainedModel, "__init__", ("config",)),
     "constructed": (PreTrainedModel, "post_init", ()),
@@ -294,6 +296,14 @@ def tied_keys(model: PreTrainedModel) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or ())
 
 
+def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:
+    """Whether a parameter stays in float32 when a model is loaded as float16, and as bfloat16."""
+    names = model._keep_in_fp32_modules or (), model._keep_in_fp32_modules_strict or ()
+    # As the load's own plan: a name, or an expression, that is found anywhere in the key.
+    weak, strict = (any(re.search(name.replace("*", ".*"), key) for name in listed) for listed in names)
+    return weak or strict, strict
+
+
 def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> None:
     """Give a replaced model, on the instance, what its class lacks and the class that it replaces says."""
     replacement = type(model)
@@ -342,6 +352,24 @@ def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing
                 )
             recorders.append((key, spec))
     return recorders
+
+
+def is_recorded(recorder: output_capturing.OutputRecorder, module: nn.Module, path: str) -> bool:
+    """Whether transformers finds the module by its class, or by the end of its path."""
+    target: type[nn.Module] | None = recorder.target_class  # None where the path decides
+    return (target is not None and isinstance(module, target)) or (
+        recorder.class_name is not None and path.endswith(recorder.class_name)
+    )
+
+
+def is_recorded_at(recorder: output_capturing.OutputRecorder, path: str) -> bool:
+    """Whether the recorder is for modules at such a path."""
+    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{path}."
+
+
+def mark_recorded(model: PreTrainedModel) -> None:
+    """Let transformers know that the hooks are installed."""
+    model._output_capturing_hooks_installed = True  # type: ignore[assignment]
 
 
 def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
