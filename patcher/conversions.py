@@ -73,6 +73,8 @@ def filter_conversions(
     kept: list[WeightTransform] = []
     dropped: list[tuple[WeightTransform, str]] = []
     expressions = list(filters)
+    if not expressions:
+        return list(conversions), []
     for conversion in conversions:
         patterns = seams.all_patterns(conversion)
         hits = [expression for expression in expressions if any(search(expression, text) for text in patterns)]
@@ -354,7 +356,8 @@ def _undo_entry(
                 collected = operation.convert(
                     collected,
                     source_patterns=[target for target in targets if target in collected] or list(collected),
-                    target_patterns=list(entry.sources),
+                    # In the order in which they were written, as on the way in: the checkpoint's order is another.
+                    target_patterns=[name for name in journal.transform.source_patterns if name in entry.sources],
                     full_layer_name=entry.target,
                     model=model,
                     config=getattr(model, "config", None),

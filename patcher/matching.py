@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from torch import nn
@@ -71,17 +71,16 @@ def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool =
     return [key for key in mapping if key == name or ((names_too or is_expression(key)) and search(key, name))]
 
 
-def module_subclasses() -> Iterator[type[nn.Module]]:
-    """Every live subclass of `nn.Module`, each once."""
+def module_subclasses() -> list[type[nn.Module]]:
+    """Every live subclass of `nn.Module`, each once. Every load under a patcher walks them: this must be quick."""
     seen: set[type[nn.Module]] = {nn.Module}
     stack: list[type[nn.Module]] = [nn.Module]
     while stack:
-        for cls in type.__subclasses__(stack.pop()):
-            if cls not in seen:
-                seen.add(cls)
-                stack.append(cls)
-                if "_patcher_stands_for" not in cls.__dict__:
-                    yield cls
+        fresh = set(type.__subclasses__(stack.pop())) - seen
+        seen |= fresh
+        stack += fresh
+    seen.remove(nn.Module)
+    return [cls for cls in seen if "_patcher_stands_for" not in cls.__dict__]
 
 
 def is_modeling_module(name: str) -> bool:

@@ -141,9 +141,13 @@ class Scope:
                 return match
         return None
 
-    def names(self, name: str) -> bool:
-        """Whether a key of some mapping is, or is found in, the name of a class: quick, for a look at all classes."""
-        return name in self._exact or any(matching.search(expression, name) for expression in self._expressions)
+    def meant(self) -> list[type[nn.Module]]:
+        """All classes whose name is a key of some mapping, or has a key found in it, and those to be recorded."""
+        classes = matching.module_subclasses()
+        found = [cls for cls in classes if cls.__name__ in self._exact]
+        for text in self._expressions:
+            found += [cls for cls in classes if matching.search(text, cls.__name__)]
+        return list(dict.fromkeys([*found, *self.recorded]))
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
@@ -327,7 +331,7 @@ class _Gates:
             The other classes that are meant by name.
         """
         scope = self.scope
-        meant = [cls for cls in matching.module_subclasses() if scope.names(cls.__name__) or cls in scope.recorded]
+        meant = [cls for cls in scope.meant() if cls not in self.mine]
         if all(matching.is_modeling_module(cls.__module__) for cls in meant):
             self._custom = set()
         else:

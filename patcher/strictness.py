@@ -100,21 +100,21 @@ def note_conversions(
     layers: Iterable[Layer],
     dropped: Iterable[tuple[Any, str]],
     fired: Iterable[Journal],
-    stock: Iterable[Any],
+    stock: list[Any],
     checkpoint_keys: Iterable[str],
 ) -> None:
     """Write down for each layer which of its filters and conversions had an effect."""
     filters = {text for _, text in dropped}
     transforms = {identity(journal.transform) for journal in fired}
-    patterns = {text for conversion in stock for text in seams.source_patterns(conversion)}
-    patterns |= {text for conversion in stock for text in seams.target_patterns(conversion)}
-    keys = set(checkpoint_keys)
     for layer in layers:
         layer.reads.append("checkpoint")
         layer.matched.update(filters)
         layer.matched.update(transforms)
-        layer.candidates.setdefault("patterns", set()).update(patterns)
-        layer.candidates.setdefault("keys", set()).update(keys)
+        if layer.patcher.filtered_weight_conversion_patterns or layer.patcher.extra_weight_conversions:
+            patterns = {text for conversion in stock for text in seams.source_patterns(conversion)}
+            patterns |= {text for conversion in stock for text in seams.target_patterns(conversion)}
+            layer.candidates.setdefault("patterns", set()).update(patterns)
+            layer.candidates.setdefault("keys", set()).update(checkpoint_keys)
 
 
 class Complaints:
@@ -179,7 +179,6 @@ def judge_weights(
     paths = [item.path for item in replaced if item.chosen]
     everywhere = "" in paths
     prefixes = tuple(f"{path}." for path in paths if path)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def under_replaced(key: str) -> bool:
         prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
@@ -188,8 +187,11 @@ def judge_weights(
     def declared(key: str, name: str) -> bool:
         return any(search(text, key) for patcher in patchers for text in getattr(patcher, name))
 
-    absent = {key for key in missing | set(mismatched) if key in parameters and under_replaced(key)}
-    absent -= seams.tied_keys(model)
+    parameters: set[str] = set()
+    absent = {key for key in missing | set(mismatched) if under_replaced(key)} - seams.tied_keys(model)
+    if absent:  # persistent buffers keep what was computed, so only parameters count
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        absent &= parameters
     left_over = {key for key in unexpected if under_replaced(key)}
     new = sorted((key for key in absent if declared(key, "new_weights")), key=seams.dot_natural_key)
     dropped = sorted((key for key in left_over if declared(key, "dropped_weights")), key=seams.dot_natural_key)

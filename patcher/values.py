@@ -62,6 +62,8 @@ class Values:
         for built, wanted in self.wanted:
             with _default_dtype(load_config.dtype):
                 _copy_initial(self.scope, built, wanted, self.model)
+        if not set(map(str, device_map.values())) - {"cpu", "disk"}:
+            return  # plain tensors were computed on the CPU, and stay there
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
                 _move_plain_tensors(module, seams.get_device(device_map, f"{name}.", valid_torch_device=True))
