@@ -19,7 +19,7 @@ from patcher.fusing import fuse_modules, prepare_fusions
 from patcher.patcher import Patcher
 from patcher.record import record_of
 from patcher.recorders import install_output_hooks
-from patcher.resolution import as_stock
+from patcher.resolution import arrange, as_stock
 from patcher.saving import check_saving, original_state_dict
 from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class
 from patcher.session import Session, check_pins, finish_by_hand, layers_in_force
@@ -61,6 +61,7 @@ def install() -> None:
             wrapped = functools.wraps(function)(_bound(hook, function))
             kind = type(stock) if isinstance(stock, classmethod | staticmethod) else None
             setattr(owner, name, kind(wrapped) if kind is not None else wrapped)
+        seams.follow_earlier_imports()
         _installed = True
 
 
@@ -219,6 +220,17 @@ def _conversion_mapping(
         return stock(model, key_mapping, _BeforeQuantizer(hf_quantizer, session.conversions), *args, **kwargs)
 
 
+def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The conversions of a model that stands, as whoever loads an adapter into it asks for them."""
+    record = record_of(model)
+    if record is None:
+        return stock(model, *args, **kwargs)
+    with as_stock(model):
+        conversions = stock(model, *args, **kwargs)
+    arranged = arrange(conversions, record.layers(), record.fusion_transforms)
+    return [*map(seams.copy_transform, arranged.added), *arranged.kept]
+
+
 class _BeforeQuantizer:
     """Passes for the quantizer where transformers lets that adapt the conversions, to edit them just before."""
 
@@ -298,6 +310,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "construct": _init,
     "constructed": _post_init,
     "conversions": _conversion_mapping,
+    "conversions of others": _conversions_of,
+    "conversions of adapters": _conversions_of,
     "read": _convert_and_load,
     "finish": _finalize,
     "save": _save_pretrained,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
@@ -27,6 +28,7 @@ from transformers.core_model_loading import (
     WeightTransform,
     dot_natural_key,
 )
+from transformers.integrations import peft as peft_integration
 from transformers.integrations.accelerate import get_device
 from transformers.utils import output_capturing
 
@@ -61,6 +63,8 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "construct": (PreTrainedModel, "__init__", ("config",)),
     "constructed": (PreTrainedModel, "post_init", ()),
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
+    "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
+    "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
     "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
     "finish": (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),
     "save": (PreTrainedModel, "save_pretrained", ("save_directory", "state_dict", "save_original_format")),
@@ -278,6 +282,13 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
 
 def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
     model.__dict__["_weight_conversions"] = conversions
+
+
+def follow_earlier_imports() -> None:
+    """Let peft ask the hook for conversions if it was imported before, and has the function under a name of its own."""
+    peft = sys.modules.get("peft.utils.transformers_weight_conversion")
+    if peft is not None and vars(peft).get("get_model_conversion_mapping") is _stock_conversion_mapping:
+        peft.get_model_conversion_mapping = conversion_mapping.get_model_conversion_mapping  # type: ignore[attr-defined]
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
