@@ -379,8 +379,21 @@ def _undo_entry(
                 raise fail(
                     f"the reverse gives {key} the shape {tuple(tensor.shape)}, the checkpoint had {tuple(shape)}"
                 )
-            restored[key] = tensor.contiguous()
+            restored[key] = _by_itself(tensor.contiguous())
     return restored
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a storage of its own, in the same memory.
+
+    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
+    """
+    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    try:
+        return torch.from_dlpack(tensor.detach())
+    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
+        return tensor.clone()
 
 
 def _expands(pattern: str, name: str) -> bool:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
-from patcher.fusing import fuse_modules, prepare_fusions
+from patcher.fusing import convert_modules, fuse_modules, prepare_fusions
+from patcher.fusions.config import split_fusion_config, with_fusion_names
 from patcher.patcher import Patcher
 from patcher.record import record_of
 from patcher.recorders import install_output_hooks
@@ -30,8 +31,9 @@ __all__ = ["applied", "install"]
 
 # --- the hook ------------------------------------------------------------------------------------------------------
 
-#: The load that this thread or task is in.
+#: The load that this thread or task is in, and what it was asked for.
 _SESSION: ContextVar[Session | None] = ContextVar("patcher_session", default=None)
+_ASKED: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_asked", default=(None, {}))
 
 _install_lock = threading.Lock()
 _installed = False
@@ -100,13 +102,37 @@ def _from_pretrained(
         session = Session(cls, layers, own)
         _check_supported(layers, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
     token = _SESSION.set(session)
+    asked = _ASKED.set((args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs))
     try:
         result = stock(cls, *args, **kwargs)
+        session = _SESSION.get()  # the checkpoint's own config may have asked for one
         if session is not None:
             session.finished(result[0] if isinstance(result, tuple) else result)
         return result
     finally:
+        _ASKED.reset(asked)
         _SESSION.reset(token)
+
+
+def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
+    """Apply what `fusion_config` says under our name; the rest is transformers' own."""
+    names, rest = split_fusion_config(fusion_config)
+    if names:
+        if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
+            # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
+            if rest:
+                config.fusion_config = rest
+            else:
+                del config.fusion_config
+        layer = Layer(Patcher(fusions=names), "fusion_config")
+        _check_supported([layer], *_ASKED.get())
+        session = _SESSION.get()
+        if session is None:
+            _SESSION.set(Session(cls, [layer], [layer]))
+        else:
+            session.add(layer)
+    if rest:
+        stock(cls, config, rest)
 
 
 def _check_supported(layers: list[Layer], path: Any, kwargs: dict[str, Any]) -> None:
@@ -191,6 +217,8 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
     if is_root:
         fuse_modules(scope, self)
     stock(self)
+    if is_root:
+        convert_modules(scope, self)
     names: dict[str, set[str]] = {}
     for module in self.modules():
         original = original_class(module)
@@ -272,8 +300,8 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
         return info
 
 
-#: The model that this thread is saving, if a root of it was replaced.
-_SAVING: ContextVar[PreTrainedModel | None] = ContextVar("patcher_saving", default=None)
+#: The patched model that this thread is saving, and whether in the original format.
+_SAVING: ContextVar[tuple[PreTrainedModel | None, bool]] = ContextVar("patcher_saving", default=(None, True))
 
 
 def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +311,7 @@ def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: An
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
     arguments.apply_defaults()
     check_saving(self, arguments.arguments["state_dict"], arguments.arguments["save_original_format"])
-    token = _SAVING.set(self)
+    token = _SAVING.set((self, arguments.arguments["save_original_format"]))
     try:
         return stock(self, *args, **kwargs)
     finally:
@@ -291,11 +319,22 @@ def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: An
 
 
 def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    model = _SAVING.get()
+    model, original_format = _SAVING.get()
     record = record_of(model) if model is not None and model.config is self else None
-    if record is not None:
-        self.architectures = [record.model_class.__name__]
-    return stock(self, *args, **kwargs)
+    if record is None:
+        return stock(self, *args, **kwargs)
+    self.architectures = [record.model_class.__name__]
+    if original_format or not record.fusions:
+        return stock(self, *args, **kwargs)
+    before = self.__dict__.get("fusion_config")
+    self.fusion_config = with_fusion_names(before, record.fusions)
+    try:
+        return stock(self, *args, **kwargs)
+    finally:
+        if before is None:
+            del self.fusion_config
+        else:
+            self.fusion_config = before
 
 
 def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any]) -> Any:
@@ -305,6 +344,7 @@ def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, A
 # What stands at each place that `seams.HOOKED` names.
 _HOOKS: dict[str, Callable[..., Any]] = {
     "load": _from_pretrained,
+    "fusion config": _register_fusions,
     "make": _from_config,
     "construction contexts": _get_init_context,
     "construct": _init,

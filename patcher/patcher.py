@@ -13,7 +13,7 @@ from torch import nn
 from patcher import matching, seams
 from patcher.conversions import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.fusions.base import Fusion, fusion_named
+from patcher.fusions.base import Fusion, fusion_named, fusions_configured
 from patcher.seams import WeightTransform
 
 if TYPE_CHECKING:
@@ -262,6 +262,26 @@ class Patcher:
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
             fingerprints=fingerprints,
         )
+
+    @classmethod
+    def from_fusion_config(cls, config: Mapping[str, Any]) -> Patcher:
+        """A patcher from the mapping that `fusion_config=` of transformers takes.
+
+        >>> Patcher.from_fusion_config({"qkv": True, "gate_up": False})
+        Patcher(fusions=['qkv'])
+
+        Args:
+            config: name of a family -> True, False, or a mapping of the family's options.
+
+        Raises:
+            InvalidPatcherError: a name or an option that there isn't, or a value of another kind.
+        """
+        if not isinstance(config, Mapping):
+            raise InvalidPatcherError(
+                f"a fusion config maps names of fusions to True, False or options, found {config!r}; "
+                'write {"qkv": True}.'
+            )
+        return cls(fusions=[fusion for name, value in config.items() for fusion in fusions_configured(name, value)])
 
     # --- using it ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from patcher.conversions import Journal
+from patcher.fusions.base import Fusion
 from patcher.patcher import Patcher
 from patcher.scope import Layer
 from patcher.seams import PreTrainedModel, WeightTransform
@@ -38,6 +39,10 @@ class PatchRecord:
     patchers: tuple[tuple[Patcher, str], ...]
     replaced: tuple[Replaced, ...] = ()
     fused: dict[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
+    #: fusion -> the paths that it has fused
+    fusions: dict[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
+    #: the parameters that only the fused layout has
+    fused_parameters: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
@@ -84,6 +89,11 @@ def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
                 ),
                 fused={
                     name.removeprefix(prefix): cls for name, cls in record.fused.items() if name.startswith(prefix)
+                },
+                fusions={
+                    fusion: inside
+                    for fusion, paths in record.fusions.items()
+                    if (inside := tuple(name.removeprefix(prefix) for name in paths if name.startswith(prefix)))
                 },
             )
     model.__dict__[RECORD] = record

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +17,7 @@ from patcher import seams
 from patcher.conversions import describe, filter_conversions
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
-from patcher.matching import compress, search
+from patcher.matching import compress
 from patcher.patcher import Patcher
 from patcher.scope import Layer, Scope, opened, original_class
 from patcher.seams import WeightConverter, WeightTransform
@@ -47,6 +48,10 @@ class Resolution:
     originals: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     #: fusion -> the paths that it fuses
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    #: the fused paths whose modules are converted where they stand, not built again
+    converted: frozenset[str] = field(default=frozenset(), repr=False)
+    #: parameter -> shape, of what the fused modules hold before they are fused
+    layout: Mapping[str, torch.Size] = field(default_factory=dict, repr=False)
     #: the transforms of the fusions alone
     fusion_transforms: tuple[WeightTransform, ...] = field(default=(), repr=False)
 
@@ -94,17 +99,12 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
     claimed: dict[str, str | Fusion] = {}
     by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
     transforms: list[WeightTransform] = []
+    converted: set[str] = set()
     for named in dict.fromkeys(fusion for layer in layers for fusion in layer.patcher.fusions):
         fusion = fusion_named(named)
-        matches: dict[str, nn.Module] = {}
-        for path, module in modules.items():
-            patterns = fusion.target_modules_patterns
-            if patterns and not any(search(pattern, path) for pattern in patterns):
-                continue
-            if not fusion.is_fusable(module):
-                if patterns:
-                    refused[path] = fusion.refusal(module)
-                continue
+        with as_stock(model):
+            found = fusion.discover(model)
+        for path in found.matches:
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
             if path in replaced:
@@ -112,14 +112,15 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
                     f"The fusion {named!r} claims {path}, which the class mapping replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
-            claimed[path], matches[path] = named, module
-        made = {
-            cls: fusion.make_fused_class(cls) for cls in dict.fromkeys(type(module) for module in matches.values())
-        }
-        fused.update({path: made[type(module)] for path, module in matches.items()})
-        by_fusion[named] = tuple(matches)
-        if matches:
-            transforms += fusion.make_transforms(model.config, MappingProxyType(matches))
+            claimed[path] = named
+        refused.update(found.refused)
+        by_fusion[named] = tuple(found.matches)
+        if found.matches:
+            fused.update(_fused_classes(fusion, found.matches))
+            with as_stock(model):
+                transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
+            if type(fusion).convert is not Fusion.convert:
+                converted.update(found.matches)
     for path in fused:
         refused.pop(path, None)
 
@@ -135,8 +136,24 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
         added=tuple(arranged.added),
         originals=MappingProxyType({path: type(modules[path]) for path in fused}),
         by_fusion=MappingProxyType(by_fusion),
+        converted=frozenset(converted),
+        layout=MappingProxyType(
+            {
+                f"{path}.{name}" if path else name: tensor.shape
+                for path in fused
+                for name, tensor in modules[path].state_dict().items()
+            }
+        ),
         fusion_transforms=tuple(transforms),
     )
+
+
+def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str, type[nn.Module]]:
+    if type(fusion).fused_class_of is not Fusion.fused_class_of:
+        return {path: fusion.fused_class_of(module) for path, module in matches.items()}
+    classes = dict.fromkeys(type(module) for module in matches.values())
+    made = {cls: fusion.make_fused_class(cls) for cls in classes}
+    return {path: made[type(module)] for path, module in matches.items()}
 
 
 class as_stock:  # noqa: N801 - reads as the context manager that it is

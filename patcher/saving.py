@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.conversions import Journal, Renamed, describe, journal_of, simulate, track, undo
+from patcher.conversions import Journal, Renamed, describe, identity, journal_of, simulate, track, undo
 from patcher.errors import PatchedWeightsError
 from patcher.matching import compress
 from patcher.record import PatchRecord, record_of
-from patcher.resolution import arrange, skeleton
+from patcher.resolution import arrange, resolve_layers, skeleton
 from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
 
 __all__ = ["check_saving", "original_state_dict"]
@@ -29,7 +29,7 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
     if record is None:
         stock: dict[str, torch.Tensor] = seams.stock_revert(model, dict(state_dict))
         return stock
-    conversions = record.conversions if record.read else _conversions_from_scratch(model, record)
+    conversions = _conversions_as_read(model, record) if record.read else _conversions_from_scratch(model, record)
     restored, rest = undo((item for item in conversions if isinstance(item, Journal)), state_dict, model)
     prefix = model.base_model_prefix
     renamings: list[Any] = []
@@ -46,7 +46,33 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
     # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
     result = dict(seams.stock_revert(_as_loaded(model, reversible), rest))
     result.update(seams.stock_revert(_as_loaded(model, renamings), restored))
-    return {key: result[key] for key in sorted(result, key=seams.dot_natural_key)}
+    order = _stock_order(model, record) if restored or record.dropped else {}
+    keys = sorted(result, key=lambda key: (order.get(key, len(order)), seams.dot_natural_key(key)))
+    return {key: result[key] for key in keys}
+
+
+def _stock_order(model: PreTrainedModel, record: PatchRecord) -> dict[str, int]:
+    """The place of each key in what the stock model saves: it decides which shard a tensor goes to."""
+    stock = skeleton(record.model_class, model.config)
+    return {key: place for place, key in enumerate(seams.stock_revert(stock, dict(stock.state_dict())))}
+
+
+def _conversions_as_read(model: PreTrainedModel, record: PatchRecord) -> tuple[Journal | WeightTransform, ...]:
+    """The conversions of the load, and those of fused parameters that came from elsewhere."""
+    produced = {name for journal in record.journals for entry in journal.entries for name in entry.produced}
+    left = record.fused_parameters - produced
+    if not left:
+        return record.conversions
+    scratch = _conversions_from_scratch(model, record)
+    if not produced & record.fused_parameters:
+        return scratch  # the checkpoint was in the fused layout, so no conversion had anything to do
+    # Parts that the checkpoint didn't have: a tower that is initialised, for one.
+    added = []
+    for journal in (item for item in scratch if isinstance(item, Journal)):
+        entries = [entry for entry in journal.entries if left.intersection(entry.produced)]
+        if entries:
+            added.append(Journal(journal.transform, entries))
+    return (*added, *record.conversions)
 
 
 class _AsLoaded:
@@ -74,7 +100,10 @@ def _conversions_from_scratch(model: PreTrainedModel, record: PatchRecord) -> tu
     stock = skeleton(record.model_class, model.config)
     stock_conversions = seams.stock_conversions_from_scratch(stock)
     checkpoint = seams.stock_revert(stock, dict(stock.state_dict()))
-    arranged = arrange(seams.stock_conversions_from_scratch(stock), record.layers(), record.fusion_transforms)
+    fusions = record.fusion_transforms
+    if record.fused and not fusions:  # a part of a fused model: its names are others
+        fusions = resolve_layers(record.layers(), record.model_class, model.config).fusion_transforms
+    arranged = arrange(seams.stock_conversions_from_scratch(stock), record.layers(), fusions)
     tracked = [track(transform) for transform in arranged.added]
     if not tracked and len(arranged.kept) == len(stock_conversions):
         return tuple(arranged.kept)
@@ -117,9 +146,15 @@ def check_saving(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] 
 
 
 def _check_runtime_layout(record: PatchRecord) -> None:
-    reasons = [describe(item.transform) for item in record.journals if item.entries or item.renamed] + [
-        f"without {describe(transform)}" for transform, _ in record.dropped
+    # Fusions that have a name are what a config can say.
+    named = {identity(transform) for transform in record.fusion_transforms}
+    reasons = [
+        describe(item.transform)
+        for item in record.journals
+        if (item.entries or item.renamed) and identity(item.transform) not in named
     ]
+    reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
+    reasons += [f"{fusion!r}, which has no name" for fusion in record.fusions if not isinstance(fusion, str)]
     reasons += [f"new: {key}" for key in compress(record.new_weights)]
     if not record.read:
         reasons += [

@@ -107,6 +107,13 @@ class Session:
         self.seconds: dict[str, float] = {}
         self.has_read = False
 
+    def add(self, layer: Layer) -> None:
+        """Put one more layer around the others, before anything is built."""
+        self.layers.append(layer)
+        self.own.append(layer)
+        self.scope = Scope(self.layers)
+        self.scope.on_built = self.built
+
     @property
     def strict(self) -> bool:
         return any(layer.patcher.strict for layer in self.layers if not layer.is_registry)
@@ -159,7 +166,7 @@ class Session:
                     f"{text.strip().splitlines()[-2] if len(text.strip().splitlines()) > 1 else text}\n"
                     "Check the patterns, the order of the sources and the operations of this conversion."
                 )
-        parameters = set(model.state_dict())
+        parameters = set(model.state_dict()) if journals else set()
         fired = [journal for journal in journals if journal.had_effect(parameters, model.base_model_prefix)]
         note_conversions(
             self.layers,
@@ -240,7 +247,22 @@ def _record(model: PreTrainedModel, scope: Scope) -> PatchRecord:
         fused=fused_as,
         refused=dict(scope.resolution.refused) if scope.resolution is not None else {},
         fusion_transforms=scope.resolution.fusion_transforms if scope.resolution is not None else (),
+        fused_parameters=_fused_parameters(model, scope),
+        fusions={fusion: paths for fusion, paths in scope.resolution.by_fusion.items() if paths}
+        if scope.resolution is not None
+        else {},
     )
+
+
+def _fused_parameters(model: PreTrainedModel, scope: Scope) -> frozenset[str]:
+    if scope.resolution is None or not scope.resolution.fused:
+        return frozenset()
+    layout, names = scope.resolution.layout, set()
+    for path in scope.resolution.fused:
+        for name, tensor in model.get_submodule(path).state_dict(prefix=f"{path}." if path else "").items():
+            if layout.get(name) != tensor.shape:
+                names.add(name)
+    return frozenset(names)
 
 
 def finish_by_hand(scope: Scope, model: PreTrainedModel) -> None:

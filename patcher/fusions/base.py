@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.matching import nearest
+from patcher.matching import nearest, search
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
 
-__all__ = ["FAMILIES", "Fusion", "fusion_named"]
+__all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured"]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a fusion has found in a model: path -> module, and path -> why a module is left alone."""
+
+    matches: Mapping[str, nn.Module] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 class Fusion:
@@ -63,6 +73,42 @@ class Fusion:
         """
         return []
 
+    # What the methods above amount to in one model. A family that has to see more than one module overrides these.
+
+    def discover(self, model: PreTrainedModel) -> Findings:
+        """The modules that are fused, and those that aren't though the patterns name them.
+
+        Args:
+            model: the skeleton of the outermost model, as transformers builds it, on the meta device.
+        """
+        matches: dict[str, nn.Module] = {}
+        refused: dict[str, str] = {}
+        patterns = self.target_modules_patterns
+        for path, module in model.named_modules(remove_duplicate=False):
+            if patterns and not any(search(pattern, path) for pattern in patterns):
+                continue
+            if self.is_fusable(module):
+                matches[path] = module
+            elif patterns:
+                refused[path] = self.refusal(module)
+        return Findings(matches, refused)
+
+    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
+        """The class that one module gets; asked once for each class unless this is overridden."""
+        return self.make_fused_class(type(module))
+
+    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
+        """The conversions, from the whole skeleton."""
+        return self.make_transforms(model.config, matches)
+
+    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module | None:
+        """Turn a module that stands, initialised as stock does it, into one of the fused class.
+
+        None where the class has to be built anew instead, from the constructor arguments of the module: the default.
+        A family that converts keeps what happened to the module after its `__init__`, and its initial values.
+        """
+        return None
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
@@ -74,8 +120,11 @@ class Fusion:
         return f"{type(self).__name__}({settings})"
 
 
-#: Families that a Patcher finds by name.
-FAMILIES: dict[str, type[Fusion]] = {}
+#: Families that a Patcher finds by name, and where they live: imported when they are asked for.
+FAMILIES: dict[str, str] = {
+    "gate_up": "patcher.fusions.gate_up:GateUp",
+    "qkv": "patcher.fusions.qkv:QKV",
+}
 
 
 def fusion_named(name: Any) -> Fusion:
@@ -84,10 +133,33 @@ def fusion_named(name: Any) -> Fusion:
     Raises:
         InvalidPatcherError: there is no such family.
     """
-    if isinstance(name, Fusion):
-        return name
+    return name if isinstance(name, Fusion) else _family(name)()
+
+
+def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
+    """What one entry of a fusion config asks for.
+
+    Raises:
+        InvalidPatcherError: there is no such family, or it has no such option.
+    """
+    family = _family(name)
+    if value is False:
+        return []
+    if value is True or (isinstance(value, Mapping) and not value):
+        return [name]
+    if not isinstance(value, Mapping):
+        raise InvalidPatcherError(f"fusions: {name!r} takes True, False or a mapping of options, found {value!r}.")
+    try:
+        return [family(**value)]
+    except TypeError as error:
+        raise InvalidPatcherError(f"fusions: {name!r} doesn't take the options {dict(value)!r}: {error}.") from error
+
+
+def _family(name: Any) -> type[Fusion]:
     if isinstance(name, str) and name in FAMILIES:
-        return FAMILIES[name]()
+        home, _, cls = FAMILIES[name].partition(":")
+        family: type[Fusion] = getattr(importlib.import_module(home), cls)
+        return family
     known = ", ".join(repr(known) for known in FAMILIES) or "none in this release"
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"

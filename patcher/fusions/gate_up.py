@@ -1,0 +1,30 @@
+"""`gate_up`: the gate and the up projection of a gated feed-forward layer as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from patcher.fusions.projections import Projections
+
+__all__ = ["GateUp"]
+
+#: (gate, up), the first of them goes through the activation
+_PAIRS = (
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wi_0", "wi_1"),
+)
+
+
+class GateUp(Projections):
+    """One `gate_up_proj` in place of `gate_proj` and `up_proj` (`w1` / `w3`, `wi_0` / `wi_1`, ...), and a split."""
+
+    name = "gate_up"
+    joined_name: ClassVar[str] = "gate_up_proj"
+
+    def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        known = set(names)
+        for pair in _PAIRS:
+            if known.issuperset(pair):
+                yield pair

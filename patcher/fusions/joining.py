@@ -1,0 +1,332 @@
+"""The weights of joined projections: rows put together while a checkpoint is read, and taken apart on save.
+
+Where transformers itself makes the projections from something else in the checkpoint (a fused `qkv` that it splits,
+rows that it permutes for rotary embeddings), its own operations run inside of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from patcher import seams
+from patcher.conversions import describe
+from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
+
+__all__ = ["Made", "NotConvertibleError", "Target", "converters_for", "origins_of"]
+
+
+class NotConvertibleError(Exception):
+    """Why the checkpoint can't be turned into the joined layout."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a stock load makes one parameter: from which keys (as renamed), by which converter, as which target."""
+
+    keys: tuple[str, ...]
+    converter: WeightConverter | None = None
+    #: the converter's source pattern for each key, and all parameters that it makes, by target pattern
+    patterns: tuple[str, ...] = ()
+    targets: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A joined parameter and its parts, in order, by the names that the stock model has for them."""
+
+    name: str
+    parts: tuple[str, ...]
+
+
+# --- where parameters come from ------------------------------------------------------------------------------------
+
+
+def origins_of(model: PreTrainedModel) -> dict[str, Made]:
+    """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
+    state_dict = model.state_dict()
+    conversions = seams.stock_conversions(model)
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    if not converters:
+        return {name: Made((name,)) for name in state_dict}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    checkpoint = seams.stock_revert(model, dict(state_dict))
+    taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
+    origins: dict[str, Made] = {}
+    for key in sorted(checkpoint, key=seams.dot_natural_key):
+        between, _, _ = seams.rename_key(key, renamings)
+        renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)
+        if taker is None:
+            origins[renamed] = Made((between,))
+            continue
+        copy, sources = taken.setdefault(renamed, (seams.copy_transform(taker), []))
+        copy.add_tensor(renamed, key, pattern or "", checkpoint[key])
+        sources.append((between, pattern or ""))
+    for first, (converter, sources) in taken.items():
+        made = list(converter.convert(first, model=model, config=model.config))
+        patterns = list(converter.target_patterns)
+        targets = _by_pattern(first, made, patterns)
+        keys, by = tuple(key for key, _ in sources), tuple(pattern for _, pattern in sources)
+        for name in made:
+            origins[name] = Made(keys, converter, by, targets)
+    return origins
+
+
+def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple[str, str], ...]:
+    """(target pattern, parameter): operations name what they make by pattern."""
+    if len(made) == 1:
+        return ((patterns[0], made[0]),)
+    for name in made:
+        for pattern in patterns:
+            head, found, tail = name.partition(pattern)
+            if found and [f"{head}{other}{tail}" for other in patterns] == made:
+                return tuple(zip(patterns, made, strict=True))
+    return tuple((name, name) for name in made)
+
+
+# --- the conversions -----------------------------------------------------------------------------------------------
+
+
+def converters_for(
+    model: PreTrainedModel, targets: Iterable[Target], origins: Mapping[str, Made]
+) -> list[WeightConverter]:
+    """The conversions that make joined parameters from the checkpoint of the stock model.
+
+    Raises:
+        NotConvertibleError: transformers makes a part in a way that can't be followed.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, Target]]] = {}
+    routes_of: dict[tuple[Any, ...], tuple[Route, ...]] = {}
+    for target in targets:
+        routes = _routes(target, origins)
+        keys = [key for route in routes for key in route.keys]
+        prefix = _common_prefix([target.name, *keys])
+        names = tuple(text.removeprefix(prefix) for text in (target.name, *keys))
+        kind = (names, tuple(route.kind for route in routes))
+        groups.setdefault(kind, []).append((prefix, target))
+        routes_of[kind] = routes
+    every = {key for made in origins.values() for key in made.keys}
+    converters = []
+    for kind, members in groups.items():
+        tail, *tails = kind[0]
+        head = _anchor([prefix for prefix, _ in members], tails, every, model.base_model_prefix)
+        sources = [f"{head}{re.escape(text)}$" for text in tails]
+        operation = JoinRows(tuple(_numbered(routes_of[kind])))
+        converters.append(WeightConverter(sources, rf"\1{tail}", operations=[operation]))
+    return converters
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way from checkpoint keys to parts: through the operations of a stock converter, or straight.
+
+    Attributes:
+        keys: the keys, as the renamings leave them.
+        parts: (number of the part, the pattern under which the operations leave it).
+    """
+
+    keys: tuple[str, ...]
+    parts: tuple[tuple[int, str], ...]
+    converter: WeightConverter | None = None
+    patterns: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return (len(self.keys), self.parts, id(self.converter) if self.converter is None else self._settings())
+
+    def _settings(self) -> tuple[Any, ...]:
+        assert self.converter is not None
+        return (*self.converter.source_patterns, *self.converter.target_patterns, repr(self.converter.operations))
+
+
+def _routes(target: Target, origins: Mapping[str, Made]) -> tuple[Route, ...]:
+    routes: dict[tuple[str, ...], Route] = {}
+    for number, part in enumerate(target.parts):
+        made = origins.get(part)
+        if made is None:
+            raise NotConvertibleError(f"no checkpoint key makes {part}")
+        if made.converter is None:
+            routes[made.keys] = Route(made.keys, ((number, ""),))
+            continue
+        pattern = next(pattern for pattern, name in made.targets if name == part)
+        before = routes.get(made.keys)
+        routes[made.keys] = Route(
+            made.keys, (*(before.parts if before else ()), (number, pattern)), made.converter, made.patterns
+        )
+    for route in routes.values():
+        if route.converter is None:
+            continue
+        whole = dict(origins[target.parts[route.parts[0][0]]].targets)
+        if left := [name for name in whole.values() if name not in target.parts]:
+            raise NotConvertibleError(f"{describe(route.converter)} makes {', '.join(left)} as well")
+        if len(set(route.patterns)) != len(route.keys):
+            raise NotConvertibleError(f"{describe(route.converter)} takes several tensors by one pattern")
+    return tuple(routes.values())
+
+
+def _numbered(routes: Iterable[Route]) -> Iterable[Step]:
+    position = 0
+    for route in routes:
+        operations: tuple[ConversionOps, ...] = ()
+        sources: tuple[str, ...] = ()
+        targets: tuple[str, ...] = ()
+        if route.converter is not None:
+            operations = tuple(route.converter.operations)
+            # In the order of the converter's own patterns: operations go by it.
+            sources, targets = tuple(route.patterns), tuple(route.converter.target_patterns)
+        yield (position, len(route.keys), route.parts, operations, sources, targets)
+        position += len(route.keys)
+
+
+#: (first source, how many, (part, pattern) pairs, operations, their source patterns, their target patterns)
+Step = tuple[int, int, tuple[tuple[int, str], ...], tuple[ConversionOps, ...], tuple[str, ...], tuple[str, ...]]
+
+
+class JoinRows(ConversionOps):
+    """Put the rows of several tensors one under the other, and remember how many each had."""
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self.sizes: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        inner = [repr(operation) for step in self.steps for operation in step[3]]
+        return f"JoinRows({', '.join(inner)})"
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        pieces: dict[int, torch.Tensor] = {}
+        for first, count, parts, operations, inner_sources, inner_targets in self.steps:
+            outer = source_patterns[first : first + count]
+            if absent := [pattern for pattern in outer if not input_dict.get(pattern)]:
+                raise ValueError(f"{full_layer_name} lacks what {', '.join(absent)} takes")
+            tensors: dict[str, Any]
+            if not operations:
+                tensors = {"": input_dict.pop(outer[0])}
+            else:
+                tensors = {inner: input_dict.pop(name) for inner, name in zip(inner_sources, outer, strict=True)}
+                for operation in operations:
+                    tensors = operation.convert(
+                        tensors,
+                        source_patterns=list(inner_sources),
+                        target_patterns=list(inner_targets),
+                        full_layer_name=full_layer_name,
+                        **kwargs,
+                    )
+            for part, pattern in parts:
+                pieces[part] = _one(tensors[pattern])
+        ordered = [pieces[part] for part in sorted(pieces)]
+        self.sizes = tuple(piece.shape[0] for piece in ordered)
+        return {full_layer_name: torch.cat(ordered) if len(ordered) > 1 else ordered[0]}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return SplitRows(self.steps, self.sizes)
+
+
+class SplitRows(ConversionOps):
+    """The reverse of `JoinRows`."""
+
+    def __init__(self, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.sizes = sizes
+
+    def __repr__(self) -> str:
+        return f"SplitRows({list(self.sizes)})"
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        (tensor,) = input_dict.values()
+        pieces = torch.split(_one(tensor), list(self.sizes))
+        result: dict[str, torch.Tensor] = {}
+        for first, count, parts, operations, inner_sources, inner_targets in self.steps:
+            outer = target_patterns[first : first + count]
+            tensors: dict[str, Any] = {pattern: pieces[part] for part, pattern in parts}
+            for operation in reversed(operations):
+                tensors = operation.reverse_op.convert(
+                    tensors, source_patterns=list(inner_targets), target_patterns=list(inner_sources), **kwargs
+                )
+            for inner, name in zip(inner_sources or ("",), outer, strict=True):
+                result[name] = _one(tensors[inner]).contiguous()
+        return result
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return JoinRows(self.steps)
+
+
+def _one(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+# --- patterns ------------------------------------------------------------------------------------------------------
+
+
+def _common_prefix(names: list[str]) -> str:
+    """The longest beginning, up to a dot, that the names share."""
+    shared = []
+    for parts in zip(*(name.split(".") for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    shared = shared[: min(name.count(".") for name in names)]
+    return "".join(f"{part}." for part in shared)
+
+
+def _anchor(prefixes: list[str], tails: list[str], every: set[str], base: str) -> str:
+    """An expression, with one group, for these beginnings of names and no others that occur."""
+    wanted = set(prefixes)
+    by_template: dict[str, list[str]] = {}
+    for prefix in dict.fromkeys(prefixes):
+        by_template.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "#", prefix), []).append(prefix)
+    alternatives = []
+    for template, members in by_template.items():
+        body = re.escape(template).replace(re.escape("#"), r"\d+")
+        expression = re.compile(body)
+        found = {
+            key.removesuffix(tail)
+            for tail in tails
+            for key in every
+            if key.endswith(tail) and expression.fullmatch(key.removesuffix(tail))
+        }
+        alternatives += [body] if found <= wanted else [_listed(template, members)]
+    text = alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
+    if base:
+        # A checkpoint of the base model, or of a model with a head, has the same names with or without its prefix.
+        stem = f"{base}."
+        others = {key for key in every if not key.startswith(tuple(wanted))}
+        if all(prefix.startswith(stem) for prefix in wanted):
+            bare = [text.removeprefix(re.escape(stem)) for text in alternatives]
+            if not any(f"{prefix.removeprefix(stem)}{tail}" in others for prefix in wanted for tail in tails):
+                text = bare[0] if len(bare) == 1 else f"(?:{'|'.join(bare)})"
+                return rf"^((?:{re.escape(stem)})?{text})"
+        elif not any(f"{stem}{prefix}{tail}" in others for prefix in wanted for tail in tails):
+            return rf"^((?:{re.escape(stem)})?{text})"
+    return f"^({text})"
+
+
+def _listed(template: str, members: list[str]) -> str:
+    """The members by number where they have one number, otherwise each by itself."""
+    if template.count("#") == 1:
+        head, tail = template.split("#")
+        numbers = sorted(int(member.removeprefix(head).removesuffix(tail)) for member in members)
+        return f"{re.escape(head)}(?:{'|'.join(map(str, numbers))}){re.escape(tail)}"
+    return f"(?:{'|'.join(re.escape(member) for member in members)})"

@@ -1,0 +1,234 @@
+"""Projections of one input, joined: what `qkv` and `gate_up` have in common."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from patcher import seams
+from patcher.errors import InvalidPatcherError
+from patcher.fusions.base import Findings, Fusion
+from patcher.fusions.calls import passes
+from patcher.fusions.joined import JoinedProjections, join, part_property
+from patcher.fusions.joining import NotConvertibleError, Target, converters_for, origins_of
+from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
+from patcher.fusions.tracing import Assumptions, NotUnderstoodError, clusters_of, written_calls
+from patcher.fusions.understanding import located, understand, used_names
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+
+__all__ = ["Projections"]
+
+_lock = threading.RLock()
+#: original -> (family, what is joined, what is assumed) -> the class: one load gets the class that another got
+_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
+
+
+class Projections(Fusion):
+    """A family that joins `nn.Linear` children which provably receive the same input."""
+
+    #: the name of the joined projection
+    joined_name: ClassVar[str] = ""
+
+    def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        """The names, among those of a module's children, that play the roles of this family together."""
+        raise NotImplementedError
+
+    # What `Fusion` asks for.
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return self._decide(module)[0] is not None
+
+    def refusal(self, module: nn.Module) -> str:
+        return self._decide(module)[1]
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        """The subclass for modules whose projections all have a bias, or all have none."""
+        methods = methods_with(original_cls, lambda node: True)
+        called = {name for method in methods for name in used_names(method)}
+        for group in self.groups(sorted(called)):
+            joined = Joined(group, self._free_name(called))
+            assumptions = understand(original_cls, group, {})
+            return self.subclass(original_cls, joined, assumptions)
+        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+
+    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
+        plan, reason = self._decide(module)
+        if plan is None:
+            raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {reason}.")
+        return self.subclass(type(module), *plan)
+
+    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
+        module.__class__ = fused_class
+        join(module, fused_class._joined)  # type: ignore[attr-defined]
+        return module
+
+    def discover(self, model: PreTrainedModel) -> Findings:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        times = Counter(id(module) for module in modules.values())
+        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        tied = seams.tied_keys(model)
+        matches: dict[str, nn.Module] = {}
+        refused: dict[str, str] = {}
+        for path, module in modules.items():
+            for group in self.groups(module._modules):
+                reason = _shared(path, module, group, times, owners, tied, model, self._free_name(module._modules))
+                if not reason:
+                    plan, reason = self._decide(module)
+                    if plan is not None:
+                        reason = passes(modules, path, plan[1])
+                if reason:
+                    refused[path] = reason
+                else:
+                    matches[path] = module
+                break
+        origins = origins_of(model) if matches else {}
+        for path in list(matches):
+            try:
+                converters_for(model, self._targets({path: matches[path]}), origins)
+            except NotConvertibleError as error:
+                refused[path] = f"its weights: {error}"
+                del matches[path]
+        return Findings(matches, refused)
+
+    def make_transforms(self, config: PretrainedConfig, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
+        raise NotImplementedError("ask transforms_for, which sees the model")
+
+    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
+        return list(converters_for(model, self._targets(matches), origins_of(model)))
+
+    # How.
+
+    def _free_name(self, taken: Iterable[str]) -> str:
+        name, taken = self.joined_name, set(taken)
+        while name in taken:
+            name = f"fused_{name}"
+        return name
+
+    def _targets(self, matches: Mapping[str, nn.Module]) -> Iterator[Target]:
+        for path, module in matches.items():
+            plan, _ = self._decide(module)
+            assert plan is not None
+            joined, prefix = plan[0], f"{path}." if path else ""
+            whole = f"{prefix}{joined.name}"
+            yield Target(f"{whole}.weight", tuple(f"{prefix}{name}.weight" for name in joined.projections))
+            if joined.biased:
+                for name in joined.biased:
+                    yield Target(f"{prefix}{name}_bias", (f"{prefix}{name}.bias",))
+            elif getattr(module, joined.projections[0]).bias is not None:
+                yield Target(f"{whole}.bias", tuple(f"{prefix}{name}.bias" for name in joined.projections))
+
+    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Assumptions] | None, str]:
+        """How to fuse a module, or why not."""
+        for group in self.groups(module._modules):
+            children = [module._modules[name] for name in group]
+            if reason := _unlike(group, children):
+                return None, reason
+            if "forward" in vars(module):
+                return None, "its forward was replaced on the object"
+            attributes = {
+                name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)
+            }
+            attributes.pop("training", None)
+            try:
+                assumptions = understand(type(module), group, attributes)
+            except NotUnderstoodError as error:
+                return None, str(error)
+            biased = [
+                name for name, child in zip(group, children, strict=True) if getattr(child, "bias", None) is not None
+            ]
+            joined = Joined(
+                group, self._free_name(module._modules), () if len(biased) == len(group) else tuple(biased)
+            )
+            try:
+                self.subclass(type(module), joined, assumptions)
+            except NotUnderstoodError as error:
+                return None, str(error)
+            return (joined, assumptions), ""
+        return None, "it has no such projections"
+
+    def subclass(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+        """The rewritten subclass; the same one for the same question."""
+        key = (type(self), joined, assumptions)
+        with _lock:
+            made = _classes.setdefault(original, {})
+            if key not in made:
+                made[key] = self._compile(original, joined, assumptions)
+            return made[key]
+
+    def _compile(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+        methods = methods_with(original, lambda node: bool(written_calls(node, joined.projections)))
+        sources = []
+        for method in methods:
+            try:
+                clusters = clusters_of(method.node, joined.projections, assumptions)
+                if clusters:
+                    sources.append((method, rewritten(method, joined, clusters, assumptions)))
+            except NotUnderstoodError as error:
+                raise located(error, method) from error
+        listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
+        where = ", ".join(method.at(1) for method, _ in sources)
+        cls = compile_subclass(
+            f"Fused{original.__name__}",
+            f"{original.__name__} with {listed} as one {joined.name}. Rewritten by patcher from {where}.",
+            (JoinedProjections, original),
+            sources,
+        )
+        cls.__qualname__ = f"Fused{original.__qualname__.rsplit('.', 1)[-1]}"
+        cls._joined = joined
+        cls._made_by = (self, original, assumptions)
+        for number, name in enumerate(joined.projections):
+            setattr(cls, name, part_property(joined, number))
+        return cls
+
+
+def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
+    """Why the children can't be joined, by what they are."""
+    for name, child in zip(group, children, strict=True):
+        if type(child) is not nn.Linear:
+            return f"{name} is {'absent' if child is None else f'a {type(child).__qualname__}, no nn.Linear'}"
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return f"{name} has hooks"
+        if set(child._parameters) != {"weight", "bias"} or child._buffers or child._modules:
+            return f"{name} has parameters of its own besides weight and bias"
+    linears: list[nn.Linear] = children  # type: ignore[assignment]
+    if len({linear.in_features for linear in linears}) > 1:
+        return f"{', '.join(group)} take inputs of different sizes"
+    if len({linear.weight.dtype for linear in linears}) > 1:
+        return f"{', '.join(group)} have different types"
+    return ""
+
+
+def _shared(
+    path: str,
+    module: nn.Module,
+    group: tuple[str, ...],
+    times: Counter[int],
+    owners: Counter[int],
+    tied: set[str],
+    model: PreTrainedModel,
+    joined: str,
+) -> str:
+    """Why the module is not by itself in this model."""
+    prefix = f"{path}." if path else ""
+    if times[id(module)] > 1:
+        return "the module is at several places of the model"
+    for name in group:
+        child = module._modules[name]
+        if child is None:
+            continue
+        if times[id(child)] > 1:
+            return f"{name} is shared with another module"
+        for key, parameter in child.named_parameters(prefix=f"{prefix}{name}"):
+            if key in tied or owners[id(parameter)] > 1:
+                return f"{key.removeprefix(prefix)} is tied"
+            if seams.kept_in_fp32(model, key) != seams.kept_in_fp32(model, f"{prefix}{joined}.weight"):
+                return f"{name} is kept in float32"
+    return ""

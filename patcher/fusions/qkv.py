@@ -1,0 +1,43 @@
+"""`qkv`: the query, key and value projections of self attention as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from patcher.fusions.projections import Projections
+
+__all__ = ["QKV"]
+
+#: What a part of a name says of the role; the rest of the names must agree.
+_ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
+
+
+class QKV(Projections):
+    """One `qkv_proj` in place of three projections of one input, and a split.
+
+    `q_proj` / `k_proj` / `v_proj`, `query` / `key` / `value`, `q_lin` / `k_lin` / `v_lin`, `to_q` / `to_k` / `to_v`,
+    ...: the names tell the roles, and the source of `forward` proves that they receive the same tensor. Queries may
+    have more rows than keys and values.
+    """
+
+    name = "qkv"
+    joined_name: ClassVar[str] = "qkv_proj"
+
+    def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        known = set(names)
+        for name in sorted(known):
+            words = name.split("_")
+            for role in _ROLES:
+                for place, word in enumerate(words):
+                    if word.lower() != role[0]:
+                        continue
+                    group = tuple(
+                        "_".join([*words[:place], _cased(other, word), *words[place + 1 :]]) for other in role
+                    )
+                    if known.issuperset(group):
+                        yield group
+
+
+def _cased(word: str, like: str) -> str:
+    return word if like.islower() else word.upper() if like.isupper() else word.capitalize()

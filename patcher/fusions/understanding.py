@@ -1,0 +1,103 @@
+"""What must be assumed of a call so that projections provably share their input: as little as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from patcher.fusions.rewrite import Method, methods_with
+from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, clusters_of, names_in, written_calls
+
+__all__ = ["located", "understand", "used_names"]
+
+
+def used_names(method: Method) -> set[str]:
+    """Every name in the source of a method."""
+    return set(names_in(method.node))
+
+
+def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
+    """The error, with the file and the line in its text."""
+    return NotUnderstoodError(f"{error} ({method.at(error.line)})")
+
+
+def understand(
+    original: type[nn.Module], group: tuple[str, ...], attributes: Mapping[str, bool | None]
+) -> Assumptions:
+    """What must be assumed of a call so that the projections provably share their input; nothing, if that will do.
+
+    Raises:
+        NotUnderstoodError: no assumption that can be checked makes it provable.
+    """
+    methods = methods_with(original, lambda node: bool(written_calls(node, group)))
+    if not methods:
+        raise NotUnderstoodError(f"no method of {original.__qualname__} calls {', '.join(group)} by name")
+    used = {name for method in methods for name in used_names(method)}
+    known = tuple(sorted((name, value) for name, value in attributes.items() if name in used))
+    first: NotUnderstoodError | None = None
+    fallback: Assumptions | None = None
+    for assumptions in _candidates(methods, known):
+        try:
+            clusters: list[Cluster] = []
+            for method in methods:
+                try:
+                    clusters += clusters_of(method.node, group, assumptions)
+                except NotUnderstoodError as error:
+                    raise located(error, method) from error
+            if not clusters:
+                raise NotUnderstoodError(f"{', '.join(group)} are never called")
+        except NotUnderstoodError as error:
+            first = first or error
+            continue
+        if not any(cluster.conditional for cluster in clusters):
+            return _needed(assumptions, methods, group)
+        fallback = fallback or assumptions
+    if fallback is not None:
+        return fallback
+    assert first is not None
+    raise first
+
+
+def _candidates(methods: list[Method], known: tuple[tuple[str, bool | None], ...]) -> Iterator[Assumptions]:
+    yield Assumptions()
+    if known:
+        yield Assumptions(attributes=known)
+    if len(methods) > 1:
+        return  # what is assumed of one method's parameters says nothing of another's
+    arguments = methods[0].node.args
+    parameters = [*arguments.posonlyargs, *arguments.args]
+    optional = [
+        argument.arg
+        for argument, default in zip(reversed(parameters), reversed(arguments.defaults), strict=False)
+        if getattr(default, "value", ...) is None
+    ]
+    optional += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if getattr(default, "value", ...) is None
+    ]
+    for name in optional:
+        yield Assumptions(none=(name,))
+    if known:
+        for name in optional:
+            yield Assumptions(none=(name,), attributes=known)
+    names = [argument.arg for argument in parameters[1:]]
+    for start in range(len(names)):
+        for end in range(start + 2, min(start + 4, len(names) + 1)):
+            yield Assumptions(same=tuple(names[start:end]))
+
+
+def _needed(assumptions: Assumptions, methods: list[Method], group: tuple[str, ...]) -> Assumptions:
+    """The assumptions without the attributes that prove nothing."""
+    attributes = list(assumptions.attributes)
+    for pair in assumptions.attributes:
+        fewer = [other for other in attributes if other is not pair]
+        attempt = Assumptions(assumptions.none, assumptions.same, tuple(fewer))
+        try:
+            clusters = [cluster for method in methods for cluster in clusters_of(method.node, group, attempt)]
+        except NotUnderstoodError:
+            continue
+        if clusters and not any(cluster.conditional for cluster in clusters):
+            attributes = fewer
+    return Assumptions(assumptions.none, assumptions.same, tuple(attributes))

@@ -1,0 +1,566 @@
+"""`qkv` and `gate_up`: the same outputs and gradients, the same checkpoint, and reasons for what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import json
+import pickle
+import re
+import textwrap
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPTNeoXConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from patcher import (
+    InvalidPatcherError,
+    PatchConflictError,
+    PatchedWeightsError,
+    Patcher,
+    UnmatchedPatchError,
+    report,
+)
+from patcher.fusions.qkv import QKV as Family  # noqa: N811
+from tests.tiny import (
+    DECODER_SIZES,
+    build_tiny,
+    randomize,
+    save_tiny,
+    tiny_bert_config,
+    tiny_gpt2_config,
+    tiny_inputs,
+    tiny_llama_config,
+    tiny_llava_config,
+)
+
+BOTH = Patcher(fusions=["qkv", "gate_up"])
+QKV = Patcher(fusions="qkv")
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+T5_SIZES: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+
+CASES = [
+    pytest.param(tiny_llama_config(), BOTH, id="llama, grouped queries"),
+    pytest.param(tiny_llama_config(num_key_value_heads=1), BOTH, id="llama, one key head"),
+    pytest.param(tiny_llama_config(num_key_value_heads=4), BOTH, id="llama, as many key heads"),
+    pytest.param(tiny_llama_config(attention_bias=True, mlp_bias=True), BOTH, id="llama, biases"),
+    pytest.param(Qwen2Config(**DECODER_SIZES), BOTH, id="qwen2, biases in attention only"),
+    pytest.param(tiny_bert_config(), QKV, id="bert"),
+    pytest.param(tiny_llava_config(), BOTH, id="llava, two towers"),
+]
+
+
+def same_checkpoint(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names == sorted(path.name for path in other.glob("*.safetensors"))
+    assert names
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_outputs_are_those_of_stock(
+    config: PretrainedConfig, patcher: Patcher, attention: str, tmp_path: Path
+) -> None:
+    model_class = type(build_tiny(config))
+    save_tiny(config, tmp_path)
+    stock = model_class.from_pretrained(tmp_path, attn_implementation=attention)
+    fused = model_class.from_pretrained(tmp_path, attn_implementation=attention, patcher=patcher)
+    inputs = tiny_inputs(config)
+
+    assert report(fused).fused
+    torch.testing.assert_close(fused(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_saving_writes_what_stock_writes(
+    config: PretrainedConfig, patcher: Patcher, max_shard_size: str, tmp_path: Path
+) -> None:
+    model_class = type(build_tiny(config))
+    save_tiny(config, tmp_path / "checkpoint", max_shard_size=max_shard_size, dtype=torch.bfloat16)
+    for name, options in {"stock": {}, "fused": {"patcher": patcher}}.items():
+        model = model_class.from_pretrained(tmp_path / "checkpoint", **options)
+        model.save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
+
+    assert same_checkpoint(tmp_path / "fused", tmp_path / "stock")
+    assert "fusion_config" not in json.loads((tmp_path / "fused" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_gradients_are_those_of_stock(config: PretrainedConfig, patcher: Patcher) -> None:
+    stock = build_tiny(config)
+    fused = patcher.apply(stock)
+    inputs = tiny_inputs(config)
+    for model in (stock, fused):
+        model(**inputs).logits.square().mean().backward()
+
+    for path, module in fused.named_modules():
+        other = stock.get_submodule(path) if not path.endswith(("qkv_proj", "gate_up_proj")) else None
+        joined = getattr(module, "_joined", None)
+        if joined is not None and other is not None:
+            gradients = [getattr(other, name).weight.grad for name in joined.projections]
+            result = getattr(module, joined.name).weight.grad
+            if result is None:  # a layer that the model doesn't use
+                assert gradients == [None] * len(gradients)
+            else:
+                torch.testing.assert_close(result, torch.cat(gradients), atol=1e-6, rtol=1e-4)
+        for name, parameter in module.named_parameters(recurse=False):
+            if other is not None:
+                expected_gradient = other.get_parameter(name).grad
+                if expected_gradient is not None:
+                    torch.testing.assert_close(parameter.grad, expected_gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_a_model_made_from_scratch_has_the_values_of_stock(
+    config: PretrainedConfig, patcher: Patcher, tmp_path: Path
+) -> None:
+    model_class = type(build_tiny(config))
+    torch.manual_seed(1)
+    stock = model_class(config)
+    torch.manual_seed(1)
+    with patcher.applied():
+        fused = model_class(config)
+    stock.save_pretrained(tmp_path / "stock")
+    fused.save_pretrained(tmp_path / "fused")
+
+    assert report(fused).fused
+    assert same_checkpoint(tmp_path / "fused", tmp_path / "stock")
+
+
+# --- encoders and decoders: one class serves self and cross attention ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "parents"),
+    [
+        (BartForConditionalGeneration, BartConfig(**ENCODER_DECODER, max_position_embeddings=64), ".self_attn"),
+        (T5ForConditionalGeneration, T5Config(**T5_SIZES, decoder_start_token_id=0), ".SelfAttention"),
+        (
+            WhisperForConditionalGeneration,
+            WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+            ".self_attn",
+        ),
+    ],
+)
+def test_self_attention_is_fused_and_cross_attention_is_not(
+    model_class: Any, config: PretrainedConfig, parents: str, tmp_path: Path
+) -> None:
+    stock = model_class(config)
+    randomize(stock)
+    stock.eval().save_pretrained(tmp_path / "stock")
+    fused = model_class.from_pretrained(tmp_path / "stock", patcher=QKV)
+    fused.save_pretrained(tmp_path / "fused")
+    if model_class is WhisperForConditionalGeneration:
+        inputs = {"input_features": torch.randn(1, 80, 64)}
+    else:
+        inputs = {"input_ids": torch.arange(3, 15)[None]}
+    inputs["decoder_input_ids"] = torch.arange(5, 11)[None]
+
+    found = report(fused)
+    assert len(found.fused) == 4
+    assert all(path.endswith(parents) for path, _, _ in found.fused)
+    assert len(found.refused) == 2
+    assert all("cross attention" in reason for _, reason in found.refused)
+    torch.testing.assert_close(fused(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
+    assert same_checkpoint(tmp_path / "fused", tmp_path / "stock")
+
+
+def test_a_fused_module_used_for_cross_attention_after_all_is_right() -> None:
+    stock = BartForConditionalGeneration(BartConfig(**ENCODER_DECODER, max_position_embeddings=64)).eval()
+    fused = QKV.apply(stock)
+    inputs, others = torch.randn(1, 5, 64), torch.randn(1, 7, 64)
+
+    result, _ = fused.model.encoder.layers[0].self_attn(inputs, key_value_states=others)
+    expected, _ = stock.model.encoder.layers[0].self_attn(inputs, key_value_states=others)
+
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+
+
+# --- the layout in a file --------------------------------------------------------------------------------------------
+
+
+def test_the_fused_layout_is_saved_with_its_name_and_loads_by_itself(tmp_path: Path) -> None:
+    config = tiny_llama_config()
+    save_tiny(config, tmp_path / "stock")
+    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=BOTH)
+    fused.save_pretrained(tmp_path / "layout", save_original_format=False)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
+    again.save_pretrained(tmp_path / "back")
+    inputs = tiny_inputs(config)
+
+    saved = json.loads((tmp_path / "layout" / "config.json").read_text())
+    assert saved["fusion_config"] == {"patcher": ["qkv", "gate_up"]}
+    assert report(again).fused == report(fused).fused
+    assert torch.equal(again(**inputs).logits, fused(**inputs).logits)
+    assert same_checkpoint(tmp_path / "back", tmp_path / "stock")
+    assert not hasattr(again.config, "fusion_config")
+    assert "fusion_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_a_fused_layout_is_not_in_force_for_the_next_load(tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path / "stock")
+    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=BOTH)
+    fused.save_pretrained(tmp_path / "layout", save_original_format=False)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+
+    assert not report(plain).fused
+    assert isinstance(plain.model.layers[0].self_attn.q_proj, nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["qvk"], r"'qvk' is no fusion; did you mean 'qkv'\?"),
+        (["os.system"], r"'os.system' is no fusion"),
+        ("qkv", r"holds a list of names of fusions, found 'qkv'"),
+        ([{"qkv": True}], r"holds a list of names of fusions"),
+        ({"qkv": "patcher.fusions.qkv:QKV"}, r"holds a list of names of fusions"),
+    ],
+)
+def test_a_config_can_name_known_fusions_and_nothing_else(value: Any, message: str, tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fusion_config": {"patcher": value}}))
+
+    with pytest.raises(InvalidPatcherError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_fusion_without_a_name_cannot_be_saved_in_its_layout(tmp_path: Path) -> None:
+    class Mine(Family):
+        pass
+
+    save_tiny(tiny_llama_config(), tmp_path / "stock")
+    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=Patcher(fusions=Mine()))
+
+    with pytest.raises(PatchedWeightsError, match=r"Mine\(\), which has no name"):
+        fused.save_pretrained(tmp_path / "layout", save_original_format=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"qkv": True}, Patcher(fusions="qkv")),
+        ({"qkv": True, "gate_up": {}}, BOTH),
+        ({"qkv": False}, Patcher()),
+        ({}, Patcher()),
+    ],
+)
+def test_a_fusion_config_becomes_a_patcher(config: dict[str, Any], expected: Patcher) -> None:
+    assert Patcher.from_fusion_config(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"qkvs": True}, r"'qkvs' is no fusion; did you mean 'qkv'\?"),
+        ({"qkv": "yes"}, r"'qkv' takes True, False or a mapping of options, found 'yes'"),
+        ({"qkv": {"heads": 3}}, r"'qkv' doesn't take the options \{'heads': 3\}"),
+        (["qkv"], r"maps names of fusions to True, False or options, found \['qkv'\]"),
+    ],
+)
+def test_a_fusion_config_that_means_nothing_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(InvalidPatcherError, match=message):
+        Patcher.from_fusion_config(config)
+
+
+# --- what is left alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTNeoXConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        ),
+        tiny_gpt2_config(),
+    ],
+    ids=["gpt_neox", "gpt2"],
+)
+def test_a_model_without_separate_projections_says_so(config: PretrainedConfig) -> None:
+    with pytest.raises(UnmatchedPatchError, match="'qkv' found no module that it can fuse"):
+        AutoModelForCausalLM.from_config(config, patcher=QKV)
+
+
+class _Other(nn.Linear):
+    pass
+
+
+def _hooked(self: nn.Module) -> None:
+    self.k_proj.register_forward_hook(lambda *_: None)
+
+
+def _tied(self: nn.Module) -> None:
+    self.k_proj.weight = self.v_proj.weight
+
+
+def _another_type(self: nn.Module) -> None:
+    self.v_proj = _Other(64, 32, bias=False)
+
+
+def _absent(self: nn.Module) -> None:
+    self.v_proj = None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hooked, "k_proj has hooks"),
+        (_tied, "k_proj.weight is tied"),
+        (_another_type, "v_proj is a _Other, no nn.Linear"),
+        (_absent, "v_proj is absent"),
+    ],
+)
+def test_a_module_that_is_not_like_the_others_is_left_alone(
+    change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock_init = LlamaAttention.__init__
+
+    def __init__(self: LlamaAttention, config: Any, layer_idx: int) -> None:  # noqa: N807
+        stock_init(self, config, layer_idx)
+        if layer_idx == 1:
+            change(self)
+
+    monkeypatch.setattr(LlamaAttention, "__init__", __init__)
+    resolution = QKV.resolve(LlamaForCausalLM, tiny_llama_config())
+
+    assert list(resolution.fused) == ["model.layers.0.self_attn"]
+    assert resolution.refused == {"model.layers.1.self_attn": reason}
+
+
+FORWARDS = {
+    "another input": ("k, v = self.k_proj(x), self.v_proj(x + 1)", r"v_proj is 'x \+ 1', not a name"),
+    "a changed input": ("k = self.k_proj(x)\nx = x * 2\nv = self.v_proj(x)", "not of the same value"),
+    "changed in place": ("k = self.k_proj(x)\nx.mul_(2)\nv = self.v_proj(x)", "not of the same value"),
+    "two inputs": ("k, v = self.k_proj(x), self.v_proj(x, x)", "more than one input"),
+    "in a loop": ("k, v = (self.k_proj(x) for _ in 'a'), self.v_proj(x)", "inside of a GeneratorExp"),
+    "under autocast": ("k = self.k_proj(x)\nwith torch.no_grad():\n    v = self.v_proj(x)", "not of the same value"),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_is_not_understood_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    body, message = FORWARDS[name]
+    source = (
+        "import torch\nfrom transformers.models.llama.modeling_llama import LlamaAttention\n\n\n"
+        "class Odd(LlamaAttention):\n"
+        "    def forward(self, x, position_embeddings=None, **kwargs):\n"
+        f"        q = self.q_proj(x)\n{textwrap.indent(body, ' ' * 8)}\n"
+        "        return q + k + v, None\n"
+    )
+    path = tmp_path / "odd_modeling.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("odd_modeling", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    odd = module.Odd(tiny_llama_config(), 0)
+
+    assert not Family().is_fusable(odd)
+    assert re.search(message, Family().refusal(odd))
+    assert re.search(r"odd_modeling\.py:\d+", Family().refusal(odd))
+
+
+def test_two_fusions_that_claim_one_module_conflict() -> None:
+    class Mine(Family):
+        pass
+
+    with pytest.raises(PatchConflictError, match=r"both claim model\.layers\.0\.self_attn; use one"):
+        Patcher(fusions=["qkv", Mine()]).resolve(LlamaForCausalLM, tiny_llama_config())
+
+
+def test_fusions_combine_with_a_class_mapping(tmp_path: Path) -> None:
+    class MyMLP(LlamaMLP):
+        pass
+
+    save_tiny(tiny_llama_config(), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=Patcher({"LlamaMLP": MyMLP}, fusions="qkv"))
+
+    assert type(model.model.layers[0].mlp) is MyMLP
+    assert {path for path, _, _ in report(model).fused} == {f"model.layers.{index}.self_attn" for index in (0, 1)}
+    with pytest.raises(
+        PatchConflictError, match=r"'gate_up' claims model\.layers\.0\.mlp, which the class mapping replaces"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=Patcher({"LlamaMLP": MyMLP}, fusions="gate_up"))
+
+
+def test_a_checkpoint_that_lacks_a_projection_is_an_error(tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(PatchedWeightsError, match=r"layers.1.self_attn.qkv_proj.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=QKV)
+
+
+# --- the rewritten class ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fused() -> Any:
+    return BOTH.apply(build_tiny(tiny_llama_config()))
+
+
+def test_a_fused_module_is_still_one_of_its_class(fused: Any) -> None:
+    attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[0].mlp
+
+    assert isinstance(attention, LlamaAttention)
+    assert isinstance(mlp, LlamaMLP)
+    assert [name for name, _ in attention.named_children()] == ["qkv_proj", "o_proj"]
+    assert [name for name, _ in mlp.named_children()][:2] == ["gate_up_proj", "down_proj"]
+    assert type(attention.qkv_proj) is nn.Linear
+    assert attention.qkv_proj.out_features == 64 + 32 + 32
+    assert not attention._forward_hooks
+
+
+def test_the_source_of_what_runs_can_be_read(fused: Any) -> None:
+    cls = type(fused.model.layers[0].self_attn)
+
+    method, whole = inspect.getsource(cls.forward), inspect.getsource(cls)
+
+    line = (
+        "q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)"
+    )
+    assert method in whole
+    assert line in method
+    # All else is what transformers has.
+    stock = inspect.getsource(LlamaAttention.forward).splitlines()
+    changed = [text for text in method.splitlines() if text not in stock]
+    assert len(changed) == 4
+
+
+def test_a_traceback_shows_the_rewritten_line(fused: Any) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fused.model.layers[0].self_attn(torch.randn(1, 3, 5))
+
+    assert "self.qkv_proj(hidden_states).split" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_parts_can_still_be_looked_at() -> None:
+    stock = build_tiny(tiny_llama_config(attention_bias=True))
+    attention, before = BOTH.apply(stock).model.layers[0].self_attn, stock.model.layers[0].self_attn
+    inputs = torch.randn(2, 3, 64)
+
+    for name in ("q_proj", "k_proj", "v_proj"):
+        part, original = getattr(attention, name), getattr(before, name)
+        assert torch.equal(part.weight, original.weight)
+        assert torch.equal(part.bias, original.bias)
+        assert (part.in_features, part.out_features) == (original.in_features, original.out_features)
+        torch.testing.assert_close(part(inputs), original(inputs), atol=1e-5, rtol=0)
+
+
+def test_loads_share_a_class(fused: Any) -> None:
+    again = BOTH.apply(build_tiny(tiny_llama_config()))
+
+    assert type(again.model.layers[1].self_attn) is type(fused.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_fused_model_can_be_copied_and_pickled(fused: Any, copied: Any) -> None:
+    inputs = tiny_inputs(fused.config)
+
+    assert torch.equal(copied(fused)(**inputs).logits, fused(**inputs).logits)
+
+
+def test_nothing_is_left_on_stock_classes() -> None:
+    before = {cls: dict(vars(cls)) for cls in (LlamaAttention, LlamaMLP)}
+
+    BOTH.apply(build_tiny(tiny_llama_config()))
+
+    assert {cls: dict(vars(cls)) for cls in before} == before
+
+
+def test_threads_do_not_disturb_each_other(fused: Any) -> None:
+    inputs = [tiny_inputs(fused.config, seed=seed) for seed in range(4)]
+    with torch.no_grad():
+        expected = [fused(**one).logits for one in inputs]
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                if not torch.equal(fused(**inputs[number]).logits, expected[number]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not wrong
+
+
+def test_generation_with_a_cache_is_that_of_stock(fused: Any) -> None:
+    stock = Patcher().apply(fused)
+    inputs = tiny_inputs(fused.config)
+    options = {"max_new_tokens": 8, "do_sample": False}
+
+    assert torch.equal(fused.generate(**inputs, **options), stock.generate(**inputs, **options))
+
+
+@pytest.mark.slow
+def test_it_compiles_with_no_more_graph_breaks_than_stock(fused: Any) -> None:
+    stock = Patcher().apply(fused)
+    inputs = tiny_inputs(fused.config)
+    counts = []
+    for model in (stock, fused):
+        torch._dynamo.reset()
+        counts.append(torch._dynamo.explain(model)(**inputs).graph_break_count)
+    torch._dynamo.reset()
+
+    assert counts[1] <= counts[0]
+
+
+@pytest.mark.slow
+def test_it_exports(fused: Any) -> None:
+    inputs = torch.randn(1, 4, 64)
+    mlp = fused.model.layers[0].mlp
+
+    program = torch.export.export(mlp, (inputs,))
+
+    assert torch.equal(program.module()(inputs), mlp(inputs))
+    ids = torch.arange(8)[None]
+    whole = torch.export.export(fused, (), {"input_ids": ids, "use_cache": False}, strict=False)
+    torch.testing.assert_close(
+        whole.module()(input_ids=ids, use_cache=False).logits, fused(input_ids=ids).logits, atol=1e-5, rtol=0
+    )
