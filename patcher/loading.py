@@ -25,7 +25,7 @@ from patcher.saving import check_saving, original_state_dict
 from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class
 from patcher.session import Session, check_pins, finish_by_hand, layers_in_force
 from patcher.strictness import Complaints, judge_matches
-from patcher.values import Values
+from patcher.values import Values, keeping_computed
 
 __all__ = ["applied", "install"]
 
@@ -216,7 +216,8 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
     is_root = scope.root is self
     if is_root:
         fuse_modules(scope, self)
-    stock(self)
+    with keeping_computed(scope):
+        stock(self)
     if is_root:
         convert_modules(scope, self)
     names: dict[str, set[str]] = {}
@@ -225,8 +226,8 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
         if original is not None:
             names.setdefault(original.__name__, set()).add(type(module).__name__)
     seams.follow_no_split_names(self, names)
-    if is_root and scope.on_built is not None:
-        scope.on_built(self)
+    if is_root and scope.on_built is not None and original_class(self) is None:
+        scope.on_built(self)  # a replacement goes on after `post_init`, if it has called that through `super()`
     return None
 
 
@@ -286,6 +287,7 @@ def _convert_and_load(
     session = _SESSION.get()
     if session is not None:
         session.read(model, state_dict, load_config, result[0])
+        session.disk_index = result[1]
     return result
 
 
@@ -294,7 +296,7 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
     with seams.construction_lock:
         if session is None or session.model is not model:
             return stock(model, load_config, loading_info)
-        values = Values(model, session.scope, loading_info)
+        values = Values(model, session.scope, session.intent, loading_info, session.disk_index)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
         return info

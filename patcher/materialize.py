@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from patcher import seams
 from patcher.errors import PatchConstructionError, PatcherError
 
-__all__ = ["Materialization", "forget_index", "parameter_index", "watching_parameters"]
+__all__ = ["Materialization", "forget_index", "like", "parameter_index", "watching_parameters"]
 
 _CURRENT: ContextVar[Materialization | None] = ContextVar("patcher_materialization", default=None)
 
@@ -107,20 +107,20 @@ class Materialization:
             if index in self.wanted:
                 self.kept[index] = parameter
             return None
-        twin = _on_meta(parameter)
+        twin = like(parameter, parameter.data.to("meta"))
         setattr(twin, _INDEX, index)
         setattr(parameter, _TWIN, twin)
         return twin
 
 
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter without its data, with its type and its attributes."""
+def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """The parameter with other data: its type, its attributes, and whether it is trained."""
     attributes = {key: value for key, value in parameter.__dict__.items() if key not in (_TWIN, _INDEX)}
     if type(parameter) is nn.Parameter:
-        twin = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
         twin.__dict__.update(attributes)
         return twin
-    return type(parameter)(parameter.data.to("meta"), requires_grad=parameter.requires_grad, **attributes)
+    return type(parameter)(data, requires_grad=parameter.requires_grad, **attributes)
 
 
 def _initialise(

@@ -228,6 +228,8 @@ class Scope:
                 layer.matched.add(match.key)
         self.note(original, match.layer)
         self.built.append(built)
+        if module is self.root and self.on_built is not None:
+            self.on_built(module)
 
 
 def active_scope() -> Scope | None:

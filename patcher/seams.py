@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 from transformers.integrations import peft as peft_integration
-from transformers.integrations.accelerate import get_device
+from transformers.integrations.accelerate import get_device, offload_weight
 from transformers.utils import output_capturing
 
 from patcher.errors import PatcherError
@@ -338,6 +339,26 @@ def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]])
 def mark_initialized(tensor: torch.Tensor) -> None:
     """Keep transformers' initialisation away from a tensor that has its value."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def is_initialized(tensor: torch.Tensor) -> bool:
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def forget_initialized(tensor: torch.Tensor) -> None:
+    tensor.__dict__.pop("_is_hf_initialized", None)
+
+
+def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Let transformers know which names of a module are others of one parameter, so that it saves it once."""
+    if not isinstance(module, PreTrainedModel) and getattr(module, "_tied_weights_keys", None) is None:
+        module.__dict__["_tied_weights_keys"] = dict(names)
+
+
+def offload(tensor: torch.Tensor, key: str, folder: Any, index: dict[str, Any]) -> None:
+    """Write a tensor to where the load keeps what the device map puts on the disk."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    offload_weight(tensor, key, folder, index)
 
 
 # --- recorded outputs ----------------------------------------------------------------------------------------------

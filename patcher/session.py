@@ -27,7 +27,7 @@ from patcher.strictness import (
     note_conversions,
     stock_outcome,
 )
-from patcher.values import forget_indices, keep_new_weights
+from patcher.values import Intent, forget_indices, keep_new_weights
 
 __all__ = ["Session", "check_pins", "finish_by_hand", "layers_in_force", "process_wide", "set_process_wide"]
 
@@ -106,6 +106,9 @@ class Session:
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self.has_read = False
+        self.intent = Intent((), frozenset())
+        #: where transformers finds what the device map puts on the disk
+        self.disk_index: dict[str, Any] | None = None
 
     def add(self, layer: Layer) -> None:
         """Put one more layer around the others, before anything is built."""
@@ -136,6 +139,7 @@ class Session:
         """The modules stand, on meta; no weight has been read."""
         self.model = model
         self.record = _record(model, self.scope)
+        self.intent = Intent.of(model, self.scope)
 
     def conversions(self, stock: list[Any]) -> list[Any]:
         """The conversions of this load, from those of transformers: before the quantizer adapts them."""
@@ -194,14 +198,17 @@ class Session:
             model,
             self.record.replaced,
             self.layers,
-            missing=set(info.missing_keys),
+            missing=self.intent.without_aliases(
+                set(info.missing_keys), [text for layer in self.layers for text in layer.patcher.new_weights]
+            ),
             mismatched=mismatched,
             unexpected=set(info.unexpected_keys),
             stock_outcome=lambda: stock_outcome(
                 skeleton(self.record_class, model.config), self.key_mapping, checkpoint
             ),
         )
-        self.record.new_weights, self.record.dropped_weights = found.new, found.dropped
+        self.record.new_weights = self.intent.with_aliases(found.new)
+        self.record.dropped_weights = found.dropped
         self.complaints.add(found.error, strict=self.strict)
 
     @property
@@ -218,6 +225,7 @@ class Session:
             self.record.seconds = self.seconds
             self.record.warnings = tuple(self.complaints.texts)
             keep_record(model, self.record)
+            forget_indices(model)
         self.scope.built.clear()
         self.scope.arguments.clear()
         self.complaints.warn()
@@ -269,6 +277,7 @@ def finish_by_hand(scope: Scope, model: PreTrainedModel) -> None:
     """A model made without a checkpoint stands: `Model(config)` in a block, or `from_config`."""
     record = _record(model, scope)
     keep_new_weights(model, scope, [text for layer in scope.layers for text in layer.patcher.new_weights])
+    Intent.of(model, scope)
     forget_indices(model)
     keep_record(model, record)
     scope.built.clear()

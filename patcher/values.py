@@ -6,8 +6,9 @@ here what a replacement has computed is kept and put back, on the device where i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +17,80 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher import seams
+from patcher.errors import InvalidPatcherError
 from patcher.matching import search
-from patcher.materialize import forget_index, parameter_index
+from patcher.materialize import forget_index, like, parameter_index
 from patcher.scope import Built, Scope, opened
 
-__all__ = ["Values", "forget_indices", "keep_new_weights"]
+__all__ = ["Intent", "Values", "forget_indices", "keep_new_weights", "keeping_computed"]
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What replacements have done with parameters besides giving them values; a load makes new ones of all."""
+
+    #: the names of each parameter that has several, the first one first
+    shared: tuple[tuple[str, ...], ...]
+    #: what must not be trained
+    frozen: frozenset[str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, scope: Scope) -> Intent:
+        """What is to be seen while the modules are as they were built. Shared names are declared, so that they can be
+        saved."""
+        shared, frozen = [], set()
+        tied = seams.tied_keys(model)
+        for path, built in _replaced(model, scope):
+            names: dict[int, list[str]] = {}
+            for name, parameter in built.module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+                if parameter.is_floating_point() and not parameter.requires_grad:
+                    frozen.add(_join(path, name))
+            several = [group for group in names.values() if len(group) > 1]
+            for group in several:
+                keys = tuple(_join(path, name) for name in group)
+                if not tied.intersection(keys):
+                    shared.append(keys)
+            if several:
+                seams.declare_shared(built.module, {name: group[0] for group in several for name in group[1:]})
+        return cls(tuple(shared), frozenset(frozen))
+
+    def without_aliases(self, missing: set[str], expressions: Iterable[str] = ()) -> set[str]:
+        """Of a parameter with several names that one of them brings, none is missing; otherwise one is.
+
+        That one is the first that an expression names, or else the first.
+        """
+        result = set(missing)
+        for keys in self.shared:
+            result.difference_update(keys)
+            if missing.issuperset(keys):
+                named = (key for key in keys if any(search(text, key) for text in expressions))
+                result.add(next(named, keys[0]))
+        return result
+
+    def with_aliases(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The names, and after each of them the others of the same parameter."""
+        groups = {key: keys for keys in self.shared for key in keys}
+        return tuple(each for name in names for each in groups.get(name, (name,)))
 
 
 class Values:
     """The computed values of a model's replacements, taken before transformers finishes the load."""
 
-    def __init__(self, model: PreTrainedModel, scope: Scope, loading_info: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        scope: Scope,
+        intent: Intent,
+        loading_info: Any,
+        disk_index: dict[str, Any] | None = None,
+    ) -> None:
         self.model = model
         self.scope = scope
+        self.intent = intent
+        self.disk_index = disk_index
         self.missing = set(loading_info.missing_keys) | {name for name, *_ in loading_info.mismatched_keys}
-        paths = {id(module): path for path, module in model.named_modules()}
-        self.replaced = [(paths[id(built.module)], built) for built in _outermost(scope) if id(built.module) in paths]
+        self.replaced = _replaced(model, scope)
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
         for path, built in self.replaced:
@@ -45,11 +104,12 @@ class Values:
 
     def _missing_parameters(self, path: str, built: Built) -> dict[str, int]:
         tied = seams.tied_keys(self.model)
+        missing = self.intent.without_aliases(self.missing)
         wanted = {}
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
-            key = f"{path}.{name}" if path else name
+            key = _join(path, name)
             index = parameter_index(parameter)
-            if key in self.missing and key not in tied and index is not None:
+            if key in missing and key not in tied and index is not None:
                 wanted[key] = index
         return wanted
 
@@ -59,28 +119,76 @@ class Values:
         for key, value in self.buffers.items():
             device = seams.get_device(device_map, key, valid_torch_device=True)
             set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
+            if key in self.missing and load_config.offload_buffers:
+                self._offload(key, value, device_map, load_config.disk_offload_folder)
         for built, wanted in self.wanted:
             with _default_dtype(load_config.dtype):
-                _copy_initial(self.scope, built, wanted, self.model)
+                initial = _initial(self.scope, built, wanted, self.model)
+            for key, value in initial.items():
+                self._put(key, value, device_map, load_config.disk_offload_folder)
+        for keys in self.intent.shared:
+            self._share(keys)
+        if self.intent.frozen:
+            for key, parameter in self.model.named_parameters():
+                if key in self.intent.frozen:
+                    parameter.requires_grad_(False)
         if not set(map(str, device_map.values())) - {"cpu", "disk"}:
             return  # plain tensors were computed on the CPU, and stay there
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
                 _move_plain_tensors(module, seams.get_device(device_map, f"{name}.", valid_torch_device=True))
 
+    def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
+        parent, _, name = key.rpartition(".")
+        value = like(value, value.data.to(seams.get_device(device_map, key, valid_torch_device=True)))
+        setattr(self.model.get_submodule(parent), name, value)
+        self._offload(key, value.data, device_map, folder)
+
+    def _offload(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
+        """Put on the disk what the device map wants there: transformers does it with what it has read."""
+        if self.disk_index is None or seams.get_device(device_map, key) != "disk":
+            return
+        if folder is None:
+            raise InvalidPatcherError(
+                f"{key} is not in the checkpoint, and the device map puts it on the disk: say where, with "
+                "offload_folder=..."
+            )
+        seams.offload(value, key, folder, self.disk_index)
+
+    def _share(self, keys: tuple[str, ...]) -> None:
+        read = [key for key in keys if key not in self.missing]
+        source = (read or keys)[0]
+        parameter = self.model.get_parameter(source)
+        for key in keys:
+            if key != source and (key in self.missing or _equal(self.model.get_parameter(key), parameter)):
+                parent, _, name = key.rpartition(".")
+                setattr(self.model.get_submodule(parent), name, parameter)
+                if self.disk_index is not None and source in self.disk_index:
+                    self.disk_index[key] = self.disk_index[source]
+
+
+@contextmanager
+def keeping_computed(scope: Scope) -> Iterator[None]:
+    """Keep transformers' initialisation away from the buffers that replacements have computed."""
+    buffers = [buffer for built in _outermost(scope) for _, buffer in _buffers("", built.module)]
+    fresh = [buffer for buffer in buffers if not seams.is_initialized(buffer)]
+    for buffer in fresh:
+        seams.mark_initialized(buffer)
+    try:
+        yield
+    finally:
+        for buffer in fresh:
+            seams.forget_initialized(buffer)
+
 
 def keep_new_weights(model: PreTrainedModel, scope: Scope, expressions: list[str]) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
     if not expressions:
         return
-    paths = {id(module): path for path, module in model.named_modules()}
-    for built in _outermost(scope):
-        path = paths.get(id(built.module))
-        if path is None:
-            continue
+    for path, built in _replaced(model, scope):
         wanted = {}
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
-            key = f"{path}.{name}" if path else name
+            key = _join(path, name)
             index = parameter_index(parameter)
             if (
                 index is not None
@@ -89,7 +197,9 @@ def keep_new_weights(model: PreTrainedModel, scope: Scope, expressions: list[str
             ):
                 wanted[key] = index
         if wanted:
-            _copy_initial(scope, built, wanted, model)
+            with torch.no_grad():
+                for key, value in _initial(scope, built, wanted, model).items():
+                    model.get_parameter(key).copy_(value)
 
 
 def forget_indices(model: nn.Module) -> None:
@@ -98,16 +208,35 @@ def forget_indices(model: nn.Module) -> None:
         forget_index(parameter)
 
 
-def _copy_initial(scope: Scope, built: Built, wanted: Mapping[str, int], model: PreTrainedModel) -> None:
-    # Built once more, because what `__init__` does to a parameter on meta is lost; only the wanted ones are real.
+def _initial(scope: Scope, built: Built, wanted: dict[str, int], model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The wanted parameters as `__init__` makes them, but for those that a quantizer has made something else of.
+
+    The replacement is built once more, because what `__init__` does to a parameter on meta is lost; only the wanted
+    ones are real.
+    """
     again = Scope(scope.layers)
     with opened(again):
         initial = again.rebuild(built, wanted.values())
-    with torch.no_grad():
-        for key, index in wanted.items():
-            parameter = model.get_parameter(key)
-            if index in initial and type(parameter) is nn.Parameter and parameter.shape == initial[index].shape:
-                parameter.copy_(initial[index])
+    result = {}
+    for key, index in wanted.items():
+        parameter, value = model.get_parameter(key), initial.get(index)
+        if value is not None and type(parameter) in (nn.Parameter, type(value)) and parameter.shape == value.shape:
+            result[key] = value
+    return result
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
+
+
+def _replaced(model: nn.Module, scope: Scope) -> list[tuple[str, Built]]:
+    """The replacements that are no part of another one, with their paths, of those that the model has."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [(paths[id(built.module)], built) for built in _outermost(scope) if id(built.module) in paths]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _outermost(scope: Scope) -> list[Built]:
