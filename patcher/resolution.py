@@ -77,9 +77,12 @@ def skeleton(
     """The model on the meta device, patched by `layers` alone: modules, names and shapes, no weight."""
     scope = Scope(layers)
     scope.is_sketch = True
+    config = deepcopy(config)
+    if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
+        config.dtype = getattr(torch, config.dtype)
     # include_buffers=True is nothing but `torch.device("meta")`: accelerate's one way that other threads don't see
     with seams.construction_lock, opened(scope), init_empty_weights(include_buffers=True):
-        return model_class(deepcopy(config))
+        return model_class(config)
 
 
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:

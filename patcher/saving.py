@@ -54,7 +54,9 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
 def _stock_order(model: PreTrainedModel, record: PatchRecord) -> dict[str, int]:
     """The place of each key in what the stock model saves: it decides which shard a tensor goes to."""
     stock = skeleton(record.model_class, model.config)
-    return {key: place for place, key in enumerate(seams.stock_revert(stock, dict(stock.state_dict())))}
+    # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
+    saver = _as_loaded(stock, seams.stock_conversions_from_scratch(stock)) if record.read else stock
+    return {key: place for place, key in enumerate(seams.stock_revert(saver, dict(stock.state_dict())))}
 
 
 def _conversions_as_read(model: PreTrainedModel, record: PatchRecord) -> tuple[Journal | WeightTransform, ...]:

@@ -11,13 +11,14 @@ from torch import nn
 from patcher.fusions.rewrite import methods_with
 from patcher.fusions.tracing import Assumptions
 
-__all__ = ["passes"]
+__all__ = ["passes", "touches"]
 
 
-def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions) -> str:
+def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions, *, certainly: bool = False) -> str:
     """Why the calls of a module don't meet the assumptions, as far as the source of its parent tells; "" if they may.
 
-    A rewritten method checks its assumptions itself, so this only decides whether it is worth having.
+    A rewritten method checks its assumptions itself, so this only decides whether it is worth having. With `certainly`
+    a call has to be found.
     """
     if not (assumptions.none or assumptions.same):
         return ""
@@ -25,13 +26,18 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
     parent = modules.get(parent_path)
     parameters = _parameters(modules[path])
     found = False
-    for call in _calls(parent, name) if parent is not None else ():
+    for call, caller in _calls(parent, name) if parent is not None else ():
         found = True
         given = _given(call, parameters)
         for parameter in assumptions.none:
             value = given.get(parameter)
-            if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
-                return f"cross attention: {type(parent).__name__} passes {parameter}={ast.unparse(value)}"
+            if value is None or (isinstance(value, ast.Constant) and value.value is None):
+                continue
+            passed_on = isinstance(value, ast.Name) and value.id in _optional(caller)
+            # It passes on what it is given: whether that is anything, its own parent says.
+            if passed_on and not passes(modules, parent_path, Assumptions(none=(value.id,)), certainly=True):  # type: ignore[attr-defined]
+                continue
+            return f"cross attention: {type(parent).__name__} passes {parameter}={ast.unparse(value)}"
         if assumptions.same:
             values = {ast.dump(given[one]) if one in given else "" for one in assumptions.same}
             if len(values) > 1 or "" in values:
@@ -43,6 +49,8 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
                 return f"its inputs are computed one by one: {type(parent).__name__} passes an expression"
     if assumptions.same and not found:
         return f"nothing shows that {', '.join(assumptions.same)} are one tensor"
+    if certainly and not found:
+        return "nothing shows how it is called"
     return ""
 
 
@@ -51,8 +59,22 @@ def _parameters(module: nn.Module) -> list[str]:
     return list(code.co_varnames[1 : code.co_argcount])
 
 
-def _calls(parent: nn.Module, name: str) -> Iterator[ast.Call]:
-    found: list[ast.Call] = []
+def _optional(function: ast.FunctionDef) -> set[str]:
+    """The parameters of a method that are None by default and that it doesn't set itself."""
+    arguments = function.args
+    parameters = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
+    pairs += [
+        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+    ]
+    names = {one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None}
+    return names - {
+        child.id for child in ast.walk(function) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
+    }
+
+
+def _calls(parent: nn.Module, name: str) -> Iterator[tuple[ast.Call, ast.FunctionDef]]:
+    found: list[tuple[ast.Call, ast.FunctionDef]] = []
 
     def collect(node: ast.FunctionDef) -> bool:
         for child in ast.walk(node):
@@ -62,7 +84,7 @@ def _calls(parent: nn.Module, name: str) -> Iterator[ast.Call]:
                 and child.func.attr == name
                 and isinstance(child.func.value, ast.Name)
             ):
-                found.append(child)
+                found.append((child, node))
         return False
 
     methods_with(type(parent), collect)
@@ -77,3 +99,35 @@ def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
         given[parameter] = argument
     given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None})
     return given
+
+
+#: What a part of a joined projection still has.
+_HELD = frozenset({"weight", "bias", "in_features", "out_features"})
+
+
+def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...]) -> str:
+    """Why a parent needs the projections as modules of their own; "" if it doesn't."""
+    parent_path, _, name = path.rpartition(".")
+    parent = modules.get(parent_path)
+    if parent is None or not path:
+        return ""
+    found: list[str] = []
+
+    def collect(node: ast.FunctionDef) -> bool:
+        held = {
+            id(child.value) for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr in _HELD
+        }
+        held |= {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
+        found.extend(
+            ast.unparse(child)
+            for child in ast.walk(node)
+            if isinstance(child, ast.Attribute)
+            and child.attr in group
+            and isinstance(child.value, ast.Attribute)
+            and child.value.attr == name
+            and id(child) not in held
+        )
+        return False
+
+    methods_with(type(parent), collect)
+    return f"{type(parent).__name__} uses {', '.join(found)} as a module" if found else ""

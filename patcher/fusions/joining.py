@@ -17,7 +17,7 @@ from patcher import seams
 from patcher.conversions import describe
 from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
 
-__all__ = ["Made", "NotConvertibleError", "Target", "converters_for", "origins_of"]
+__all__ = ["Made", "NotConvertibleError", "Target", "check_convertible", "converters_for", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -89,6 +89,16 @@ def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple
 
 
 # --- the conversions -----------------------------------------------------------------------------------------------
+
+
+def check_convertible(targets: Iterable[Target], origins: Mapping[str, Made]) -> None:
+    """Raise if the parts of a joined parameter can't be followed to the checkpoint.
+
+    Raises:
+        NotConvertibleError: transformers makes a part in a way that can't be followed.
+    """
+    for target in targets:
+        _routes(target, origins)
 
 
 def converters_for(

@@ -13,9 +13,9 @@ from torch import nn
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.calls import passes
+from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import JoinedProjections, join, part_property
-from patcher.fusions.joining import NotConvertibleError, Target, converters_for, origins_of
+from patcher.fusions.joining import NotConvertibleError, Target, check_convertible, converters_for, origins_of
 from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
 from patcher.fusions.tracing import Assumptions, NotUnderstoodError, clusters_of, written_calls
 from patcher.fusions.understanding import located, understand, used_names
@@ -29,6 +29,8 @@ __all__ = ["Projections"]
 _lock = threading.RLock()
 #: original -> (family, what is joined, what is assumed) -> the class: one load gets the class that another got
 _classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
+#: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not
+_plans: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 class Projections(Fusion):
@@ -78,21 +80,22 @@ class Projections(Fusion):
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in modules.items():
-            for group in self.groups(module._modules):
-                reason = _shared(path, module, group, times, owners, tied, model, self._free_name(module._modules))
-                if not reason:
-                    plan, reason = self._decide(module)
-                    if plan is not None:
-                        reason = passes(modules, path, plan[1])
-                if reason:
-                    refused[path] = reason
-                else:
-                    matches[path] = module
-                break
+            group = self._group_of(module)
+            if group is None:
+                continue
+            reason = _shared(path, module, group, times, owners, tied, model, self._free_name(module._modules))
+            if not reason:
+                plan, reason = self._decide(module)
+                if plan is not None:
+                    reason = touches(modules, path, group) or passes(modules, path, plan[1])
+            if reason:
+                refused[path] = reason
+            else:
+                matches[path] = module
         origins = origins_of(model) if matches else {}
         for path in list(matches):
             try:
-                converters_for(model, self._targets({path: matches[path]}), origins)
+                check_convertible(self._targets({path: matches[path]}), origins)
             except NotConvertibleError as error:
                 refused[path] = f"its weights: {error}"
                 del matches[path]
@@ -127,32 +130,45 @@ class Projections(Fusion):
 
     def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Assumptions] | None, str]:
         """How to fuse a module, or why not."""
-        for group in self.groups(module._modules):
-            children = [module._modules[name] for name in group]
-            if reason := _unlike(group, children):
-                return None, reason
-            if "forward" in vars(module):
-                return None, "its forward was replaced on the object"
-            attributes = {
-                name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)
-            }
-            attributes.pop("training", None)
+        group = self._group_of(module)
+        if group is None:
+            return None, "it has no such projections"
+        children = [module._modules[name] for name in group]
+        if reason := _unlike(group, children):
+            return None, reason
+        if "forward" in vars(module):
+            return None, "its forward was replaced on the object"
+        biased = tuple(
+            name for name, child in zip(group, children, strict=True) if getattr(child, "bias", None) is not None
+        )
+        joined = Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
+        attributes = {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
+        attributes.pop("training", None)
+        return self._plan(type(module), joined, tuple(sorted(attributes.items())))
+
+    def _group_of(self, module: nn.Module) -> tuple[str, ...] | None:
+        """The children that play this family's roles: those that are alike, before those of which one is a Linear."""
+        groups = list(self.groups(module._modules))
+        for enough in (all, any):
+            for group in groups:
+                if enough(isinstance(module._modules[name], nn.Linear) for name in group):
+                    return group
+        return None
+
+    def _plan(
+        self, original: type[nn.Module], joined: Joined, attributes: tuple[tuple[str, bool | None], ...]
+    ) -> tuple[tuple[Joined, Assumptions] | None, str]:
+        key = (type(self), joined, attributes)
+        plans = _plans.setdefault(original, {})
+        if key not in plans:
             try:
-                assumptions = understand(type(module), group, attributes)
+                assumptions = understand(original, joined.projections, dict(attributes))
+                self.subclass(original, joined, assumptions)
+                plans[key] = (joined, assumptions), ""
             except NotUnderstoodError as error:
-                return None, str(error)
-            biased = [
-                name for name, child in zip(group, children, strict=True) if getattr(child, "bias", None) is not None
-            ]
-            joined = Joined(
-                group, self._free_name(module._modules), () if len(biased) == len(group) else tuple(biased)
-            )
-            try:
-                self.subclass(type(module), joined, assumptions)
-            except NotUnderstoodError as error:
-                return None, str(error)
-            return (joined, assumptions), ""
-        return None, "it has no such projections"
+                plans[key] = None, str(error)
+        plan: tuple[tuple[Joined, Assumptions] | None, str] = plans[key]
+        return plan
 
     def subclass(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
         """The rewritten subclass; the same one for the same question."""

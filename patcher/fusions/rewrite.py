@@ -23,6 +23,7 @@ import inspect
 import linecache
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,21 +306,33 @@ def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]
     Raises:
         NotUnderstoodError: one of them can't be read.
     """
-    found = []
-    seen: set[str] = set()
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
-        for name, value in vars(base).items():
-            if name in seen or not callable(value) or isinstance(value, type):
-                continue
-            seen.add(name)
-            if name.startswith("__") or name == "_init_weights":
-                continue
-            tree = _tree_of(value)
-            if tree is not None and wanted(tree):
-                found.append(method_of(cls, name))
-    return found
+    return [method_of(cls, name) for name, tree in _trees(cls).items() if wanted(tree)]
+
+
+#: class -> its methods' trees, as long as the class lives: a model has many modules of one class
+_known_trees: weakref.WeakKeyDictionary[type[nn.Module], dict[str, ast.FunctionDef]] = weakref.WeakKeyDictionary()
+
+
+def _trees(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
+    known = _known_trees.get(cls)
+    if known is None:
+        known = {}
+        seen: set[str] = set()
+        for base in cls.__mro__:
+            if base is nn.Module:
+                break
+            for name, value in vars(base).items():
+                if name in seen or not callable(value) or isinstance(value, type):
+                    continue
+                seen.add(name)
+                # What builds and initialises the module meets the parts, or runs before they are joined.
+                if name.startswith("__") or name == "_init_weights":
+                    continue
+                tree = _tree_of(value)
+                if tree is not None:
+                    known[name] = tree
+        _known_trees[cls] = known
+    return known
 
 
 def _tree_of(value: Any) -> ast.FunctionDef | None:
