@@ -210,6 +210,9 @@ def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
     return pattern
 
 
+_GROUP = re.compile(r"\\\d")
+
+
 class RememberingConcatenate(Concatenate):
     """A `Concatenate` whose reverse cuts at the sizes that it joined, not into equal pieces."""
 
@@ -228,6 +231,10 @@ class RememberingConcatenate(Concatenate):
         joined: dict[str, torch.Tensor] = join(
             input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
         )
+        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
+            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands a group in the name of the layer alone.
+            (tensor,) = joined.values()
+            return {kwargs["full_layer_name"]: tensor}
         return joined
 
     @property

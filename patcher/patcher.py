@@ -36,6 +36,7 @@ _FIELDS = (
     "name",
     "transformers",
     "fingerprints",
+    "any_of",
 )
 
 
@@ -64,6 +65,8 @@ class Patcher:
         name: for reports.
         transformers: a PEP 440 specifier of the releases that it was verified on.
         fingerprints: class name -> fingerprint, or several, of the code that it was verified on.
+        any_of: groups of class keys of which a model needs to have only one, such as the classes of one modeling file:
+            no model has all of them.
 
     Raises:
         InvalidPatcherError: something here can't mean anything.
@@ -85,6 +88,7 @@ class Patcher:
         name: str = "",
         transformers: str = "",
         fingerprints: Mapping[str, str | Iterable[str]] = MappingProxyType({}),
+        any_of: Iterable[Iterable[str]] = (),
     ) -> None:
         values: dict[str, Any] = {
             "class_mapping": MappingProxyType(_class_mapping(class_mapping)),
@@ -99,6 +103,7 @@ class Patcher:
             "name": _typed("name", name, str),
             "transformers": _specifier(transformers),
             "fingerprints": MappingProxyType(_fingerprints(fingerprints)),
+            "any_of": _groups(any_of, class_mapping),
         }
         for field, value in values.items():
             object.__setattr__(self, f"_{field}", value)
@@ -113,6 +118,7 @@ class Patcher:
             values["name"],
             SpecifierSet(values["transformers"]),
             frozenset(values["fingerprints"].items()),
+            frozenset(values["any_of"]),
         )
         object.__setattr__(self, "_key", key)
 
@@ -158,6 +164,10 @@ class Patcher:
     @property
     def fingerprints(self) -> Mapping[str, tuple[str, ...]]:
         return self._fingerprints  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def any_of(self) -> tuple[tuple[str, ...], ...]:
+        return self._any_of  # type: ignore[attr-defined, no-any-return]
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
@@ -211,6 +221,8 @@ class Patcher:
                 parts.append(f"{field}={value!r}")
         if self.fingerprints:
             parts.append(f"fingerprints={dict(self.fingerprints)!r}")
+        if self.any_of:
+            parts.append(f"any_of={list(self.any_of)!r}")
         return f"Patcher({', '.join(parts)})"
 
     def replace(self, **changes: Any) -> Patcher:
@@ -261,6 +273,7 @@ class Patcher:
             else self.name or other.name,
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
             fingerprints=fingerprints,
+            any_of=_united(self.any_of, other.any_of),
         )
 
     @classmethod
@@ -457,6 +470,23 @@ def _fingerprints(values: Any) -> dict[str, tuple[str, ...]]:
             raise InvalidPatcherError(f"fingerprints[{key!r}] must be a text or several, found {value!r}.")
         result[key] = tuple(sorted(set(listed)))
     return result
+
+
+def _groups(values: Any, mapping: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    groups = []
+    for value in _listed("any_of", values, "a group of class keys"):
+        if isinstance(value, str):
+            raise InvalidPatcherError(
+                f"any_of takes groups of class keys, found the text {value!r}; write any_of=[[{value!r}, ...]]."
+            )
+        group = tuple(sorted(set(_listed("any_of", value, "a class key"))))
+        for key in group:
+            if key not in mapping:
+                close = matching.nearest(str(key), mapping)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
+                raise InvalidPatcherError(f"any_of: {key!r} is no key of the class_mapping; {hint}")
+        groups.append(group)
+    return tuple(dict.fromkeys(groups))
 
 
 def _transform_repr(transform: WeightTransform) -> str:

@@ -36,8 +36,15 @@ def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError 
     patcher = layer.patcher
     problems = []
     classes = layer.candidates.get("classes", set())
+    grouped = {key for group in patcher.any_of for key in group}
+    for group in patcher.any_of:
+        if not layer.matched.intersection(group):
+            problems.append(
+                f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
+                f"{_suggest(group[0], classes, 'classes')}"
+            )
     for key in patcher.class_mapping:
-        if key not in layer.matched:
+        if key not in layer.matched and key not in grouped:
             problems.append(
                 f"class_mapping: no class of the model matches {key!r}; {_suggest(key, classes, 'classes')}"
             )

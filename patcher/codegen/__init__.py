@@ -8,15 +8,22 @@ config.replace_function("rotate_half", "def rotate_half(x):\\n    return x.roll(
 print(generate(config))
 ```
 
-Nothing here imports torch or transformers: the original is read as text.
+Generating imports neither torch nor transformers: the original is read as text. Only `PatchConfig.to_patcher()` and
+`from_patcher()` work on classes.
 """
 
-from patcher.codegen.calls import CallMismatch
-from patcher.codegen.checker import CheckResult, check
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.generator import generate
-from patcher.codegen.patches import Patch, PatchKind, create_patch_from_external
-from patcher.codegen.writer import write
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from patcher.codegen.calls import CallMismatch
+    from patcher.codegen.checker import CheckResult, check
+    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.generator import generate
+    from patcher.codegen.patches import Patch, PatchKind, create_patch_from_external
+    from patcher.codegen.writer import write
 
 __all__ = [
     "CallMismatch",
@@ -29,3 +36,28 @@ __all__ = [
     "generate",
     "write",
 ]
+
+_HOMES = {
+    "CallMismatch": "calls",
+    "CheckResult": "checker",
+    "Patch": "patches",
+    "PatchConfig": "config",
+    "PatchKind": "patches",
+    "check": "checker",
+    "create_patch_from_external": "patches",
+    "generate": "generator",
+    "write": "writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because the parser of the generator takes a third of a second, and `patcher --help` doesn't need it.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'patcher.codegen' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"patcher.codegen.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from patcher.codegen.calls import check_calls
-from patcher.codegen.checker import check, discover, load_configs, read_settings
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.generator import Generated, build
-from patcher.codegen.header import config_path
-from patcher.codegen.writer import diff_path, final_text, output_folder, unified_diff, write_generated
 from patcher.errors import CodegenError
 
 app = typer.Typer(
@@ -46,92 +39,24 @@ def codegen(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every patch.")] = False,
 ) -> None:
     """Generate the modeling file of a config."""
+    from patcher.codegen import commands  # takes a third of a second, which `--help` doesn't need
+
     try:
-        settings = read_settings()
+        settings = commands.read_settings()
         formatted = formatted or settings.formatted
         if fix and not check_only:
             raise typer.BadParameter("--fix belongs to --check.")
         if list_configs:
-            _list(discover(settings))
+            commands.list_configs(commands.discover(settings))
         elif check_only:
-            _check([module] if module else None, fix, output_dir, formatted)
+            commands.check_files([module] if module else None, fix, output_dir, formatted)
         elif every or module:
-            modules = [str(path) for path in discover(settings)] if every else [str(module)]
+            modules = [str(path) for path in commands.discover(settings)] if every else [str(module)]
             for entry in modules:
-                for config in load_configs(entry, config_name if not every else None):
-                    _generate(config, output_dir, diff, dry_run, formatted, verbose)
+                for config in commands.load_configs(entry, config_name if not every else None):
+                    commands.generate_file(config, output_dir, diff, dry_run, formatted, verbose)
         else:
             raise typer.BadParameter("Name a config, or use --list, --all or --check.")
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _list(paths: list[Path]) -> None:
-    failed = False
-    for path in paths:
-        try:
-            for config in load_configs(str(path)):
-                count = len(config.patches)
-                typer.echo(
-                    f"{config_path(str(path))}: {config.source_module} -> {config.target_file}, {count} patches"
-                )
-        except CodegenError as error:
-            failed = True
-            typer.echo(f"{config_path(str(path))}: can't be imported\n{error}")
-    if not paths:
-        typer.echo("no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml")
-    if failed:
-        raise typer.Exit(1)
-
-
-def _check(modules: list[str] | None, fix: bool, output_dir: Path | None, formatted: bool) -> None:
-    results = check(modules, fix=fix, output_dir=output_dir, formatted=formatted)
-    for result in results:
-        typer.echo(str(result))
-    bad = sum(not result.ok for result in results)
-    typer.echo(f"{len(results)} checked, {bad} to mend")
-    if bad:
-        raise typer.Exit(1)
-
-
-def _generate(
-    config: PatchConfig, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
-) -> None:
-    generated = build(config)
-    folder = output_folder(config, output_dir)
-    path = folder / config.target_file
-    if verbose:
-        _explain(generated)
-    if dry_run:
-        _preview(generated, path, diff, formatted)
-    else:
-        write_generated(generated, folder, diff=diff, formatted=formatted)
-        typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff else ""))
-    for mismatch in check_calls(generated):
-        typer.echo(f"warning: {path}, {mismatch}", err=True)
-
-
-def _explain(generated: Generated) -> None:
-    typer.echo(f"{generated.source.name} ({generated.source.version or 'no version'})")
-    for patch in generated.patches:
-        text = f"  {patch.kind.value} {patch.target}"
-        typer.echo(text + (f": {patch.description}" if patch.description else ""))
-    for helper in generated.config.helpers:
-        typer.echo(f"  add helper {helper.source.name}")
-
-
-def _preview(generated: Generated, path: Path, diff: bool, formatted: bool) -> None:
-    """What a run would do: the diff against the original, or how the file on the disk would change."""
-    text = final_text(generated, formatted=formatted)
-    if diff:
-        typer.echo(unified_diff(generated, text), nl=False)
-        return
-    old = path.read_text(generated.source.encoding) if path.is_file() else ""
-    lines = list(
-        difflib.unified_diff(old.splitlines(), text.splitlines(), "on the disk", "generated", lineterm="", n=1)
-    )
-    state = "create" if not path.is_file() else "change" if lines else "leave as it is"
-    typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
-    if path.is_file() and lines:
-        typer.echo("\n".join(lines))

@@ -21,7 +21,7 @@ import ast
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from patcher.codegen.extract import (
     Location,
@@ -33,6 +33,11 @@ from patcher.codegen.extract import (
 )
 from patcher.codegen.patches import METHODS, Block, Helper, Import, Patch, PatchKind, check_conflicts, check_target
 from patcher.errors import CodegenError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from patcher.patcher import Patcher
 
 T = TypeVar("T")
 
@@ -256,6 +261,25 @@ class PatchConfig:
         """Like `add_helper`, right after the definition `anchor` of the file, because it builds on that one."""
         return self._help(anchor, helper, description, name_map)
 
+    def add_conversions(self, patcher: Patcher | None = None) -> None:
+        """Have the models of the file read and write checkpoints of the original.
+
+        ```python
+        config.add_conversions(Patcher(extra_weight_conversions=[WeightConverter(...)]))
+        ```
+
+        A constant of the file holds the conversions, `new_weights` and `dropped_weights` of the Patcher; its classes
+        and fusions are not looked at. Without a Patcher the models get the conversions that transformers has: by
+        itself it gives them to its own classes only, so a file of a model with experts needs this.
+
+        Raises:
+            CodegenError: a conversion can't be written as text.
+        """
+        from patcher.codegen.describing import add_conversions
+        from patcher.patcher import Patcher
+
+        add_conversions(self, patcher or Patcher())
+
     def include(self, other: PatchConfig, without: Iterable[str] = ()) -> None:
         """Take over all that another config says, but for the patches, helpers and exclusions of some targets.
 
@@ -279,6 +303,58 @@ class PatchConfig:
         self.dropped.extend(entry for entry in other.dropped if entry[0] not in left_out)
         self.imports.extend(other.imports)
         self.blocks.extend(other.blocks)
+
+    # -- and at run time ----------------------------------------------------------------------------------------
+
+    def to_patcher(self) -> Patcher:
+        """A Patcher with the same effect: the models of the module, loaded with it, compute what the file's would.
+
+        ```python
+        model = LlamaForCausalLM.from_pretrained(path, patcher=config.to_patcher())
+        ```
+
+        The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
+        by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a load
+        must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
+        `to_patcher()` of the same config first.
+
+        Raises:
+            CodegenError: the file can't be generated or imported, or no class of it differs.
+        """
+        from patcher.codegen.executing import to_patcher
+
+        return to_patcher(self)
+
+    @classmethod
+    def from_patcher(
+        cls,
+        patcher: Patcher,
+        model_class: type[PreTrainedModel],
+        *,
+        config: PretrainedConfig | None = None,
+        target_file: str = "",
+    ) -> PatchConfig:
+        """The config of the readable file that does to the models of a module what a Patcher does to them.
+
+        ```python
+        config = PatchConfig.from_patcher(Patcher(fusions=["qkv"]), LlamaForCausalLM)
+        ```
+
+        Replacements are copied with what they use of their own module, fused forwards stand as code. The models of
+        the file read and write checkpoints of the original, by a constant that holds the conversions.
+
+        Args:
+            patcher: what the file is to do.
+            model_class: a model of the module.
+            config: decides what is fused; without one, the defaults of the model's config class.
+            target_file: the name of the file, `patched_<module>.py` by default.
+
+        Raises:
+            CodegenError: the patcher reaches other modules, or does what one class for all layers can't.
+        """
+        from patcher.codegen.describing import from_patcher
+
+        return from_patcher(patcher, model_class, config, target_file)
 
     # -- how it is kept -----------------------------------------------------------------------------------------
 

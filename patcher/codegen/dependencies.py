@@ -1,0 +1,184 @@
+"""What a replacement needs of the module that it was written in, brought into the generated file."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import linecache
+import sys
+import textwrap
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patcher.codegen.extract import Source, caller, read_source, unwrap
+from patcher.codegen.imports import absolute_name
+from patcher.codegen.names import free_names, import_bindings
+from patcher.codegen.source import SourceModule
+from patcher.errors import CodegenError
+
+if TYPE_CHECKING:
+    from patcher.codegen.config import PatchConfig
+
+__all__ = ["Dependencies"]
+
+
+@dataclass
+class Dependencies:
+    """Brings names into the file of a config, each once.
+
+    Attributes:
+        config: the config that gets imports, helpers and constants.
+        shipped: the module that is patched.
+        targets: replacement -> the class of the shipped module that it replaces, under whose name the file has it.
+    """
+
+    config: PatchConfig
+    shipped: types.ModuleType
+    targets: Mapping[type, str]
+    _known: dict[str, Any] = field(default_factory=dict)
+
+    def bring(self, obj: Any, asked: str) -> dict[str, str]:
+        """Bring what the source of a class or function needs.
+
+        Returns:
+            The names that it has to write differently.
+        """
+        source = read_source(obj, asked, self.config.where)
+        return self._bring_all(free_names(textwrap.dedent(source.text)), _namespace(obj), source, asked)
+
+    def value(self, value: Any, name: str, asked: str) -> str:
+        """Bring an object itself: the name under which the file has it."""
+        if not self._is_known(name, value):
+            self._bring_definition(name, value, "", asked)
+        return name
+
+    def _bring_all(self, names: set[str], namespace: Mapping[str, Any], source: Source, asked: str) -> dict[str, str]:
+        name_map: dict[str, str] = {}
+        for name in sorted(names - {source.name}):
+            if name not in namespace or hasattr(builtins, name):
+                continue  # the generator says what is missing, and where
+            new = self._bring(name, namespace[name], namespace, source, asked)
+            if new != name:
+                name_map[name] = new
+        return name_map
+
+    def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, asked: str) -> str:
+        if isinstance(value, type) and value in self.targets:
+            return self.targets[value]
+        home = getattr(value, "__module__", None)
+        own = str(getattr(value, "__name__", ""))
+        if home == self.shipped.__name__ and vars(self.shipped).get(own) is value:
+            return own
+        if self._is_known(name, value):
+            return name
+        if name in vars(self.shipped) and vars(self.shipped)[name] is not value:
+            raise CodegenError(
+                f"{self.config.where}: {asked} uses {name!r}, and {self.shipped.__name__} has another {name!r}. "
+                f"Give the one in {source.file or 'the replacement'} a name of its own."
+            )
+        package = str(namespace.get("__package__") or "")
+        if self._bring_import(name, _import_of(name, source.file), package):
+            self._known[name] = value
+            return name
+        if isinstance(value, types.ModuleType):
+            self.config.add_import(value.__name__, alias=name, is_from_import=False)
+            self._known[name] = value
+            return name
+        self._bring_definition(name, value, str(namespace.get("__name__", "")), asked)
+        return name
+
+    def _is_known(self, name: str, value: Any) -> bool:
+        return name in self._known or vars(self.shipped).get(name, self._known) is value
+
+    def _bring_import(self, name: str, found: ast.Import | ast.ImportFrom | None, package: str) -> bool:
+        if isinstance(found, ast.Import):
+            alias = next(a for a in found.names if (a.asname or a.name.split(".")[0]) == name)
+            self.config.add_import(alias.name, alias=alias.asname, is_from_import=False)
+        elif isinstance(found, ast.ImportFrom):
+            alias = next(a for a in found.names if (a.asname or a.name) == name)
+            module = found.module or ""
+            if found.level:
+                shell = SourceModule(package, package, Path(), "", "utf-8")
+                module = absolute_name(module, found.level, shell, self.config.where)
+            self.config.add_import(module, names=[f"{alias.name} as {name}"])
+        return found is not None
+
+    def _bring_definition(self, name: str, value: Any, module: str, asked: str) -> None:
+        """A class, a function or a constant of the replacement's own module, or one that comes from elsewhere."""
+        self._known[name] = value
+        inner = unwrap(value)
+        home = str(getattr(inner, "__module__", "") or "")
+        if isinstance(inner, type | types.FunctionType):
+            if home and home != module and not _is_local(inner) and _importable(home, inner):
+                self.config.add_import(home, names=[f"{inner.__name__} as {name}"])
+                return
+            asked = f"{asked}, which uses {name!r},"
+            name_map = self.bring(inner, asked)
+            if inner.__name__ != name:
+                raise CodegenError(
+                    f"{self.config.where}: {asked} calls it by another name than its own, {inner.__name__!r}. "
+                    "Use its own name."
+                )
+            self.config.add_helper(inner, name_map=name_map)
+            return
+        try:
+            literal = ast.literal_eval(repr(value)) == value
+        except (ValueError, SyntaxError):
+            literal = False
+        if literal:
+            self.config.add_post_import_block(f"{name} = {value!r}")
+        elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
+            self.config.add_import(module, names=[name])
+        else:
+            raise CodegenError(
+                f"{self.config.where}: {asked} uses {name!r}, {value!r}, which can't be written as text. "
+                "Put it into a module that the generated file can import."
+            )
+
+
+def _import_of(name: str, file: str) -> ast.Import | ast.ImportFrom | None:
+    """The import statement that binds a name in the file of the replacement."""
+    try:
+        return import_bindings(ast.parse("".join(linecache.getlines(file)))).get(name) if file else None
+    except SyntaxError:
+        return None
+
+
+def _namespace(obj: Any) -> dict[str, Any]:
+    """What the code of a class or function sees around it: its module, and the functions that it is defined in."""
+    inner = unwrap(obj)
+    functions = [inner] if isinstance(inner, types.FunctionType) else []
+    if isinstance(inner, type):
+        functions = [f for value in vars(inner).values() if isinstance(f := unwrap(value), types.FunctionType)]
+    namespace: dict[str, Any] = dict(vars(sys.modules.get(inner.__module__, builtins)))
+    for function in functions:
+        if function.__module__ == inner.__module__:
+            namespace |= function.__globals__
+            namespace |= {k: v for k, v in inspect.getclosurevars(function).nonlocals.items() if k != "__class__"}
+    if isinstance(inner, type) and _is_local(inner):
+        # A base that is a variable of the function around: no closure keeps it, but the class does.
+        source = read_source(inner, inner.__name__, caller())
+        (node,) = ast.parse(textwrap.dedent(source.text)).body
+        if isinstance(node, ast.ClassDef):
+            for text, base in zip(node.bases, inner.__bases__, strict=False):
+                if isinstance(text, ast.Name):
+                    namespace.setdefault(text.id, base)
+    return namespace
+
+
+def _is_local(obj: Any) -> bool:
+    return "<locals>" in obj.__qualname__
+
+
+def _importable(module: str, obj: Any) -> bool:
+    if module == "__main__":
+        return False
+    try:
+        return vars(importlib.import_module(module)).get(obj.__name__) is obj
+    except ImportError:
+        return False

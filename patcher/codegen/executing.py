@@ -1,0 +1,206 @@
+"""A config as a runtime `Patcher`: the generated text, executed, and the classes that a load builds from it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from patcher.codegen.extract import Location
+from patcher.codegen.generator import Generated, build
+from patcher.codegen.imports import absolute_name
+from patcher.codegen.names import bound_names, top_level
+from patcher.codegen.source import SourceModule
+from patcher.errors import CodegenError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from patcher.codegen.config import PatchConfig
+    from patcher.patcher import Patcher
+
+__all__ = ["CONVERSIONS", "execute", "to_patcher"]
+
+#: What a generated file calls the Patcher that holds its weight conversions.
+CONVERSIONS = "CONVERSIONS"
+
+_lock = threading.RLock()
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def to_patcher(config: PatchConfig) -> Patcher:
+    """See `PatchConfig.to_patcher`."""
+    from patcher.patcher import Patcher
+
+    generated = build(config)
+    module = execute(generated)
+    classes = _replacements(generated, module)
+    own = vars(module).get(CONVERSIONS)
+    conversions = own if isinstance(own, Patcher) else Patcher()
+    if not classes and not conversions:
+        raise CodegenError(
+            f"{config.where}: to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
+            "patched, or uses what is patched. Use generate() or write() for this config."
+        )
+    return conversions.replace(
+        class_mapping=classes, any_of=[tuple(classes)] if len(classes) > 1 else (), name=config.target_file
+    )
+
+
+# --- the module ----------------------------------------------------------------------------------------------------
+
+
+def execute(generated: Generated) -> ModuleType:
+    """The generated text as a module. The same text is the same module, with the same classes.
+
+    It is named after the module that it was made from, in the same package: transformers tells its own modeling code
+    from that of others by the package, and treats the two differently.
+    """
+    source, where = generated.source, generated.config.where
+    name = f"{source.name}_by_to_patcher_{hashlib.sha256(generated.text.encode()).hexdigest()[:10]}"
+    with _lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        text = generated.text.removeprefix("\ufeff")
+        path = str(source.path.parent / f"<{generated.config.target_file} {name[-10:]}>")
+        module = ModuleType(name)
+        module.__file__, module.__package__ = path, name.rpartition(".")[0]
+        # Without a time of change linecache keeps it for good.
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        sys.modules[name] = module  # decorators of transformers ask for the source of their class's module
+        try:
+            exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+        except Exception as error:
+            del sys.modules[name]
+            raise CodegenError(
+                f"{where}: the module that {generated.config.target_file} would be can't be imported: "
+                f"{type(error).__name__}: {error}\nIts text is generate(config); import that to see more."
+            ) from error
+        return module
+
+
+# --- the classes ---------------------------------------------------------------------------------------------------
+
+
+def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn.Module]]:
+    """Class name -> class, of all classes of the shipped module that compute something else in the executed one."""
+    shipped = importlib.import_module(generated.source.name)
+    affected = affected_names(generated, _covered(module, shipped))
+    mapping: dict[str, type[nn.Module]] = {}
+    for name in sorted(affected):
+        new, old = vars(module).get(name), vars(shipped).get(name)
+        if _is_module_class(new) and _is_module_class(old) and new is not old:
+            mapping[old.__name__] = new
+    return mapping
+
+
+def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
+    from torch import nn
+
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _covered(module: ModuleType, shipped: ModuleType) -> set[str]:
+    """The names of classes that a load builds as others wherever shipped code names them."""
+    return {
+        name
+        for name, value in vars(shipped).items()
+        if _is_module_class(value) and value.__name__ == name and _is_module_class(vars(module).get(name))
+    }
+
+
+def affected_names(generated: Generated, covered: set[str]) -> set[str]:
+    """The names that are bound to something else than in the shipped module, or to something that uses such a name.
+
+    Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
+    there by itself. Code that inherits from it, looks into it or compares with it is.
+    """
+    before = _bindings(ast.parse(generated.source.text), generated.source, generated.config.where)
+    tree = ast.parse(generated.text.removeprefix("\ufeff"))
+    after = _bindings(tree, generated.source, generated.config.where)
+    affected = {name for name, nodes in after.items() if nodes != before.get(name)}
+    affected |= before.keys() - after.keys()
+    uses: dict[str, set[str]] = {}
+    for node in top_level(tree.body):
+        used = set(_uses(node, covered))
+        for name in _bound_by(node):
+            uses.setdefault(name, set()).update(used - {name})
+    while True:
+        more = {name for name, used in uses.items() if name not in affected and used & affected}
+        if not more:
+            return affected
+        affected |= more
+
+
+def _asks_for_a_class(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and function.id in ("isinstance", "issubclass")
+
+
+def _bindings(tree: ast.Module, source: SourceModule, where: Location) -> dict[str, list[str]]:
+    """What binds each name of the top level: the text of the statements, without comments and formatting."""
+    found: dict[str, list[str]] = {}
+    for node in top_level(tree.body):
+        if isinstance(node, ast.ImportFrom):
+            origin = absolute_name(node.module or "", node.level, source, where) if node.level else node.module
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name, []).append(f"{origin}:{alias.name}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                found.setdefault(alias.asname or alias.name.split(".")[0], []).append(alias.name)
+        elif names := _bound_by(node):
+            text = ast.dump(_Absolute(source, where).visit(node))
+            for name in names:
+                found.setdefault(name, []).append(text)
+    return found
+
+
+class _Absolute(ast.NodeTransformer):
+    """Imports inside of functions, as the generator writes them."""
+
+    def __init__(self, source: SourceModule, where: Location) -> None:
+        self.source, self.where = source, where
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+        if not node.level:
+            return node
+        return ast.ImportFrom(absolute_name(node.module or "", node.level, self.source, self.where), node.names, 0)
+
+
+def _bound_by(node: ast.stmt) -> Iterable[str]:
+    if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
+        return ()  # its statements are visited by themselves
+    return () if isinstance(node, ast.Import | ast.ImportFrom) else bound_names(ast.Module([node], []))
+
+
+def _uses(node: ast.stmt, covered: set[str]) -> Iterator[str]:
+    """The names that a definition depends on; of covered classes only those that it does more with than build."""
+    if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While | ast.Import | ast.ImportFrom):
+        return
+    stack: list[ast.AST] = [node]
+    while stack:
+        part = stack.pop()
+        bare: Sequence[ast.AST] = ()  # what is looked at here as a class, not as something to build
+        if isinstance(part, ast.ClassDef):
+            bare = part.bases
+        elif isinstance(part, ast.Attribute):
+            bare = [part.value]
+        elif isinstance(part, ast.Compare):
+            bare = [part.left, *part.comparators]
+        elif isinstance(part, ast.Call) and _asks_for_a_class(part.func):
+            bare = [inner for argument in part.args[1:] for inner in ast.walk(argument)]
+        for inner in bare:
+            if isinstance(inner, ast.Name):
+                yield inner.id
+        if isinstance(part, ast.Name) and part.id not in covered:
+            yield part.id
+        for field, value in ast.iter_fields(part):
+            if field not in ("annotation", "returns"):
+                values = value if isinstance(value, list) else [value]
+                stack += [inner for inner in values if isinstance(inner, ast.AST)]

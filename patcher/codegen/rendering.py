@@ -1,0 +1,124 @@
+"""Weight conversions as source text, checked by evaluating it again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
+
+from patcher import seams
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.dependencies import Dependencies
+from patcher.codegen.executing import CONVERSIONS
+from patcher.conversions import describe, identity
+from patcher.errors import CodegenError
+from patcher.fusions.joining import JoinRows
+
+if TYPE_CHECKING:
+    from patcher.patcher import Patcher
+
+__all__ = ["render_conversions"]
+
+
+def render_conversions(patcher: Patcher, described: PatchConfig, dependencies: Dependencies) -> str:
+    """A statement that binds a Patcher with all of a patcher but its classes and fusions, which are code in the file.
+
+    Raises:
+        CodegenError: a conversion can't be written as text.
+    """
+    described.add_import("patcher", names=["Patcher"])
+    lines = [f"{CONVERSIONS} = Patcher("]
+    for name in ("filtered_weight_conversion_patterns", "new_weights", "dropped_weights"):
+        if value := getattr(patcher, name):
+            lines += _list(name, [_text(item) for item in value])
+    if transforms := patcher.extra_weight_conversions:
+        texts = [_transform(transform, described, dependencies) for transform in transforms]
+        lines += _list("extra_weight_conversions", texts)
+    if not patcher.strict:
+        lines.append("    strict=False,")
+    for name in ("name", "transformers"):
+        if value := getattr(patcher, name):
+            lines.append(f"    {name}={_text(value)},")
+    lines.append(")")
+    return "\n".join(lines) if len(lines) > 2 else f"{CONVERSIONS} = Patcher()"
+
+
+def _list(name: str, items: Sequence[str]) -> list[str]:
+    return [f"    {name}=[", *(f"        {line}" for item in items for line in f"{item},".splitlines()), "    ],"]
+
+
+def _text(value: str) -> str:
+    """A string as it would be written by hand: raw where it holds backslashes."""
+    if "\\" in value and not value.endswith("\\") and '"' not in value and value.isprintable():
+        return f'r"{value}"'
+    return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
+
+
+def _transform(transform: WeightTransform, described: PatchConfig, dependencies: Dependencies) -> str:
+    transform = _in_plain_terms(transform)
+    if type(transform) not in (WeightConverter, WeightRenaming):
+        raise _no_text(transform, described, f"{type(transform).__name__} is a class of its own")
+    kind = type(transform).__name__
+    described.add_import("transformers.core_model_loading", names=[kind])
+    namespace: dict[str, Any] = {kind: type(transform)}
+    lines = [f"{kind}("]
+    for name, patterns in (
+        ("source_patterns", seams.source_patterns(transform)),
+        ("target_patterns", seams.target_patterns(transform)),
+    ):
+        lines.append(f"    {name}=[")
+        lines += [f"        {_text(pattern)}," for pattern in patterns]
+        lines.append("    ],")
+    if isinstance(transform, WeightConverter):
+        operations = [
+            _operation(operation, transform, described, dependencies, namespace) for operation in transform.operations
+        ]
+        lines.append(f"    operations=[{', '.join(operations)}],")
+    lines.append(")")
+    text = "\n".join(lines)
+    if identity(eval(text, namespace)) != identity(transform):
+        raise _no_text(transform, described, "its text would make another one")
+    return text
+
+
+def _operation(
+    operation: Any,
+    transform: WeightTransform,
+    described: PatchConfig,
+    dependencies: Dependencies,
+    namespace: dict[str, Any],
+) -> str:
+    cls = type(operation)
+    arguments = []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        value = getattr(operation, name, inspect.Parameter.empty)
+        if value is inspect.Parameter.empty or parameter.kind not in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        ):
+            raise _no_text(transform, described, f"{cls.__name__} doesn't keep its argument {name!r}")
+        if value != parameter.default:
+            arguments.append(f"{name}={value!r}")
+    text = f"{dependencies.value(cls, cls.__name__, describe(transform))}({', '.join(arguments)})"
+    namespace[cls.__name__] = cls
+    return text
+
+
+def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
+    """Rows that are joined as they come are nothing but a concatenation, which a load reverses by the sizes."""
+    if isinstance(transform, WeightConverter) and len(transform.operations) == 1:
+        (operation,) = transform.operations
+        if isinstance(operation, JoinRows) and not any(step[3] for step in operation.steps):
+            return WeightConverter(
+                seams.source_patterns(transform), seams.target_patterns(transform), operations=[Concatenate(dim=0)]
+            )
+    return transform
+
+
+def _no_text(transform: WeightTransform, described: PatchConfig, reason: str) -> CodegenError:
+    return CodegenError(
+        f"{described.where}: the conversion {describe(transform)} can't be written into the file: {reason}. "
+        "Load with the patcher itself, or give the conversion operations that keep their arguments."
+    )

@@ -1,0 +1,434 @@
+"""One description, two ways: the models of a generated file, and stock models loaded with a Patcher."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
+
+from patcher import CodegenError, Patcher, UnmatchedPatchError, report
+from patcher.codegen import PatchConfig, generate, write
+from patcher.fusions import Fusion
+from tests import replaced_elsewhere, tiny
+from tests.codegen import test_runtime
+from tests.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Stock checkpoints of tiny models."""
+    configs = [tiny.tiny_llama_config(), tiny.tiny_mixtral_config(), tiny.tiny_qwen2_moe_config()]
+    return {
+        config.model_type: tiny.save_tiny(config, tmp_path_factory.mktemp(config.model_type))
+        for config in [*configs, tiny.tiny_bert_config()]
+    }
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the file of a config and imports it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: list[str] = []
+
+    def load(config: PatchConfig) -> ModuleType:
+        config.target_file = f"generated_{tmp_path.name.replace('-', '_')}_{len(names)}.py"
+        names.append(write(config, tmp_path).stem)
+        return importlib.import_module(names[-1])
+
+    yield load
+    for name in names:
+        del sys.modules[name]
+
+
+def stock_class(model_type: str) -> type[PreTrainedModel]:
+    names = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
+    cls: type[PreTrainedModel] = getattr(transformers, names.get(model_type, "BertForMaskedLM"))
+    return cls
+
+
+def config_of(folder: Path) -> PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(**tiny.tiny_inputs(model.config)).logits
+    return found
+
+
+def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "generation_config.json"}
+
+
+def assert_equal_models(models: list[PreTrainedModel], stock: PreTrainedModel, folder: Path) -> None:
+    """Equal logits among the models; and each saves what the stock model saves, byte for byte."""
+    expected = logits(models[0])
+    original = saved(stock, folder / "stock")
+    for number, model in enumerate(models):
+        assert torch.equal(logits(model), expected), number
+        assert saved(model, folder / str(number)) == original, number
+
+
+# --- a config, as a Patcher ----------------------------------------------------------------------------------------
+
+
+def llama_config(*patches: tuple[str, str, str]) -> PatchConfig:
+    config = PatchConfig(LLAMA, "x.py")
+    for method, target, text in patches:
+        getattr(config, method)(target, text)
+    return config
+
+
+SHIFTED = "def rotate_half(x):\n    return x.roll(1, -1)\n"
+SCALED = "def forward(self, x):\n    return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+ISINSTANCE = (
+    "def _init_weights(self, module):\n"
+    "    super()._init_weights(module)\n"
+    "    self.seen = getattr(self, 'seen', 0) + isinstance(module, LlamaMLP)\n"
+)
+WRAPPED = "def wrapped(original_init, self, config):\n    original_init(self, config)\n    self.mark = 1\n"
+
+#: patches, and the classes that a load has to build differently
+AFFECTED = {
+    "a method": ([("override_method", "LlamaMLP.forward", SCALED)], {"LlamaMLP"}),
+    "a function, through its callers": ([("replace_function", "rotate_half", SHIFTED)], {"LlamaAttention"}),
+    "an init": ([("modify_init", "LlamaDecoderLayer", WRAPPED.replace("config)", "config, layer_idx)"))], {
+        "LlamaDecoderLayer"
+    }),
+    "two": (
+        [("override_method", "LlamaMLP.forward", SCALED), ("replace_function", "rotate_half", SHIFTED)],
+        {"LlamaMLP", "LlamaAttention"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AFFECTED)
+def test_a_config_replaces_the_classes_whose_code_differs(case: str) -> None:
+    patches, classes = AFFECTED[case]
+    assert set(llama_config(*patches).to_patcher().class_mapping) == classes
+
+
+def test_a_base_class_that_differs_takes_all_that_inherit_from_it() -> None:
+    mapping = llama_config(("override_method", "LlamaPreTrainedModel._init_weights", ISINSTANCE)).to_patcher()
+    assert {"LlamaPreTrainedModel", "LlamaModel", "LlamaForCausalLM"} <= set(mapping.class_mapping)
+    assert "LlamaMLP" not in mapping.class_mapping
+
+
+def test_code_that_asks_for_a_patched_class_differs_too() -> None:
+    """`isinstance(module, LlamaMLP)` in the shipped file would not know the new class."""
+    shipped = PatchConfig("transformers.models.mixtral.modeling_mixtral", "x.py")
+    shipped.override_method("MixtralExperts.extra_repr", "def extra_repr(self):\n    return ''\n", new=True)
+    mapping = shipped.to_patcher().class_mapping
+    assert {"MixtralExperts", "MixtralPreTrainedModel", "MixtralForCausalLM"} <= set(mapping)
+    assert "MixtralAttention" not in mapping
+
+
+@pytest.mark.parametrize("case", [*AFFECTED, "every kind of patch"])
+def test_a_config_and_its_file_compute_and_save_the_same(
+    case: str, folders: dict[str, Path], imported: Any, tmp_path: Path
+) -> None:
+    config = test_runtime.config if case == "every kind of patch" else llama_config(*AFFECTED[case][0])
+    before = config.target_file
+    try:
+        module, folder = imported(config), folders["llama"]
+    finally:
+        config.target_file = before
+    stock = LlamaForCausalLM.from_pretrained(folder)
+    patched = LlamaForCausalLM.from_pretrained(folder, patcher=config.to_patcher())
+    assert_equal_models([module.LlamaForCausalLM.from_pretrained(folder), patched], stock, tmp_path / "saved")
+    changes = case not in ("an init", "every kind of patch")
+    assert torch.allclose(logits(patched), logits(stock), atol=1e-5) != changes
+
+
+def test_every_model_of_the_module_can_be_loaded(folders: dict[str, Path]) -> None:
+    """No model has all classes of a file: `LlamaModel` has no head."""
+    patcher = test_runtime.config.to_patcher()
+    assert "LlamaForSequenceClassification" in patcher.class_mapping
+    for cls in (AutoModelForCausalLM, AutoModel):
+        model = cls.from_pretrained(folders["llama"], patcher=patcher)
+        assert len(report(model).replaced) == 2 + 2 + 5
+    head = transformers.LlamaForSequenceClassification._from_config(tiny.tiny_llama_config(), patcher=patcher)
+    assert head(**tiny.tiny_inputs(head.config)).shape == (2, 2)  # the patched forward
+
+
+def test_a_model_of_another_module_raises(folders: dict[str, Path]) -> None:
+    patcher = test_runtime.config.to_patcher()
+    with pytest.raises(UnmatchedPatchError, match=r"no class of the model matches any of 'LlamaAttention', "):
+        AutoModel.from_pretrained(folders["bert"], patcher=patcher)
+
+
+def test_conversions_of_transformers_reach_replaced_models(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The root is replaced here, and its experts are still merged as transformers does it."""
+    config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "x.py")
+    config.override_method("MixtralExperts.extra_repr", "def extra_repr(self):\n    return 'mine'\n", new=True)
+    stock = AutoModelForCausalLM.from_pretrained(folders["mixtral"])
+    model = AutoModelForCausalLM.from_pretrained(folders["mixtral"], patcher=config.to_patcher())
+    assert "mine" in repr(model)
+    assert torch.equal(logits(model), logits(stock))
+    assert_equal_models([model], stock, tmp_path)
+
+
+def test_a_config_combines_with_other_patchers(folders: dict[str, Path]) -> None:
+    class Mine(LlamaRMSNorm):
+        pass
+
+    patcher = llama_config(*AFFECTED["a method"][0]).to_patcher() | Patcher({"LlamaRMSNorm": Mine}, fusions=["qkv"])
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], patcher=patcher)
+    assert type(model.model.norm) is Mine
+    assert "qkv_proj" in dict(model.model.layers[0].self_attn.named_children())
+    assert type(model.model.layers[0].mlp) is not LlamaMLP
+
+
+def test_the_same_config_is_the_same_patcher_and_can_be_pickled() -> None:
+    first, again = (llama_config(*AFFECTED["two"][0]).to_patcher() for _ in range(2))
+    assert first == again
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def test_another_process_reads_what_to_do_before_unpickling(tmp_path: Path) -> None:
+    path = tmp_path / "patcher.pickle"
+    path.write_bytes(pickle.dumps(llama_config(*AFFECTED["two"][0]).to_patcher()))
+    code = f"import pickle; pickle.load(open({str(path)!r}, 'rb'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "No module named 'transformers.models.llama.modeling_llama_by_to_patcher_" in done.stderr
+
+
+def test_source_and_tracebacks_show_the_patched_code(folders: dict[str, Path]) -> None:
+    raising = "def forward(self, x):\n    raise ZeroDivisionError  # here\n"
+    patcher = llama_config(("override_method", "LlamaMLP.forward", raising)).to_patcher()
+    assert "raise ZeroDivisionError  # here" in inspect.getsource(patcher.class_mapping["LlamaMLP"])
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], patcher=patcher)
+    with pytest.raises(ZeroDivisionError) as caught:
+        logits(model)
+    assert "raise ZeroDivisionError  # here" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_attention_can_still_be_chosen(folders: dict[str, Path]) -> None:
+    """transformers looks into the source of the model's module for that."""
+    patcher = llama_config(("override_method", "LlamaPreTrainedModel._init_weights", ISINSTANCE)).to_patcher()
+    model = LlamaForCausalLM.from_pretrained(folders["llama"], patcher=patcher)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_config_that_changes_no_class_raises() -> None:
+    config = PatchConfig(LLAMA, "x.py")
+    config.add_import("json")
+    with pytest.raises(CodegenError, match=r"to_patcher\(\) would change nothing"):
+        config.to_patcher()
+
+
+def test_a_file_that_can_not_be_imported_raises() -> None:
+    config = llama_config(*AFFECTED["a method"][0])
+    config.add_import("no_such_module_anywhere")
+    with pytest.raises(CodegenError, match="can't be imported: ModuleNotFoundError: No module named 'no_such_module"):
+        config.to_patcher()
+
+
+# --- a Patcher, as a config ----------------------------------------------------------------------------------------
+
+
+GATE_UP = WeightConverter(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight", operations=[Concatenate(0)])
+ANCHORED = WeightConverter(
+    [r"(layers\.\d+\.mlp\.)gate_proj\.weight$", r"(layers\.\d+\.mlp\.)up_proj\.weight$"],
+    r"\1gate_up_proj.weight",
+    operations=[Concatenate(dim=0)],
+)
+NEGATED = WeightConverter(
+    "mlp.down_proj.weight", "mlp.negated.weight", operations=[replaced_elsewhere.Negate(times=3)]
+)
+
+PATCHERS: dict[str, tuple[str, Patcher]] = {
+    "a class that inherits": ("llama", Patcher({"LlamaMLP": InheritingMLP})),
+    "a class of torch": ("llama", Patcher({"LlamaRMSNorm": nn.RMSNorm})),
+    "an expression": ("llama", Patcher({"^Llama.*MLP$": InheritingMLP})),
+    "a conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=GATE_UP)),
+    "an anchored conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=ANCHORED)),
+    "an operation of one's own": ("llama", Patcher({"LlamaMLP": NegatedMLP}, extra_weight_conversions=NEGATED)),
+    "new weights": ("llama", Patcher({"LlamaMLP": AdaptedMLP}, new_weights=r"mlp\.adapter$")),
+    "qkv": ("llama", Patcher(fusions="qkv")),
+    "qkv and gate_up": ("llama", Patcher(fusions=["qkv", "gate_up"])),
+    "a class and a fusion": ("llama", Patcher({"LlamaMLP": InheritingMLP}, fusions=["qkv"])),
+    "qkv of BERT, with biases": ("bert", Patcher(fusions="qkv")),
+    "qkv of Qwen2-MoE, whose experts transformers merges": ("qwen2_moe", Patcher(fusions="qkv")),
+}
+
+
+@pytest.mark.parametrize("case", PATCHERS)
+def test_a_patcher_its_file_and_the_patcher_of_its_file_compute_and_save_the_same(
+    case: str, folders: dict[str, Path], imported: Any, tmp_path: Path
+) -> None:
+    model_type, patcher = PATCHERS[case]
+    folder, cls = folders[model_type], stock_class(model_type)
+    config = PatchConfig.from_patcher(patcher, cls, config=config_of(folder))
+    generated = getattr(imported(config), cls.__name__)
+    models = [
+        cls.from_pretrained(folder, patcher=patcher),
+        generated.from_pretrained(folder),
+        cls.from_pretrained(folder, patcher=config.to_patcher()),
+    ]
+    assert type(models[1]) is generated
+    names = {name for name, _ in models[0].named_parameters()}
+    assert all({name for name, _ in model.named_parameters()} == names for model in models)
+    if case == "new weights":  # the original has no place for them
+        with torch.no_grad():
+            assert torch.equal(logits(models[1]), logits(models[0]))
+        return
+    assert_equal_models(models, cls.from_pretrained(folder), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("made", ["_from_config", "__call__"])
+def test_a_model_of_the_file_that_no_checkpoint_made_saves_the_original_layout(
+    made: str, folders: dict[str, Path], imported: Any, tmp_path: Path
+) -> None:
+    folder = folders["llama"]
+    module = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv", "gate_up"]), LlamaForCausalLM))
+    loaded = module.LlamaForCausalLM.from_pretrained(folder)
+    build = module.LlamaForCausalLM._from_config if made == "_from_config" else module.LlamaForCausalLM
+    model = build(tiny.tiny_llama_config())
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(LlamaForCausalLM.from_pretrained(folder)))
+
+
+def test_the_fused_forward_stands_as_code() -> None:
+    text = generate(PatchConfig.from_patcher(Patcher(fusions="qkv"), LlamaForCausalLM))
+    assert "self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)" in text
+    assert "self.q_proj(hidden_states)" not in text
+    assert r'r"^((?:model\.)?layers\.\d+\.self_attn\.)q_proj\.weight$"' in text
+
+
+def test_a_replacement_of_a_notebook_is_copied(imported: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its class has no file, its methods have one."""
+    import linecache
+
+    cell = (
+        "class CellMLP(Shipped):\n"
+        "    # of a cell\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) * FACTOR\n"
+    )
+    name = str(tmp_path / "ipykernel_1" / "123.py")
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"Shipped": LlamaMLP, "FACTOR": 3.0, "__name__": "__main__"}
+    exec(compile(cell, name, "exec"), namespace)
+    patcher = Patcher({"LlamaMLP": namespace["CellMLP"]})
+    config = PatchConfig.from_patcher(patcher, LlamaForCausalLM)
+    assert "    # of a cell\n" in generate(config)
+    assert "\nFACTOR = 3.0\n" in generate(config)
+    model = imported(config).LlamaForCausalLM.from_pretrained(folders["llama"])
+    expected = LlamaForCausalLM.from_pretrained(folders["llama"], patcher=patcher)
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_a_hand_written_config_of_a_model_with_experts_gets_the_conversions(
+    imported: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "x.py")
+    config.override_method("MixtralExperts.extra_repr", "def extra_repr(self):\n    return 'mine'\n", new=True)
+    config.add_conversions()
+    model = imported(config).MixtralForCausalLM.from_pretrained(folders["mixtral"])
+    assert_equal_models([model], AutoModelForCausalLM.from_pretrained(folders["mixtral"]), tmp_path / "saved")
+
+
+class Halves(Fusion):
+    """Only the first layer: a file has one class for both."""
+
+    target_modules_patterns = (r"layers\.0\.mlp$",)
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return True
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        return type("Halved", (original_cls,), {})
+
+
+class Never(Halves):
+    target_modules_patterns = ("no such path",)
+
+
+class Unspeakable(Concatenate):
+    """Forgets what it was made of."""
+
+    def __init__(self, dim: int = 0, secret: int = 1) -> None:
+        super().__init__(dim)
+
+
+def user_of_an_object() -> type[nn.Module]:
+    unnamed = object()
+
+    class Uses(LlamaMLP):
+        def forward(self, x: Any) -> Any:
+            return unnamed
+
+    return Uses
+
+
+def clashing() -> type[nn.Module]:
+    def repeat_kv(x: Any) -> Any:
+        return x
+
+    class Clashes(LlamaMLP):
+        def forward(self, x: Any) -> Any:
+            return repeat_kv(x)
+
+    return Clashes
+
+
+ERRORS: dict[str, tuple[Patcher, str]] = {
+    "a key of another module": (
+        Patcher({"LlamaMPL": InheritingMLP}),
+        "no class of transformers.models.llama.modeling_llama matches the class key 'LlamaMPL'. Nearest: LlamaMLP",
+    ),
+    "nothing": (Patcher(), r"Patcher\(\) changes no class"),
+    "a fusion with nothing to do": (Patcher(fusions=Never()), r"the fusions \[Never\(\)\] find nothing to fuse"),
+    "not every object of a class": (
+        Patcher(fusions=Halves()),
+        r"layers\.1\.mlp is not fused, and others of its class, LlamaMLP, are",
+    ),
+    "a conversion without text": (
+        Patcher({"LlamaMLP": JoinedMLP}, (), WeightConverter(["a", "b"], "c", operations=[Unspeakable()])),
+        "a, b -> c .* can't be written into the file: Unspeakable doesn't keep its argument 'secret'",
+    ),
+    "a value without text": (
+        Patcher({"LlamaMLP": user_of_an_object()}),
+        "uses 'unnamed', <object object .*>, which can't be written as text",
+    ),
+    "a name of the module with another meaning": (Patcher({"LlamaMLP": clashing()}), "has another 'repeat_kv'"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_a_file_can_not_say_raises(case: str) -> None:
+    patcher, message = ERRORS[case]
+    with pytest.raises(CodegenError, match=message):
+        PatchConfig.from_patcher(patcher, LlamaForCausalLM, config=tiny.tiny_llama_config())
+
+
+def test_a_renaming_is_written() -> None:
+    patcher = Patcher({"LlamaMLP": InheritingMLP}, "gate", WeightRenaming("old_proj", "gate_proj"), strict=False)
+    text = generate(PatchConfig.from_patcher(patcher, LlamaForCausalLM))
+    for line in (
+        '    filtered_weight_conversion_patterns=[\n        "gate",\n    ],',
+        '        WeightRenaming(\n            source_patterns=[\n                "old_proj",',
+        "    strict=False,",
+    ):
+        assert line in text
