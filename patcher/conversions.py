@@ -173,6 +173,8 @@ class _TrackedConverter(_Tracked):
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
         for pattern, key in self.collected:
             sources.setdefault(pattern, []).append((key, shapes[pattern].pop(0)))
+        if self.quantization_operation is not None:  # type: ignore[has-type]
+            self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
         produced = {
             _full_name(layer_name, pattern, list(last.seen)): (pattern, seen[0], last.dtypes[pattern])
             for pattern, seen in last.seen.items()
@@ -208,6 +210,26 @@ def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
             head, _, tail = full.partition(other)
             return head + pattern + tail
     return pattern
+
+class _QuantizeEach(ConversionOps):
+    """Quantize whatever a conversion makes; transformers' own operations take one parameter, the first."""
+
+    def __init__(self, quantizer: Any) -> None:
+        self._quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            if self._quantizer.param_needs_quantization(model, name):
+                operation = self._quantizer.get_quantize_ops()
+                result.update(operation.convert({name: value}, full_layer_name=name, model=model, **kwargs))
+            else:
+                result[name] = value
+        return result
+
 
 
 _GROUP = re.compile(r"\\\d")
@@ -386,11 +408,13 @@ def _undo_entry(
                 raise fail(
                     f"the reverse gives {key} the shape {tuple(tensor.shape)}, the checkpoint had {tuple(shape)}"
                 )
-            restored[key] = _by_itself(tensor.contiguous())
+            restored[key] = tensor if as_stock else _by_itself(tensor.contiguous())
     return restored
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    # Pieces that stock cuts from one tensor, with the operations that stock has, are saved into one shard there too.
+    as_stock = all(getattr(operation, "reverses_as_stock", False) for operation in entry.operations)
     """The tensor with a storage of its own, in the same memory.
 
     Pieces of one tensor share its storage, and what shares a storage is saved into one shard.

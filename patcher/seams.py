@@ -84,6 +84,9 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (WeightTransform, "reverse_transform", ()),
 )
 
+#: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
+EXPERTS_HOME = "transformers.integrations.moe"
+
 # Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
 # its own takes them from the class that it replaces.
 LOADING_ATTRIBUTES = (

@@ -125,6 +125,7 @@ FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
     "qkv": "patcher.fusions.qkv:QKV",
 }
+    "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
 
 
 def fusion_named(name: Any) -> Fusion:

@@ -1,0 +1,260 @@
+"""`patch_embeddings`: a convolution whose patches don't overlap, as a linear layer over flattened patches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.errors import InvalidPatcherError
+from patcher.fusions.base import Findings, Fusion
+from patcher.fusions.joining import NotConvertibleError, Target, converters_for, origins_of
+from patcher.matching import search
+from patcher.seams import ConversionOps, PreTrainedModel, WeightTransform
+
+__all__ = ["LinearPatchEmbedding", "PatchEmbeddings"]
+
+
+class LinearPatchEmbedding(nn.Module):
+    """What a convolution of stride = kernel size computes, as one matrix product over flattened patches.
+
+    >>> convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
+    >>> linear = LinearPatchEmbedding.of(convolution)
+    >>> image = torch.randn(2, 3, 17, 12)
+    >>> torch.allclose(linear(image), convolution(image), atol=1e-6)
+    True
+
+    It stands in the place of the convolution, takes what that takes, and gives what that gives: an image of any size,
+    of which incomplete patches at the far edges are left out. It has the attributes of the convolution too, but its
+    `weight` is the matrix of `linear`, of shape (out_channels, in_channels * patch volume).
+    """
+
+    padding_mode = "zeros"
+    groups = 1
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: tuple[int, ...],
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = self.stride = tuple(kernel_size)
+        self.padding = (0,) * len(self.kernel_size)
+        self.dilation = (1,) * len(self.kernel_size)
+        self._volume = in_channels * math.prod(self.kernel_size)
+        self.linear = nn.Linear(self._volume, out_channels, bias, device, dtype)
+        self._input_dtype = self.linear.weight.dtype
+
+    @classmethod
+    def of(cls, convolution: nn.Conv2d | nn.Conv3d) -> LinearPatchEmbedding:
+        """The linear form of a convolution, with its weights."""
+        weight, bias = convolution.weight, convolution._parameters["bias"]
+        new = cls(
+            convolution.in_channels,
+            convolution.out_channels,
+            convolution.kernel_size,
+            bias=bias is not None,
+            device="meta",
+            dtype=weight.dtype,
+        )
+        new.linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
+        if bias is not None:
+            new.linear.bias = bias
+        if getattr(weight, "_is_hf_initialized", False):
+            seams.mark_initialized(new.linear.weight)
+        return new.train(convolution.training)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix. Modeling code reads its type to cast the input, so a quantized one passes for what it was."""
+        weight: torch.Tensor = self.linear.weight
+        return weight if weight.is_floating_point() else torch.empty(0, dtype=self._input_dtype, device=weight.device)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Conv2d has it
+        """(batch, in_channels, *size) -> (batch, out_channels, *size // kernel_size); the batch may be absent."""
+        rank = len(self.kernel_size)
+        if input.dim() == rank + 1:
+            alone: torch.Tensor = self(input.unsqueeze(0)).squeeze(0)
+            return alone
+        counts = [size // patch for size, patch in zip(input.shape[2:], self.kernel_size, strict=True)]
+        if input.shape[1] != self.in_channels or 0 in counts:
+            raise RuntimeError(
+                f"Expected an input of {self.in_channels} channels and at least {self.kernel_size} in size, "
+                f"found {tuple(input.shape)}."
+            )
+        patches = input
+        for axis, patch in enumerate(self.kernel_size, 2):
+            patches = patches.unfold(axis, patch, patch)
+        # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
+        patches = patches.movedim(1, 1 + rank)
+        # As rows of one matrix: quantized layers don't all take more than that.
+        rows = patches.reshape(input.shape[0] * math.prod(counts), self._volume)
+        output: torch.Tensor = self.linear(rows)
+        return output.view(input.shape[0], *counts, self.out_channels).movedim(-1, 1)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+
+
+class PatchEmbeddings(Fusion):
+    """`nn.Conv3d` and `nn.Conv2d` whose stride is their kernel size -> `LinearPatchEmbedding`, in the same place.
+
+    Args:
+        modules: expressions, searched in the path of a convolution; without any, every convolution is asked.
+    """
+
+    name = "patch_embeddings"
+
+    def __init__(self, modules: str | Iterable[str] = ()) -> None:
+        self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
+        if not all(isinstance(text, str) for text in self.modules):
+            raise InvalidPatcherError(f"patch_embeddings: modules takes expressions, found {modules!r}.")
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Conv2d | nn.Conv3d) and not self.refusal(module)
+
+    def refusal(self, module: nn.Module) -> str:
+        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+            return "it is no nn.Conv2d or nn.Conv3d"
+        if type(module) not in (nn.Conv2d, nn.Conv3d):
+            return f"it is a {type(module).__qualname__}, whose forward may be another"
+        if any(stride < size for stride, size in zip(module.stride, module.kernel_size, strict=True)):
+            return f"its patches overlap (kernel {module.kernel_size}, stride {module.stride})"
+        if module.stride != module.kernel_size:
+            return f"there are gaps between its patches (kernel {module.kernel_size}, stride {module.stride})"
+        if math.prod(module.kernel_size) == 1:
+            return "its kernel is one pixel, there are no patches"
+        padding = module.padding
+        if padding != "valid" and (isinstance(padding, str) or any(padding)):
+            return f"it pads its input ({padding!r})"
+        if any(step != 1 for step in module.dilation):
+            return f"its kernel is dilated {module.dilation}"
+        if module.groups != 1:
+            return f"it has {module.groups} groups"
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return "it has hooks"
+        if "forward" in vars(module):
+            return "its forward was replaced on the object"
+        if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+            return "it has parameters of its own besides weight and bias"
+        return ""
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        return LinearPatchEmbedding
+
+    def discover(self, model: PreTrainedModel) -> Findings:
+        named = list(model.named_modules(remove_duplicate=False))
+        times = Counter(id(module) for _, module in named)
+        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        tied = seams.tied_keys(model)
+        matches: dict[str, nn.Module] = {}
+        refused: dict[str, str] = {}
+        for path, module in named:
+            if not isinstance(module, nn.Conv2d | nn.Conv3d):
+                continue
+            if self.modules and not any(search(text, path) for text in self.modules):
+                continue
+            reason = self.refusal(module)
+            if not reason and times[id(module)] > 1:
+                reason = "it is at several places of the model"
+            if not reason and any(
+                f"{path}.{name}" in tied or owners[id(parameter)] > 1 for name, parameter in module.named_parameters()
+            ):
+                reason = "its weights are tied"
+            if reason:
+                refused[path] = reason
+            else:
+                matches[path] = module
+        origins = origins_of(model) if matches else {}
+        for path in list(matches):
+            try:
+                converters_for(model, _targets({path: matches[path]}), origins)
+            except NotConvertibleError as error:
+                refused[path] = f"its weights: {error}"
+                del matches[path]
+        if not self.modules:
+            refused = {path: reason for path, reason in refused.items() if _might_be_meant(path, model)}
+        return Findings(matches, refused)
+
+    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
+        converters = converters_for(model, _targets(matches), origins_of(model))
+        for converter in converters:
+            if not seams.target_patterns(converter)[0].endswith(".bias"):
+                converter.operations.append(FlattenPatches())
+        return list[WeightTransform](converters)
+
+    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
+        assert isinstance(module, nn.Conv2d | nn.Conv3d)
+        return LinearPatchEmbedding.of(module)
+
+
+def _might_be_meant(path: str, model: nn.Module) -> bool:
+    """Whether a convolution that is left alone is worth a line: of a network of convolutions most are not."""
+    module = model.get_submodule(path)
+    assert isinstance(module, nn.Conv2d | nn.Conv3d)
+    return "patch" in path or (module.stride == module.kernel_size and math.prod(module.kernel_size) > 1)
+
+
+def _targets(matches: Mapping[str, nn.Module]) -> list[Target]:
+    return [
+        Target(f"{path}.linear.{name}", (f"{path}.{name}",))
+        for path, module in matches.items()
+        for name, _ in module.named_parameters()
+    ]
+
+
+class FlattenPatches(ConversionOps):
+    """(out, in, *kernel) -> (out, in * volume), and back by the shape that it met."""
+
+    shape: torch.Size | None = None
+
+    def __repr__(self) -> str:
+        return "FlattenPatches()"
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        ((name, value),) = input_dict.items()
+        tensor = value[0] if isinstance(value, list) else value
+        self.shape = tensor.shape
+        return {name: tensor.flatten(1)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        assert self.shape is not None, "it has not been run"
+        return UnflattenPatches(self.shape)
+
+
+class UnflattenPatches(ConversionOps):
+    """The reverse of `FlattenPatches`."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        ((name, value),) = input_dict.items()
+        tensor = value[0] if isinstance(value, list) else value
+        return {name: tensor.view(self.shape)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return FlattenPatches()

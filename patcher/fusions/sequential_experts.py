@@ -1,0 +1,192 @@
+"""`sequential_experts`: stacked expert weights as lists of linear layers, which quantizers and adapters understand."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.errors import InvalidPatcherError
+from patcher.fusions.base import Findings, Fusion
+from patcher.fusions.joining import NotConvertibleError, origins_of
+from patcher.fusions.rewrite import compile_subclass
+from patcher.fusions.stacks import Stack, forward_of, sequential
+from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.unstacking import Cut, unstacking
+from patcher.seams import PreTrainedModel, WeightTransform
+
+__all__ = ["SequentialExperts"]
+
+_lock = threading.RLock()
+#: original -> stacked weights and their biases -> the class: one load gets the class that another got
+_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[tuple[tuple[str, str], ...], type[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class ListedExperts(nn.Module):
+    """What the rewritten classes have in common."""
+
+    _stacks: ClassVar[tuple[Stack, ...]]
+
+
+class SequentialExperts(Fusion):
+    """Each stack of expert weights, `(experts, out, in)` -> an `nn.ModuleList` of `nn.Linear` of the same name.
+
+    `experts.gate_up_proj[i]` is then the gate and up projection of expert i, a plain `nn.Linear`, and
+    `experts.down_proj[i]` the down projection. The forward is the model's eager one, whatever
+    `experts_implementation` says: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
+    """
+
+    name = "sequential_experts"
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return bool(_weights_of(module)) and not self.refusal(module)
+
+    def refusal(self, module: nn.Module) -> str:
+        if not _weights_of(module):
+            return "it has no stacked weights"
+        if "forward" in vars(module):
+            return "its forward was replaced on the object"
+        try:
+            self.fused_class_of(module)
+        except NotUnderstoodError as error:
+            return str(error)
+        return ""
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        raise InvalidPatcherError("sequential_experts looks at modules; ask fused_class_of(module).")
+
+    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
+        """The class with the rewritten forward.
+
+        Raises:
+            NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
+        """
+        original, weights = type(module), _weights_of(module)
+        key = tuple(weights.items())
+        with _lock:
+            made = _classes.setdefault(original, {})
+            if key not in made:
+                made[key] = _compile(original, weights)
+            return made[key]
+
+    def discover(self, model: PreTrainedModel) -> Findings:
+        modules = list(model.named_modules(remove_duplicate=False))
+        times = Counter(id(module) for _, module in modules)
+        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        tied = seams.tied_keys(model)
+        matches: dict[str, nn.Module] = {}
+        refused: dict[str, str] = {}
+        for path, module in modules:
+            if not _weights_of(module):
+                continue
+            reason = self.refusal(module)
+            if not reason and times[id(module)] > 1:
+                reason = "the module is at several places of the model"
+            if not reason and any(
+                owners[id(parameter)] > 1 or f"{path}.{name}" in tied
+                for name, parameter in module.named_parameters(recurse=False)
+            ):
+                reason = "its weights are tied"
+            if not reason:
+                matches[path] = module
+            elif _is_about_experts(path, module):
+                refused[path] = reason
+        origins = origins_of(model) if matches else {}
+        for path in list(matches):
+            try:
+                unstacking(model, self._cuts({path: matches[path]}), origins)
+            except NotConvertibleError as error:
+                refused[path] = f"its weights: {error}"
+                del matches[path]
+        return Findings(matches, refused)
+
+    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
+        return list(unstacking(model, self._cuts(matches), origins_of(model)))
+
+    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
+        assert issubclass(fused_class, ListedExperts)
+        module.__class__ = fused_class
+        for stack in fused_class._stacks:
+            weight = module._parameters.pop(stack.name)
+            bias = module._parameters.pop(stack.bias) if stack.bias else None
+            assert weight is not None
+            setattr(module, stack.name, _listed(weight, bias, stack.transposed))
+        # The model's `_init_weights` looks for the stacks of such a module; the linear layers have their own turn.
+        seams.mark_initialized(module)
+        return module
+
+    def _cuts(self, matches: Mapping[str, nn.Module]) -> list[Cut]:
+        cuts = []
+        for path, module in matches.items():
+            cls = self.fused_class_of(module)
+            for stack in cls._stacks:  # type: ignore[attr-defined]
+                whole = f"{path}.{stack.name}" if path else stack.name
+                shape = tuple(getattr(module, stack.name).shape)
+                cuts.append(Cut(whole, f"{whole}.{{}}.weight", stack.transposed, shape))
+                if stack.bias:
+                    bias = f"{path}.{stack.bias}" if path else stack.bias
+                    cuts.append(Cut(bias, f"{whole}.{{}}.bias", False, tuple(getattr(module, stack.bias).shape)))
+        return cuts
+
+
+def _weights_of(module: nn.Module) -> dict[str, str]:
+    """The stacked parameters of a module, and the parameter that holds the biases of each, or ""."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    biases = {name: f"{name}_bias" for name in own}
+    return {
+        name: biases[name] if biases[name] in own and own[biases[name]].dim() == 2 else ""
+        for name, parameter in own.items()
+        if parameter.dim() == 3 and type(module).__module__.partition(".")[0] != "torch"
+    }
+
+
+def _is_about_experts(path: str, module: nn.Module) -> bool:
+    """Whether a module with parameters of three dimensions is worth a line: many have tables of positions."""
+    return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+
+
+def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.Module]:
+    method = forward_of(original)
+    try:
+        stacks, source = sequential(method, weights)
+    except NotUnderstoodError as error:
+        raise NotUnderstoodError(f"{error} ({method.at(error.line)})", error.line) from error
+    listed = " and ".join(stack.name for stack in stacks)
+    cls = compile_subclass(
+        f"Sequential{original.__name__}",
+        f"{original.__name__} with lists of linear layers as {listed}. Rewritten by patcher from {method.at(1)}.",
+        (ListedExperts, original),
+        [(method, source)],
+    )
+    cls.__qualname__ = f"Sequential{original.__qualname__.rsplit('.', 1)[-1]}"
+    cls._stacks = stacks
+    return cls
+
+
+def _listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> nn.ModuleList:
+    experts = nn.ModuleList()
+    size = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
+    for number in range(weight.shape[0]):
+        linear = nn.Linear(*size, bias=bias is not None, device="meta", dtype=weight.dtype)
+        matrix = weight.detach()[number]
+        linear.weight = _parameter(matrix.t() if transposed else matrix, weight)
+        if bias is not None:
+            linear.bias = _parameter(bias.detach()[number], bias)
+        experts.append(linear)
+    seams.mark_initialized(experts)  # where the module around it initialises what has this name
+    return experts
+
+
+def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=like.requires_grad)
+    if getattr(like, "_is_hf_initialized", False):
+        seams.mark_initialized(new)
+    return new

@@ -1,0 +1,465 @@
+"""`sequential_experts`: the model's own eager experts as linear layers; the same checkpoint; quantizers see them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    JetMoeConfig,
+    Llama4TextConfig,
+    LongcatFlashConfig,
+    MixtralForCausalLM,
+    NemotronHConfig,
+    OpenAIPrivacyFilterConfig,
+    OpenAIPrivacyFilterForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    TorchAoConfig,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
+from patcher.fusions.sequential_experts import SequentialExperts
+from patcher.saving import original_state_dict
+from patcher.seams import stock_revert
+from tests.fusions.checkpoints import same_checkpoint
+from tests.tiny import (
+    DECODER_SIZES,
+    build_tiny,
+    save_tiny,
+    tiny_inputs,
+    tiny_jamba_config,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen2_moe_config,
+)
+
+LISTED = Patcher(fusions="sequential_experts")
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+def tiny_gpt_oss_config(**changes: Any) -> GptOssConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": rope}
+    return GptOssConfig(**DECODER_SIZES | settings | changes)
+
+
+def tiny_qwen3_moe_config() -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(**DECODER_SIZES | EXPERTS | {"num_experts": 4})
+
+
+def tiny_llama4_config() -> Llama4TextConfig:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "head_dim": 16}
+    return Llama4TextConfig(**DECODER_SIZES | experts | {"interleave_moe_layer_step": 1})
+
+
+CASES = [
+    pytest.param(tiny_mixtral_config(), id="Mixtral, experts apart on disk"),
+    pytest.param(tiny_qwen2_moe_config(), id="Qwen2-MoE, a shared expert"),
+    pytest.param(tiny_qwen3_moe_config(), id="Qwen3-MoE"),
+    pytest.param(tiny_jamba_config(), id="Jamba, experts in some layers"),
+    pytest.param(tiny_gpt_oss_config(), id="gpt-oss, transposed, interleaved, biases"),
+    pytest.param(tiny_llama4_config(), id="Llama 4, all experts at once"),
+]
+
+
+def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The stock model, eager, and the one with lists of layers, from one checkpoint."""
+    save_tiny(config, folder)
+    options = {"experts_implementation": "eager"} | options
+    stock = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return stock, AutoModelForCausalLM.from_pretrained(folder, patcher=LISTED, **options)
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [model.get_submodule(path) for path, _, _ in report(model).fused]
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_outputs_and_gradients_are_those_of_eager_experts(config: PretrainedConfig, tmp_path: Path) -> None:
+    stock, listed = loaded(config, tmp_path)
+    inputs = tiny_inputs(config)
+    outputs = [model(**inputs).logits for model in (stock, listed)]
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
+
+    for output in outputs:
+        output.square().mean().backward()
+
+    def zeros_if_unused(
+        model: PreTrainedModel,
+    ) -> dict[str, torch.Tensor]:  # an expert without a token has no gradient
+        return {
+            name: torch.zeros_like(value) if value.grad is None else value.grad
+            for name, value in model.named_parameters()
+        }
+
+    expected = stock_revert(stock, zeros_if_unused(stock))
+    found = original_state_dict(listed, zeros_if_unused(listed))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_every_expert_is_a_plain_linear_layer(config: PretrainedConfig, tmp_path: Path) -> None:
+    stock, listed = loaded(config, tmp_path)
+
+    for experts in experts_of(listed):
+        assert set(dict(experts.named_parameters(recurse=False))) == set()
+        for name in ("gate_up_proj", "down_proj"):
+            layers = getattr(experts, name)
+            assert isinstance(layers, nn.ModuleList)
+            assert [type(layer) for layer in layers] == [nn.Linear] * 4
+    assert not any(parameter.dim() == 3 and "conv" not in name for name, parameter in listed.named_parameters())
+    assert sum(p.numel() for p in listed.parameters()) == sum(p.numel() for p in stock.parameters())
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
+@pytest.mark.parametrize("config", CASES)
+def test_saving_writes_what_stock_writes(config: PretrainedConfig, max_shard_size: str, tmp_path: Path) -> None:
+    save_tiny(config, tmp_path / "checkpoint", max_shard_size=max_shard_size, dtype=torch.bfloat16)
+    for name, options in {"stock": {}, "listed": {"patcher": LISTED}}.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", **options)
+        model.save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
+
+    assert same_checkpoint(tmp_path / "listed", tmp_path / "stock")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_that_of_eager_experts(dtype: torch.dtype, tmp_path: Path) -> None:
+    stock, listed = loaded(tiny_mixtral_config(), tmp_path, dtype=dtype)
+    inputs = tiny_inputs(stock.config)
+
+    torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=0, rtol=0)
+
+
+def test_a_real_model_of_experts_gives_the_same_and_comes_back_whole(smollm2_moe: Path, tmp_path: Path) -> None:
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    stock = AutoModelForCausalLM.from_pretrained(smollm2_moe, **options)
+    listed = AutoModelForCausalLM.from_pretrained(smollm2_moe, patcher=LISTED, **options)
+    tokens = torch.arange(40, 72)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(listed(tokens).logits, stock(tokens).logits, atol=1e-4, rtol=0)
+    del stock
+
+    listed.save_pretrained(tmp_path)
+
+    assert same_checkpoint(tmp_path, smollm2_moe)
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def test_the_source_says_what_runs() -> None:
+    cls = SequentialExperts().fused_class_of(build_tiny(tiny_gpt_oss_config()).model.layers[0].mlp.experts)
+    source = inspect.getsource(cls)
+
+    assert "gate_up = self.gate_up_proj[expert_idx](current_state)\n" in source
+    assert "out = self.down_proj[expert_idx](gated_output)\n" in source
+    assert "_bias" not in source
+    assert "# skip masking index" in source  # comments stay
+
+
+def test_it_is_still_an_object_of_the_class_that_it_was(tmp_path: Path) -> None:
+    _, listed = loaded(tiny_mixtral_config(), tmp_path)
+
+    assert all(isinstance(experts, MixtralExperts) for experts in experts_of(listed))
+    again = copy.deepcopy(listed)
+    tokens = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(again(tokens).logits, listed(tokens).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_whatever_implementation_is_asked_for_the_experts_run_one_by_one(implementation: str, tmp_path: Path) -> None:
+    stock, listed = loaded(tiny_mixtral_config(), tmp_path, experts_implementation=implementation)
+    inputs = tiny_inputs(stock.config)
+
+    assert listed.config._experts_implementation == implementation
+    torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
+
+
+def test_threads_may_share_the_model(tmp_path: Path) -> None:
+    stock, listed = loaded(tiny_mixtral_config(), tmp_path)
+    batches = [tiny_inputs(stock.config, seed=seed) for seed in range(4)]
+    results: dict[int, torch.Tensor] = {}
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            results[number] = listed(**batches[number]).logits
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    for number, batch in enumerate(batches):
+        torch.testing.assert_close(results[number], stock(**batch).logits, atol=1e-5, rtol=0)
+
+
+# --- variants of the layout ------------------------------------------------------------------------------------------
+
+VARIANTS = [
+    pytest.param(
+        NemotronHConfig(
+            **DECODER_SIZES
+            | {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "head_dim": 16}
+            | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
+        ),
+        ["up_proj", "down_proj"],
+        id="Nemotron-H, no gate",
+    ),
+    pytest.param(
+        JetMoeConfig(**DECODER_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+        ["weight"],
+        id="JetMoe, experts get their own part",
+    ),
+    pytest.param(
+        LongcatFlashConfig(
+            **DECODER_SIZES
+            | {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 4}
+            | {"zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
+            | {"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_hidden_layers": 2}
+        ),
+        ["gate_up_proj", "down_proj"],
+        id="LongCat, experts that do nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "names"), VARIANTS)
+def test_other_layouts(config: PretrainedConfig, names: list[str], tmp_path: Path) -> None:
+    stock, listed = loaded(config, tmp_path / "checkpoint")
+    inputs = tiny_inputs(config)
+    stock.save_pretrained(tmp_path / "stock")
+    listed.save_pretrained(tmp_path / "listed")
+
+    for experts in experts_of(listed):
+        assert [name for name, child in experts.named_children() if isinstance(child, nn.ModuleList)] == names
+    torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
+    assert same_checkpoint(tmp_path / "listed", tmp_path / "stock")
+
+
+def test_what_isnt_expert_by_expert_is_refused_with_the_line() -> None:
+    config = OpenAIPrivacyFilterConfig(
+        **DECODER_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    )
+    resolution = LISTED.resolve(OpenAIPrivacyFilterForTokenClassification, config)
+
+    assert not resolution.fused
+    for reason in resolution.refused.values():
+        assert "self.gate_up_proj is used as something else than the weight of one expert" in reason
+        assert "modeling_openai_privacy_filter.py:" in reason
+
+
+class OddExperts(nn.Module):
+    """One method a way in which a stack must not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+        self.weight_bias = nn.Parameter(torch.randn(4, 8))
+
+
+class TwoSides(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[0], self.weight_bias[0]) + (
+            x @ self.weight[1] + self.weight_bias[1]
+        )
+
+
+class NoBias(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[0]) + nn.functional.linear(x, self.weight[1], self.weight_bias[1])
+
+
+class OtherBias(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[0] + self.weight_bias[1]
+
+
+class Handed(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return x @ weight[0]
+
+
+class Several(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[0, :4]
+
+
+class Scaled(OddExperts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight[0] * 2)
+
+
+class Decorated(OddExperts):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[0] + self.weight_bias[0]
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (TwoSides, "multiplied from both sides"),
+        (NoBias, "with and without weight_bias"),
+        (OtherBias, r"self\.weight_bias is used as something else"),
+        (Handed, r"self\.weight is used as something else"),
+        (Several, r"self\.weight is used as something else"),
+        (Scaled, r"self\.weight is used as something else"),
+        (Decorated, "forward is"),
+    ],
+)
+def test_a_forward_that_isnt_understood_is_refused(cls: type[nn.Module], reason: str) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(SequentialExperts().refusal(cls()))
+
+
+def test_a_model_without_experts_is_an_error(tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path)
+    with pytest.raises(UnmatchedPatchError, match="'sequential_experts' found no module that it can fuse"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=LISTED)
+
+
+# --- without a checkpoint, and in memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [tiny_mixtral_config(), tiny_gpt_oss_config()], ids=lambda c: c.model_type)
+def test_a_model_made_without_a_checkpoint_starts_and_saves_as_stock(config: PretrainedConfig, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    stock = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(1)
+    listed = AutoModelForCausalLM.from_config(config, patcher=LISTED)
+    stock.save_pretrained(tmp_path / "stock")
+    listed.save_pretrained(tmp_path / "listed")
+
+    assert experts_of(listed)
+    assert same_checkpoint(tmp_path / "listed", tmp_path / "stock")
+
+
+def test_it_is_applied_to_a_model_in_memory_and_taken_back() -> None:
+    stock = build_tiny(tiny_gpt_oss_config())
+    listed = LISTED.apply(stock)
+    back = Patcher().apply(listed)
+    tokens = torch.tensor([[3, 4, 5]])
+
+    torch.testing.assert_close(listed(tokens).logits, stock(tokens).logits, atol=1e-5, rtol=0)
+    assert all(torch.equal(value, stock.state_dict()[name]) for name, value in back.state_dict().items())
+
+
+def test_training_an_expert_changes_its_part_of_the_saved_stack(tmp_path: Path) -> None:
+    _, listed = loaded(tiny_gpt_oss_config(), tmp_path / "checkpoint")
+    with torch.no_grad():
+        listed.model.layers[1].mlp.experts.gate_up_proj[2].weight += 1
+    listed.save_pretrained(tmp_path / "trained")
+    before = GptOssForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
+    after = GptOssForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
+
+    changed = {name: (after[name] - before[name]) for name in before if not torch.equal(after[name], before[name])}
+    ((name, difference),) = changed.items()
+    assert name == "model.layers.1.mlp.experts.gate_up_proj"
+    assert [part.abs().max().item() > 0.5 for part in difference] == [False, False, True, False]
+
+
+def test_it_combines_with_the_other_families(tmp_path: Path) -> None:
+    save_tiny(tiny_mixtral_config(), tmp_path / "checkpoint")
+    stock = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    both = MixtralForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", patcher=Patcher(fusions=["qkv", "sequential_experts"])
+    )
+    inputs = tiny_inputs(stock.config)
+    stock.save_pretrained(tmp_path / "stock")
+    both.save_pretrained(tmp_path / "both")
+
+    torch.testing.assert_close(both(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
+    assert same_checkpoint(tmp_path / "both", tmp_path / "stock")
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_an_error(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(tiny_mixtral_config(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(PatchedWeightsError, match=r"gate_up_proj"):
+        MixtralForCausalLM.from_pretrained(tmp_path, patcher=LISTED)
+
+
+# --- quantizers ------------------------------------------------------------------------------------------------------
+
+
+def quantizers() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if importlib.util.find_spec("bitsandbytes"):
+        found["bitsandbytes, 8 bits"] = BitsAndBytesConfig(load_in_8bit=True)
+        found["bitsandbytes, 4 bits"] = BitsAndBytesConfig(load_in_4bit=True)
+    if importlib.util.find_spec("torchao"):
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        found["torchao, int8"] = TorchAoConfig(Int8WeightOnlyConfig(version=2))
+    return found
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    weight: Any = layer.weight
+    return weight.dtype in (torch.int8, torch.uint8) or type(weight.data) is not torch.Tensor
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes, 8 bits", "bitsandbytes, 4 bits", "torchao, int8"])
+@pytest.mark.parametrize(
+    "config",
+    [tiny_qwen3_moe_config(), tiny_mixtral_config(), tiny_gpt_oss_config()],
+    ids=["Qwen3-MoE", "Mixtral", "gpt-oss"],
+)
+def test_quantizers_quantize_every_expert(config: PretrainedConfig, name: str, tmp_path: Path) -> None:
+    quantizer = quantizers().get(name)
+    if quantizer is None:
+        pytest.skip(f"{name.partition(',')[0]} is not installed")
+    save_tiny(config, tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": quantizer}
+
+    def quantized_experts(model: nn.Module) -> int:
+        return sum(
+            ".experts." in path and isinstance(module, nn.Linear) and is_quantized(module)
+            for path, module in model.named_modules()
+        )
+
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    listed = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=LISTED, **options)
+
+    assert quantized_experts(stock) == 0
+    assert quantized_experts(listed) == 2 * 4 * 2  # layers, experts, projections
+    inputs = tiny_inputs(config)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(**inputs).logits
+    error = (listed(**inputs).logits - exact).pow(2).mean().sqrt() / exact.std()
+    assert error < (0.5 if "4 bits" in name else 0.2)
+    with pytest.raises(PatchedWeightsError, match=r"gate_up_proj\.0\.weight.* is quantized"):
+        listed.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_with_lists_can_be_pickled(tmp_path: Path) -> None:
+    _, listed = loaded(tiny_mixtral_config(), tmp_path)
+    tokens = torch.tensor([[3, 4, 5]])
+
+    again = pickle.loads(pickle.dumps(listed))
+
+    torch.testing.assert_close(again(tokens).logits, listed(tokens).logits, atol=0, rtol=0)
