@@ -339,9 +339,9 @@ def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]])
         model._no_split_modules = set(listed).union(*(new for old, new in names.items() if old in listed))
 
 
-def mark_initialized(tensor: torch.Tensor) -> None:
-    """Keep transformers' initialisation away from a tensor that has its value."""
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:
+    """Keep transformers' initialisation away from a tensor that has its value, or from a module's own part in it."""
+    tensor._is_hf_initialized = True  # type: ignore[union-attr]
 
 
 def is_initialized(tensor: torch.Tensor) -> bool:

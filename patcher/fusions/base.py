@@ -123,6 +123,7 @@ class Fusion:
 #: Families that a Patcher finds by name, and where they live: imported when they are asked for.
 FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
+    "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
     "qkv": "patcher.fusions.qkv:QKV",
 }
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
