@@ -125,8 +125,8 @@ FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
     "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
     "qkv": "patcher.fusions.qkv:QKV",
-}
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
+}
 
 
 def fusion_named(name: Any) -> Fusion:
