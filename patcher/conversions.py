@@ -164,6 +164,8 @@ class _TrackedConverter(_Tracked):
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         first, middle, last = _Witness(), list(self.operations), _Witness()
         self.operations = [first, *middle, last]  # type: ignore[misc]
+        if self.quantization_operation is not None:  # type: ignore[has-type]
+            self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
         try:
             result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
         except Exception:  # the load goes on and reports at its end
@@ -173,8 +175,6 @@ class _TrackedConverter(_Tracked):
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
         for pattern, key in self.collected:
             sources.setdefault(pattern, []).append((key, shapes[pattern].pop(0)))
-        if self.quantization_operation is not None:  # type: ignore[has-type]
-            self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
         produced = {
             _full_name(layer_name, pattern, list(last.seen)): (pattern, seen[0], last.dtypes[pattern])
             for pattern, seen in last.seen.items()
@@ -202,15 +202,6 @@ class _Witness(ConversionOps):
         return _Witness()
 
 
-def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
-    """The name of the parameter that a target pattern makes, where `layer_name` is what the first one makes."""
-    full = layer_name.replace("*.", "0.")
-    for other in patterns:
-        if other in full:
-            head, _, tail = full.partition(other)
-            return head + pattern + tail
-    return pattern
-
 class _QuantizeEach(ConversionOps):
     """Quantize whatever a conversion makes; transformers' own operations take one parameter, the first."""
 
@@ -231,8 +222,14 @@ class _QuantizeEach(ConversionOps):
         return result
 
 
-
-_GROUP = re.compile(r"\\\d")
+def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
+    """The name of the parameter that a target pattern makes, where `layer_name` is what the first one makes."""
+    full = layer_name.replace("*.", "0.")
+    for other in patterns:
+        if other in full:
+            head, _, tail = full.partition(other)
+            return head + pattern + tail
+    return pattern
 
 
 class RememberingConcatenate(Concatenate):
@@ -253,10 +250,6 @@ class RememberingConcatenate(Concatenate):
         joined: dict[str, torch.Tensor] = join(
             input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
         )
-        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
-            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands a group in the name of the layer alone.
-            (tensor,) = joined.values()
-            return {kwargs["full_layer_name"]: tensor}
         return joined
 
     @property
@@ -399,6 +392,8 @@ def _undo_entry(
         raise fail(f"taking it apart failed with {type(error).__name__}: {error}", error) from error
 
     restored: dict[str, torch.Tensor] = {}
+    # Pieces that stock cuts from one tensor, with the operations that stock has, are saved into one shard there too.
+    as_stock = all(getattr(operation, "reverses_as_stock", False) for operation in entry.operations)
     for pattern, sources in entry.sources.items():
         tensors = _tensors_of(pattern, collected)
         if len(tensors) != len(sources):
@@ -413,8 +408,6 @@ def _undo_entry(
 
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    # Pieces that stock cuts from one tensor, with the operations that stock has, are saved into one shard there too.
-    as_stock = all(getattr(operation, "reverses_as_stock", False) for operation in entry.operations)
     """The tensor with a storage of its own, in the same memory.
 
     Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
