@@ -216,7 +216,9 @@ def paused(checkpoint: Path, patcher: Patcher, cls: type[nn.Module]) -> Iterator
 def test_stock_class_is_itself_for_other_threads_while_a_load_is_paused(checkpoint: Path) -> None:
     with paused(checkpoint, Patcher({"LlamaMLP": FirstMLP}), FirstMLP):
         build_by_hand()
-        build_in_a_block()
+        with Patcher({"LlamaMLP": SecondMLP}).applied():
+            assert type(LlamaMLP(tiny_llama_config())) is SecondMLP
+        build_by_hand()
 
 
 @contextmanager
