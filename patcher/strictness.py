@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from patcher import seams
 from patcher.conversions import Journal, describe, identity, simulate
 from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
 from patcher.fusions.base import Fusion
-from patcher.matching import compress, nearest, search
+from patcher.matching import compress, is_expression, nearest, search
 from patcher.record import Replaced
 from patcher.scope import Layer
 from patcher.seams import PreTrainedModel
@@ -45,9 +46,7 @@ def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError 
             )
     for key in patcher.class_mapping:
         if key not in layer.matched and key not in grouped:
-            problems.append(
-                f"class_mapping: no class of the model matches {key!r}; {_suggest(key, classes, 'classes')}"
-            )
+            problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, classes)}")
     for fusion in patcher.fusions:
         if fusion not in layer.matched:
             problems.append(f"fusions: {_name(fusion)} found no module that it can fuse{_refusals(layer)}")
@@ -76,6 +75,15 @@ def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError 
         "Correct it or take it out; with strict=False this is a warning."
     )
     return UnmatchedPatchError(text)
+
+
+def _reason(key: str, classes: set[str]) -> str:
+    if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
+        return (
+            ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
+            "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
+        )
+    return f"; {_suggest(key, classes, 'classes')}"
 
 
 def _name(fusion: str | Fusion) -> str:
@@ -188,8 +196,9 @@ def judge_weights(
     prefixes = tuple(f"{path}." for path in paths if path)
 
     def under_replaced(key: str) -> bool:
+        # A checkpoint may have the prefix of the base model where the model's names have none, or the other way round.
         prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-        return everywhere or key.startswith(prefixes) or (bool(prefix) and f"{prefix}{key}".startswith(prefixes))
+        return everywhere or any(name.startswith(prefixes) for name in (key, prefix + key, key.removeprefix(prefix)))
 
     def declared(key: str, name: str) -> bool:
         return any(search(text, key) for patcher in patchers for text in getattr(patcher, name))
@@ -249,12 +258,14 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
         for length in range(min(2, len(parts)), len(parts) + 1):
             tail = parts[-length:]
             expression = (
-                ("" if length == len(parts) else r"\.")
-                + r"\.".join(r"\d+" if part.isdigit() else part for part in tail)
+                ("^" if length == len(parts) else r"\.")
+                + r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in tail)
                 + "$"
             )
             if not any(search(expression, other) for other in rest):
                 break
+        else:
+            expression = f"^{re.escape(key)}$"
         result[expression] = None
     return list(result)
 

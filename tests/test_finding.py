@@ -116,7 +116,10 @@ def test_a_class_of_torch_that_only_torchs_own_namespace_names_is_not_matched(ll
     class OwnLinear(nn.Linear):
         pass
 
-    with pytest.raises(UnmatchedPatchError, match="no class of the model matches 'Linear'; nearest: Linear"):
+    with pytest.raises(
+        UnmatchedPatchError,
+        match="no class of the model matches 'Linear': the model has it, but not from modeling code",
+    ):
         LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"Linear": OwnLinear}))
 
 
