@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -216,7 +218,14 @@ def _join(described: PatchConfig, original: type[nn.Module], fused: Any) -> None
     described.modify_init(name, wrapper.replace("'", '"'), f"one {joined.name} in place of {listed}")
     if all(helper.source.name != "joined_linear" for helper in described.helpers):
         described.add_helper(_JOIN, "projections of one input as one")
+        _import_torch(described, sys.modules[original.__module__])
+
+
+def _import_torch(described: PatchConfig, shipped: ModuleType) -> None:
+    """`torch` and `nn`, unless the file has them; it may have written `import torch.nn as nn`."""
+    if vars(shipped).get("torch") is not torch:
         described.add_import("torch", is_from_import=False)
+    if vars(shipped).get("nn") is not nn:
         described.add_import("torch", names=["nn"])
 
 
@@ -301,7 +310,7 @@ def save_pretrained(self, *args, **kwargs):
 def _load_and_save(described: PatchConfig, shipped: ModuleType) -> None:
     """Have the models of the file read and write the checkpoints of the original."""
     package, _, stem = shipped.__name__.rpartition(".")
-    described.add_import("torch", is_from_import=False)
+    _import_torch(described, shipped)
     described.add_import(package, names=[f"{stem} as shipped"])
     described.add_import("patcher", names=["report"])
     described.add_helper(_SHIPPED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
+from patcher import Patcher
 from patcher.codegen import check
 from patcher.codegen.checker import discover, read_settings
 
@@ -43,11 +45,10 @@ def test_regenerated(config: Path) -> None:
         assert result.path.with_suffix(".diff").is_file()
 
 
-@pytest.fixture(scope="module")
-def patched() -> Iterator[ModuleType]:
-    """The generated Qwen3, imported from its file."""
-    path = GALLERY / "qwen3" / "generated" / "patched_modeling_qwen3.py"
-    spec = importlib.util.spec_from_file_location("gallery_patched_modeling_qwen3", path)
+@contextmanager
+def imported(folder: str, name: str) -> Iterator[ModuleType]:
+    """A generated file of the gallery, imported."""
+    spec = importlib.util.spec_from_file_location(f"gallery_{name}", GALLERY / folder / "generated" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -55,6 +56,13 @@ def patched() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[ModuleType]:
+    """The generated Qwen3."""
+    with imported("qwen3", "patched_modeling_qwen3") as module:
+        yield module
 
 
 def tiny(**changes: object) -> transformers.Qwen3Config:
@@ -134,3 +142,50 @@ def test_qwen3_generates_saves_and_loads(patched: ModuleType, tmp_path: Path) ->
     model.save_pretrained(tmp_path)
     again = modeling_qwen3.Qwen3ForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.generate(IDS, **arguments), expected)
+
+
+# --- files of a runtime Patcher ------------------------------------------------------------------------------------
+
+#: folder and file, and the Patcher whose file it is
+JOINED = ("llama", "patched_modeling_llama", Patcher(fusions=["qkv"]))
+
+
+@pytest.fixture(scope="module")
+def joined() -> Iterator[ModuleType]:
+    """The generated Llama."""
+    with imported(*JOINED[:2]) as module:
+        yield module
+
+
+def saved(model: transformers.PreTrainedModel, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_llama_with_qkv_computes_and_saves_what_the_patcher_does(
+    joined: ModuleType, smollm2_small: Path, tmp_path: Path
+) -> None:
+    """On real weights, with three queries to a key."""
+    stock = transformers.LlamaForCausalLM.from_pretrained(smollm2_small)
+    patched = transformers.LlamaForCausalLM.from_pretrained(smollm2_small, patcher=JOINED[2])
+    model = joined.LlamaForCausalLM.from_pretrained(smollm2_small)
+    assert type(model) is joined.LlamaForCausalLM
+    with torch.no_grad():
+        found = model(IDS).logits
+        assert torch.equal(found, patched(IDS).logits)
+        torch.testing.assert_close(found, stock(IDS).logits, rtol=1e-4, atol=1e-4)
+    expected = saved(stock, tmp_path / "stock")
+    assert saved(model, tmp_path / "model") == expected
+    assert saved(patched, tmp_path / "patched") == expected
+
+
+def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: Path) -> None:
+    stock = transformers.LlamaForCausalLM.from_pretrained(smollm2_small)
+    model = joined.LlamaForCausalLM.from_pretrained(smollm2_small)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(IDS, **arguments), stock.generate(IDS, **arguments))
+    for each in (stock, model):
+        each(IDS, labels=IDS).loss.backward()
+    attention, original = model.model.layers[0].self_attn, stock.model.layers[0].self_attn
+    gradients = [getattr(original, name).weight.grad for name in ("q_proj", "k_proj", "v_proj")]
+    torch.testing.assert_close(attention.qkv_proj.weight.grad, torch.cat(gradients), rtol=1e-3, atol=1e-5)
