@@ -126,6 +126,15 @@ class Journal:
             self.renamed and not names.intersection(self.renamed)
         )
 
+    def is_uneven(self) -> bool:
+        """Whether it has joined parts of different sizes."""
+        return any(
+            len({size for _, size in operation.sizes}) > 1
+            for entry in self.entries
+            for operation in entry.operations
+            if isinstance(operation, RememberingConcatenate)
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
         # transformers copies a converter for each layer; `copy.deepcopy(model)` gets what only loading writes.
         return self
@@ -232,6 +241,9 @@ def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
     return pattern
 
 
+_GROUP = re.compile(r"\\\d")
+
+
 class RememberingConcatenate(Concatenate):
     """A `Concatenate` whose reverse cuts at the sizes that it joined, not into equal pieces."""
 
@@ -250,6 +262,10 @@ class RememberingConcatenate(Concatenate):
         joined: dict[str, torch.Tensor] = join(
             input_dict, source_patterns=source_patterns, target_patterns=target_patterns, **kwargs
         )
+        if len(joined) == 1 and _GROUP.search(next(iter(joined))):
+            # Anchored, `^(layers\.\d+\.)q$ -> \1qkv`: transformers expands a group in the name of the layer alone.
+            (tensor,) = joined.values()
+            return {kwargs["full_layer_name"]: tensor}
         return joined
 
     @property
@@ -307,6 +323,11 @@ def _remembering(operation: ConversionOps) -> ConversionOps:
         remembering.__dict__.update(operation.__dict__)
         return remembering
     return operation
+
+
+def joins(transform: WeightTransform) -> bool:
+    """Whether the transform is a converter that concatenates."""
+    return any(type(operation) is Concatenate for operation in getattr(transform, "operations", ()))
 
 
 def journal_of(transform: WeightTransform) -> Journal | None:

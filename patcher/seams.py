@@ -214,6 +214,11 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
     return copy
 
 
+def take_over_use(used: WeightTransform, transform: WeightTransform) -> None:
+    """Mark `transform` as used if its copy `used` was."""
+    transform._was_used = used._was_used
+
+
 def was_used(transform: WeightTransform) -> bool:
     """Whether the transform matched a key."""
     return bool(transform._was_used)

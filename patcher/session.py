@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedModel
 
 from patcher import fingerprints, seams
-from patcher.conversions import describe, journal_of, track
+from patcher.conversions import describe, joins, journal_of, track
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherWarning
 from patcher.patcher import Patcher
 from patcher.record import PatchRecord, Replaced, keep_record
@@ -102,6 +102,7 @@ class Session:
         self.record: PatchRecord | None = None
         self.arranged = Arranged([], [], [])
         self.tracked: list[Any] = []
+        self.followed: set[int] = set()
         self.key_mapping: dict[str, str] | None = None
         self.started = time.perf_counter()
         self.seconds: dict[str, float] = {}
@@ -147,7 +148,11 @@ class Session:
         fusions = self.record.fusion_transforms if self.record is not None else ()
         self.arranged = arrange(stock[asked:], self.layers, fusions)
         self.tracked = [track(transform) for transform in self.arranged.added]
-        return [*stock[:asked], *self.tracked, *self.arranged.kept]
+        # transformers reverses what joins unequal parts, as a conversion that somebody has registered may, into equal
+        # ones. So that is followed as well.
+        kept = [track(item) if joins(item) else item for item in self.arranged.kept]
+        self.followed = {id(item) for item in kept if journal_of(item) is not None}
+        return [*stock[:asked], *self.tracked, *kept]
 
     def read(self, model: PreTrainedModel, checkpoint: dict[str, Any], load_config: Any, info: Any) -> None:
         """The weights have been read: put down what was done, and see whether it is what was asked for."""
@@ -179,12 +184,11 @@ class Session:
             [*self.arranged.kept, *(t for t, _ in self.arranged.dropped)],
             checkpoint,
         )
+        mapping = [*self.tracked_lost(mapping), *map(self._without_need, mapping)]
         used = [item for item in mapping if journal_of(item) is None and seams.was_used(item)]
         seams.set_used_conversions(model, used)
         self.record.conversions = tuple(
-            journal_of(item) or item
-            for item in [*self.tracked_lost(mapping), *mapping]
-            if journal_of(item) is not None or seams.was_used(item)
+            journal_of(item) or item for item in mapping if journal_of(item) is not None or seams.was_used(item)
         )
         self.record.dropped = tuple(self.arranged.dropped)
         self.record.read = True
@@ -210,6 +214,14 @@ class Session:
         self.record.new_weights = self.intent.with_aliases(found.new)
         self.record.dropped_weights = found.dropped
         self.complaints.add(found.error, strict=self.strict)
+
+    def _without_need(self, item: Any) -> Any:
+        """A stock conversion that was followed and has joined equal parts, as transformers knows it."""
+        journal = journal_of(item)
+        if journal is None or id(item) not in self.followed or journal.is_uneven():
+            return item
+        seams.take_over_use(item, journal.transform)
+        return journal.transform
 
     @property
     def record_class(self) -> type[PreTrainedModel]:
