@@ -7,8 +7,8 @@ rows that it permutes for rotary embeddings), its own operations run inside of o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,19 +114,22 @@ def converters_for(
     for target in targets:
         routes = _routes(target, origins)
         keys = [key for route in routes for key in route.keys]
-        prefix = _common_prefix([target.name, *keys])
+        others = [name for route in routes for _, name in route.others]
+        prefix = _common_prefix([target.name, *keys, *others])
         names = tuple(text.removeprefix(prefix) for text in (target.name, *keys))
-        kind = (names, tuple(route.kind for route in routes))
+        kind = (names, tuple(text.removeprefix(prefix) for text in others), tuple(route.kind for route in routes))
         groups.setdefault(kind, []).append((prefix, target))
         routes_of[kind] = routes
     every = {key for made in origins.values() for key in made.keys}
     converters = []
     for kind, members in groups.items():
         tail, *tails = kind[0]
+        other_tails: tuple[str, ...] = kind[1]
         head = _anchor([prefix for prefix, _ in members], tails, every, model.base_model_prefix)
         sources = [f"{head}{re.escape(text)}$" for text in tails]
-        operation = JoinRows(tuple(_numbered(routes_of[kind])))
-        converters.append(WeightConverter(sources, rf"\1{tail}", operations=[operation]))
+        operation = JoinRows(tuple(_numbered(routes_of[kind])), tail, other_tails)
+        targets_of = [rf"\1{text}" for text in (tail, *other_tails)]
+        converters.append(WeightConverter(sources, targets_of, operations=[operation]))
     return converters
 
 
@@ -137,17 +140,19 @@ class Route:
     Attributes:
         keys: the keys, as the renamings leave them.
         parts: (number of the part, the pattern under which the operations leave it).
+        others: (pattern, parameter) of what the operations make besides, which is no part.
     """
 
     keys: tuple[str, ...]
     parts: tuple[tuple[int, str], ...]
     converter: WeightConverter | None = None
     patterns: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
+    others: tuple[tuple[str, str], ...] = ()
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return (len(self.keys), self.parts, id(self.converter) if self.converter is None else self._settings())
+        others = tuple(pattern for pattern, _ in self.others)
+        return (len(self.keys), self.parts, others, () if self.converter is None else self._settings())
 
     def _settings(self) -> tuple[Any, ...]:
         assert self.converter is not None
@@ -168,19 +173,19 @@ def _routes(target: Target, origins: Mapping[str, Made]) -> tuple[Route, ...]:
         routes[made.keys] = Route(
             made.keys, (*(before.parts if before else ()), (number, pattern)), made.converter, made.patterns
         )
-    for route in routes.values():
+    for keys, route in routes.items():
         if route.converter is None:
             continue
-        whole = dict(origins[target.parts[route.parts[0][0]]].targets)
-        if left := [name for name in whole.values() if name not in target.parts]:
-            raise NotConvertibleError(f"{describe(route.converter)} makes {', '.join(left)} as well")
         if len(set(route.patterns)) != len(route.keys):
             raise NotConvertibleError(f"{describe(route.converter)} takes several tensors by one pattern")
+        whole = origins[target.parts[route.parts[0][0]]].targets
+        others = tuple((pattern, name) for pattern, name in whole if name not in target.parts)
+        routes[keys] = replace(route, others=others)
     return tuple(routes.values())
 
 
-def _numbered(routes: Iterable[Route]) -> Iterable[Step]:
-    position = 0
+def _numbered(routes: tuple[Route, ...]) -> Iterator[Step]:
+    position, parts_before_others = 0, sum(len(route.parts) for route in routes)
     for route in routes:
         operations: tuple[ConversionOps, ...] = ()
         sources: tuple[str, ...] = ()
@@ -189,7 +194,10 @@ def _numbered(routes: Iterable[Route]) -> Iterable[Step]:
             operations = tuple(route.converter.operations)
             # In the order of the converter's own patterns: operations go by it.
             sources, targets = tuple(route.patterns), tuple(route.converter.target_patterns)
-        yield (position, len(route.keys), route.parts, operations, sources, targets)
+        # What is no part gets a number behind the parts.
+        others = tuple((parts_before_others + place, pattern) for place, (pattern, _) in enumerate(route.others))
+        parts_before_others += len(others)
+        yield (position, len(route.keys), (*route.parts, *others), operations, sources, targets)
         position += len(route.keys)
 
 
@@ -198,10 +206,17 @@ Step = tuple[int, int, tuple[tuple[int, str], ...], tuple[ConversionOps, ...], t
 
 
 class JoinRows(ConversionOps):
-    """Put the rows of several tensors one under the other, and remember how many each had."""
+    """Put the rows of several tensors one under the other, and remember how many each had.
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    Where stock's operations make something else from the same tensors, that is made as well.
+    """
+
+    supports_many_to_many = True
+
+    def __init__(self, steps: tuple[Step, ...], tail: str, others: tuple[str, ...] = ()) -> None:
         self.steps = steps
+        self.tail = tail
+        self.others = others
         self.sizes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -238,23 +253,26 @@ class JoinRows(ConversionOps):
             for part, pattern in parts:
                 pieces[part] = _one(tensors[pattern])
         ordered = [pieces[part] for part in sorted(pieces)]
+        others = ordered[len(ordered) - len(self.others) :]
+        ordered = ordered[: len(ordered) - len(self.others)]
         self.sizes = tuple(piece.shape[0] for piece in ordered)
-        return {full_layer_name: torch.cat(ordered) if len(ordered) > 1 else ordered[0]}
+        result = {full_layer_name: torch.cat(ordered) if len(ordered) > 1 else ordered[0]}
+        head = full_layer_name.removesuffix(self.tail)
+        return result | {f"{head}{name}": piece for name, piece in zip(self.others, others, strict=True)}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return SplitRows(self.steps, self.sizes)
+        return SplitRows(self)
 
 
 class SplitRows(ConversionOps):
     """The reverse of `JoinRows`."""
 
-    def __init__(self, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> None:
-        self.steps = steps
-        self.sizes = sizes
+    def __init__(self, join: JoinRows) -> None:
+        self.join = join
 
     def __repr__(self) -> str:
-        return f"SplitRows({list(self.sizes)})"
+        return f"SplitRows({list(self.join.sizes)})"
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
@@ -262,17 +280,23 @@ class SplitRows(ConversionOps):
         input_dict: dict[str, Any],
         source_patterns: list[str],
         target_patterns: list[str],
+        full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        (tensor,) = input_dict.values()
-        pieces = torch.split(_one(tensor), list(self.sizes))
+        head = full_layer_name.removesuffix(self.join.tail)
+        pieces = list(torch.split(_one(input_dict[full_layer_name]), list(self.join.sizes)))
+        pieces += [_one(input_dict[f"{head}{name}"]) for name in self.join.others]
         result: dict[str, torch.Tensor] = {}
-        for first, count, parts, operations, inner_sources, inner_targets in self.steps:
+        for first, count, parts, operations, inner_sources, inner_targets in self.join.steps:
             outer = target_patterns[first : first + count]
             tensors: dict[str, Any] = {pattern: pieces[part] for part, pattern in parts}
             for operation in reversed(operations):
                 tensors = operation.reverse_op.convert(
-                    tensors, source_patterns=list(inner_targets), target_patterns=list(inner_sources), **kwargs
+                    tensors,
+                    source_patterns=list(inner_targets),
+                    target_patterns=list(inner_sources),
+                    full_layer_name=full_layer_name,
+                    **kwargs,
                 )
             for inner, name in zip(inner_sources or ("",), outer, strict=True):
                 result[name] = _one(tensors[inner]).contiguous()
@@ -280,7 +304,7 @@ class SplitRows(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return JoinRows(self.steps)
+        return JoinRows(self.join.steps, self.join.tail, self.join.others)
 
 
 def _one(value: Any) -> Any:
