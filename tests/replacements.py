@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from patcher import Patcher
-from tests.tiny import tiny_inputs
+from tests.tiny import tiny_inputs, tiny_llama_config
 
 
 class OwnMLP(nn.Module):
@@ -45,6 +47,52 @@ class OwnLayer(LlamaDecoderLayer):
     pass
 
 
+class JoinedMLP(nn.Module):
+    """Gate and up projection in one."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class Without(OwnMLP):
+    """Leaves a weight of the checkpoint alone."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.up_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)))
+
+
+class With(OwnMLP):
+    """Has a weight that the checkpoint hasn't."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.adapter = nn.Linear(4, 4)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(3)])
+        nn.init.constant_(self.adapter.weight, 2)
+
+
+class Both(Without):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.upper = nn.Linear(2, 2, bias=False)
+
+
+def joining(*sources: str, target: str = "mlp.gate_up_proj.weight") -> WeightConverter:
+    return WeightConverter(list(sources), [target], operations=[Concatenate(dim=0)])
+
+
+JOIN = joining("mlp.gate_proj.weight", "mlp.up_proj.weight")
+JOINED = Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=JOIN)
 OWN = Patcher({"LlamaMLP": OwnMLP})
 
 
@@ -63,3 +111,9 @@ def same_output(model: Any, stock: Any) -> bool:
     """Whether two models compute the same."""
     inputs = tiny_inputs(stock.config)
     return torch.allclose(model.eval()(**inputs)[0], stock.eval()(**inputs)[0], atol=1e-5)
+
+
+def in_block(patcher: Patcher) -> Any:
+    """A model that is built by hand while a patcher is applied."""
+    with patcher.applied():
+        return LlamaForCausalLM(tiny_llama_config())

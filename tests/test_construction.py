@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-from tests.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes
+from tests.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes, in_block
 from tests.snapshot import changes, snapshot
 from tests.tiny import save_tiny, tiny_llama_config, tiny_llava_config
 
@@ -58,11 +58,6 @@ def nothing_is_left(llama: Path) -> Iterator[Callable[[], None]]:
 
     yield check
     check()
-
-
-def in_block(patcher: Patcher) -> Any:
-    with patcher.applied():
-        return LlamaForCausalLM(tiny_llama_config())
 
 
 # --- what the error says -------------------------------------------------------------------------------------------
