@@ -436,7 +436,7 @@ def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     try:
-        return torch.from_dlpack(tensor.detach())
+        return torch.utils.dlpack.from_dlpack(tensor.detach())
     except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
         return tensor.clone()
 

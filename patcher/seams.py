@@ -294,7 +294,7 @@ def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransfo
 
 
 def follow_earlier_imports() -> None:
-    """Let peft ask the hook for conversions if it was imported before, and has the function under a name of its own."""
+    """Let peft ask the hook for conversions if it was imported before, with the function under a name of its own."""
     peft = sys.modules.get("peft.utils.transformers_weight_conversion")
     if peft is not None and vars(peft).get("get_model_conversion_mapping") is _stock_conversion_mapping:
         peft.get_model_conversion_mapping = conversion_mapping.get_model_conversion_mapping  # type: ignore[attr-defined]

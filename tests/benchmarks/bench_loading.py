@@ -1,0 +1,165 @@
+"""What a patcher costs: loads side by side with stock, and with transformers' own registry. Ratios, not seconds.
+
+    python -m tests.benchmarks.bench_loading [REPETITIONS]
+
+Every figure is the median over repetitions in which the candidates take turns, so that a slow moment of the machine
+hits all of them. A figure over the project's budget is printed as such.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+PLAIN = """
+import json, sys, time
+{imports}
+from transformers import LlamaForCausalLM, logging
+logging.disable_progress_bar()
+times = []
+for number in range({rounds} + 3):
+    started = time.perf_counter()
+    LlamaForCausalLM.from_pretrained({folder!r})
+    times.append(time.perf_counter() - started)
+print(json.dumps(sorted(times[3:])[len(times[3:]) // 2]))
+"""
+
+IMPORT = """
+import json, time
+import transformers.modeling_utils
+started = time.perf_counter()
+{statement}
+print(json.dumps(time.perf_counter() - started))
+"""
+
+PEAK = """
+import json, resource, sys
+from tests.benchmarks import fused_mlp
+from transformers import AutoModelForCausalLM, logging
+logging.disable_progress_bar()
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.bfloat16, **{arguments})
+print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+"""
+
+
+def in_a_process(code: str) -> float:
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def taking_turns(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(repetitions + 2):  # the first two are for warming up
+        for name, candidate in candidates.items():
+            started = time.perf_counter()
+            candidate()
+            if number >= 2:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
+    """The median of the ratios, turn by turn."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+
+def line(what: str, figure: str, budget: str, kept: bool | None) -> None:
+    print(f"{what:<78} {figure:>12}  {budget:<12} {'' if kept is None else 'kept' if kept else 'OVER'}", flush=True)
+
+
+def class_mapping(folder: Path, repetitions: int) -> None:
+    from transformers import LlamaForCausalLM, monkey_patching
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from patcher import Patcher
+
+    class Replaced(LlamaMLP):
+        pass
+
+    patcher = Patcher({"LlamaMLP": Replaced})
+    for name in (f"transformers.models.{each}.modeling_{each}" for each in ("bert", "gpt2", "qwen2_moe", "mixtral")):
+        __import__(name)  # as in a process that has seen some models
+
+    def registered() -> None:
+        monkey_patching.register_patch_mapping({"LlamaMLP": Replaced})
+        try:
+            LlamaForCausalLM.from_pretrained(folder)
+        finally:
+            monkey_patching.clear_patch_mapping()
+
+    times = taking_turns(
+        {
+            "plain": lambda: LlamaForCausalLM.from_pretrained(folder),
+            "patched": lambda: LlamaForCausalLM.from_pretrained(folder, patcher=patcher),
+        },
+        repetitions * 10,
+    )
+    times |= taking_turns({"registry": registered}, repetitions)
+    plain = statistics.median(times["plain"])
+    line("load of a tiny model, plain", f"{plain * 1000:.1f} ms", "", None)
+    found = ratio(times, "patched", "plain")
+    line("load with a class mapping / plain", f"{found:.3f}", "<= 1.15", found <= 1.15)
+    theirs = statistics.median(times["registry"]) / plain
+    line("load with transformers' own registry / plain", f"{theirs:.1f}", "", None)
+
+
+def without_patcher(folder: Path, repetitions: int) -> None:
+    figures = []
+    for _ in range(repetitions):
+        runs = [
+            in_a_process(PLAIN.format(imports=imports, folder=str(folder), rounds=40))
+            for imports in ("from patcher import Patcher", "", "", "from patcher import Patcher")
+        ]
+        figures.append((runs[0] + runs[3]) / (runs[1] + runs[2]))
+    found = statistics.median(figures)
+    line("load without patcher=, package imported / not imported", f"{found:.3f}", "1.00 +- 0.05", found <= 1.05)
+
+
+def importing(repetitions: int) -> None:
+    for statement in ("import patcher", "from patcher import Patcher"):
+        found = statistics.median(in_a_process(IMPORT.format(statement=statement)) for _ in range(repetitions)) * 1000
+        line(f"`{statement}` after `import transformers.modeling_utils`", f"{found:.0f} ms", "<= 100 ms", found <= 100)
+
+
+def peak_memory(folder: Path, repetitions: int) -> None:
+    """A load that joins two projections per layer into one, against the plain load. Materialized as bfloat16."""
+
+    def peak(arguments: str) -> float:
+        code = PEAK.format(folder=str(folder), arguments=arguments)
+        return statistics.median(in_a_process(code) for _ in range(repetitions))
+
+    plain, patched = peak("{}"), peak("dict(patcher=fused_mlp.PATCHER)")
+    fused = 2 * 576 * 1536 * 2 / 2**20  # one joined tensor of SmolLM2, in bfloat16
+    allowed = (plain + fused) * 1.05
+    line("peak memory of a load that joins projections / plain", f"{patched / plain:.3f}", "", None)
+    line("  in MiB", f"{patched:.0f}", f"<= {allowed:.0f}", patched <= allowed)
+
+
+def main(repetitions: int = 5) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+    from tests.real_models import smollm2_small
+    from tests.tiny import tiny_llama_config
+
+    logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as name:
+        config: LlamaConfig = tiny_llama_config()
+        LlamaForCausalLM(config).save_pretrained(name)
+        class_mapping(Path(name), repetitions)
+        without_patcher(Path(name), repetitions)
+    importing(repetitions)
+    peak_memory(smollm2_small(), repetitions)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
