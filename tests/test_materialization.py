@@ -257,7 +257,7 @@ def test_computed_values_are_right_without_a_checkpoint(dtype: torch.dtype) -> N
     assert_computed(model.model.layers[0].mlp)
 
 
-class HalvedRotary(LlamaRotaryEmbedding):
+class HalvedRotaryEmbedding(LlamaRotaryEmbedding):
     """Its name and its attributes are such that transformers initialises its buffers once more."""
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
@@ -267,7 +267,7 @@ class HalvedRotary(LlamaRotaryEmbedding):
 
 @pytest.mark.parametrize("way", ["load", "load in bf16", "from_config", "applied"])
 def test_what_transformers_would_compute_again_is_left_as_the_replacement_computed_it(way: str, llama: Path) -> None:
-    patcher = Patcher({"LlamaRotaryEmbedding": HalvedRotary})
+    patcher = Patcher({"LlamaRotaryEmbedding": HalvedRotaryEmbedding})
     if way == "applied":
         model: Any = in_block(patcher)
     elif way == "from_config":

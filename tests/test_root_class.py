@@ -154,10 +154,9 @@ def test_a_model_class_with_a_metaclass_that_builds_elsewhere_is_refused(llama: 
 # --- what transformers decides by class ----------------------------------------------------------------------------
 
 
-def lookalike(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def lookalike(stock: type[PreTrainedModel], inner: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class with the parts of `stock` that isn't derived from it, and says nothing on how it is loaded."""
     base: Any = stock.__mro__[1]
-    inner = getattr(inspect.getmodule(stock), stock.__name__.replace("ForCausalLM", "Model"))
 
     class Own(base):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -183,10 +182,16 @@ def test_a_replaced_root_keeps_the_conversions_of_its_class(
 ) -> None:
     """Their checkpoints hold each expert by itself, their modules all of a layer stacked."""
     folder = save_tiny(config, tmp_path / "stock")
-    own: Any = type("Own", (stock,), {}) if derived else lookalike(stock)
-    assert derived == issubclass(own, stock)
-    model = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher({stock.__name__: own}))
-    assert type(model) is own
+    inner = getattr(inspect.getmodule(stock), stock.__name__.replace("ForCausalLM", "Model"))
+    own_inner: Any = type("OwnInner", (inner,), {})
+    if derived:
+        mapping = {stock.__name__: type("Own", (stock,), {}), inner.__name__: own_inner}
+    else:
+        mapping = {stock.__name__: lookalike(stock, own_inner)}
+    # The conversions are found by either class, so neither is left as it was.
+    model = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(mapping))
+    assert (type(model), type(model.model)) == (mapping[stock.__name__], own_inner)
+    assert derived == isinstance(model, stock)
     assert same_output(model, stock.from_pretrained(folder))
     assert same_checkpoint(model, folder, tmp_path / "again")
 
