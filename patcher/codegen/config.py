@@ -275,7 +275,7 @@ class PatchConfig:
         Raises:
             CodegenError: a conversion can't be written as text.
         """
-        from patcher.codegen.describing import add_conversions
+        from patcher.codegen.checkpoints import add_conversions
         from patcher.patcher import Patcher
 
         add_conversions(self, patcher or Patcher())

@@ -51,11 +51,21 @@ class Dependencies:
         source = read_source(obj, asked, self.config.where)
         return self._bring_all(free_names(textwrap.dedent(source.text)), _namespace(obj), source, asked)
 
-    def value(self, value: Any, name: str, asked: str) -> str:
-        """Bring an object itself: the name under which the file has it."""
-        if not self._is_known(name, value):
-            self._bring_definition(name, value, "", asked)
-        return name
+    def operation(self, cls: type, asked: str) -> None:
+        """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
+        name = cls.__name__
+        if self._is_known(name, cls):
+            return
+        self._known[name] = cls
+        if _importable(cls.__module__, cls):
+            self.config.add_import(cls.__module__, names=[name])
+            return
+        if name_map := self.bring(cls, asked):
+            raise CodegenError(
+                f"{self.config.where}: {asked} knows {', '.join(name_map.values())} by other names, "
+                f"{', '.join(name_map)}. Use their own names in {name}."
+            )
+        self.config.add_post_import_block(textwrap.dedent(read_source(cls, asked, self.config.where).text))
 
     def _bring_all(self, names: set[str], namespace: Mapping[str, Any], source: Source, asked: str) -> dict[str, str]:
         name_map: dict[str, str] = {}

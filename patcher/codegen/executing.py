@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.patcher import Patcher
 
-__all__ = ["CONVERSIONS", "execute", "to_patcher"]
+__all__ = ["CONVERSIONS", "MADE", "execute", "to_patcher"]
 
 #: What a generated file calls the Patcher that holds its weight conversions.
 CONVERSIONS = "CONVERSIONS"
+#: In the name of every executed module.
+MADE = "_by_to_patcher_"
 
 _lock = threading.RLock()
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -64,7 +66,7 @@ def execute(generated: Generated) -> ModuleType:
     from that of others by the package, and treats the two differently.
     """
     source, where = generated.source, generated.config.where
-    name = f"{source.name}_by_to_patcher_{hashlib.sha256(generated.text.encode()).hexdigest()[:10]}"
+    name = f"{source.name}{MADE}{hashlib.sha256(generated.text.encode()).hexdigest()[:10]}"
     with _lock:
         if name in sys.modules:
             return sys.modules[name]

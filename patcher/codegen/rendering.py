@@ -6,15 +6,23 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
 
 from patcher import seams
 from patcher.codegen.config import PatchConfig
 from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.executing import CONVERSIONS
-from patcher.conversions import describe, identity
+from patcher.codegen.operations import Unstack
+from patcher.conversions import RememberingConcatenate, describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
+from patcher.fusions.unstacking import CutStacks
 
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
@@ -101,20 +109,35 @@ def _operation(
             raise _no_text(transform, described, f"{cls.__name__} doesn't keep its argument {name!r}")
         if value != parameter.default:
             arguments.append(f"{name}={value!r}")
-    text = f"{dependencies.value(cls, cls.__name__, describe(transform))}({', '.join(arguments)})"
+    dependencies.operation(cls, f"from_patcher(), for {describe(transform)},")
+    text = f"{cls.__name__}({', '.join(arguments)})"
     namespace[cls.__name__] = cls
     return text
 
 
 def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
-    """Rows that are joined as they come are nothing but a concatenation, which a load reverses by the sizes."""
+    """What the families of this package do, said by operations of transformers, which a load reverses by the sizes.
+
+    Rows that are joined as they come are a concatenation. Stacks that transformers merges from the tensors of the
+    experts are merged by its own operations, and taken apart again.
+    """
     if isinstance(transform, WeightConverter) and len(transform.operations) == 1:
         (operation,) = transform.operations
         if isinstance(operation, JoinRows) and not any(step[3] for step in operation.steps):
             return WeightConverter(
                 seams.source_patterns(transform), seams.target_patterns(transform), operations=[Concatenate(dim=0)]
             )
+        if isinstance(operation, CutStacks) and operation.operations and len(operation.parts) == 1:
+            cut, (stack,) = operation.parts[0].cut, operation.targets
+            if cut is not None and not cut.transposed:
+                pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
+                merged = [_plain(inner) for inner in operation.operations]
+                return WeightConverter(list(operation.sources), pieces, operations=[*merged, Unstack()])
     return transform
+
+
+def _plain(operation: ConversionOps) -> ConversionOps:
+    return Concatenate(operation.dim) if type(operation) is RememberingConcatenate else operation
 
 
 def _no_text(transform: WeightTransform, described: PatchConfig, reason: str) -> CodegenError:

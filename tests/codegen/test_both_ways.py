@@ -258,6 +258,10 @@ NEGATED = WeightConverter(
 PATCHERS: dict[str, tuple[str, Patcher]] = {
     "a class that inherits": ("llama", Patcher({"LlamaMLP": InheritingMLP})),
     "a class of torch": ("llama", Patcher({"LlamaRMSNorm": nn.RMSNorm})),
+    "one of several classes": (
+        "llama",
+        Patcher({"LlamaMLP": InheritingMLP, "X": InheritingMLP}, any_of=[["X", "LlamaMLP"]]),
+    ),
     "an expression": ("llama", Patcher({"^Llama.*MLP$": InheritingMLP})),
     "a conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=GATE_UP)),
     "an anchored conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=ANCHORED)),
@@ -268,6 +272,8 @@ PATCHERS: dict[str, tuple[str, Patcher]] = {
     "a class and a fusion": ("llama", Patcher({"LlamaMLP": InheritingMLP}, fusions=["qkv"])),
     "qkv of BERT, with biases": ("bert", Patcher(fusions="qkv")),
     "qkv of Qwen2-MoE, whose experts transformers merges": ("qwen2_moe", Patcher(fusions="qkv")),
+    "experts of Mixtral as layers": ("mixtral", Patcher(fusions="sequential_experts")),
+    "experts of Qwen2-MoE as layers, and qkv": ("qwen2_moe", Patcher(fusions=["sequential_experts", "qkv"])),
 }
 
 
@@ -349,6 +355,27 @@ def test_a_hand_written_config_of_a_model_with_experts_gets_the_conversions(
     assert_equal_models([model], AutoModelForCausalLM.from_pretrained(folders["mixtral"]), tmp_path / "saved")
 
 
+def test_an_operation_of_a_notebook_stands_in_front_of_the_constant_that_uses_it(
+    imported: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import linecache
+
+    cell = "import copy\n\n" + inspect.getsource(replaced_elsewhere.Negate)
+    name = str(tmp_path / "ipykernel_1" / "456.py")
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "__main__", **vars(transformers.core_model_loading)}
+    namespace["__name__"] = "__main__"
+    exec(compile(cell, name, "exec"), namespace)
+    conversion = WeightConverter("mlp.down_proj.weight", "mlp.negated.weight", operations=[namespace["Negate"]()])
+    patcher = Patcher({"LlamaMLP": NegatedMLP}, extra_weight_conversions=conversion)
+    module = imported(PatchConfig.from_patcher(patcher, LlamaForCausalLM))
+    assert module.Negate.__module__ == module.__name__
+    model = module.LlamaForCausalLM.from_pretrained(folders["llama"])
+    stock = LlamaForCausalLM.from_pretrained(folders["llama"])
+    assert torch.equal(logits(model), logits(stock))
+    assert_equal_models([model], stock, tmp_path / "saved")
+
+
 class Halves(Fusion):
     """Only the first layer: a file has one class for both."""
 
@@ -397,6 +424,10 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
     "a key of another module": (
         Patcher({"LlamaMPL": InheritingMLP}),
         "no class of transformers.models.llama.modeling_llama matches the class key 'LlamaMPL'. Nearest: LlamaMLP",
+    ),
+    "a Patcher that a config made": (
+        llama_config(*AFFECTED["two"][0]).to_patcher(),
+        r"the replacement of LlamaAttention was made by to_patcher\(\) of a config",
     ),
     "nothing": (Patcher(), r"Patcher\(\) changes no class"),
     "a fusion with nothing to do": (Patcher(fusions=Never()), r"the fusions \[Never\(\)\] find nothing to fuse"),

@@ -189,3 +189,23 @@ def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: 
     attention, original = model.model.layers[0].self_attn, stock.model.layers[0].self_attn
     gradients = [getattr(original, name).weight.grad for name in ("q_proj", "k_proj", "v_proj")]
     torch.testing.assert_close(attention.qkv_proj.weight.grad, torch.cat(gradients), rtol=1e-3, atol=1e-5)
+
+
+EXPERTS = ("mixtral", "patched_modeling_mixtral", Patcher(fusions=["sequential_experts"]))
+
+
+def test_mixtral_with_experts_as_layers_computes_and_saves_what_the_patcher_does(
+    smollm2_moe: Path, tmp_path: Path
+) -> None:
+    """On real weights: four experts, apart on disk, which transformers stacks and the file doesn't."""
+    stock = transformers.MixtralForCausalLM.from_pretrained(smollm2_moe)
+    patched = transformers.MixtralForCausalLM.from_pretrained(smollm2_moe, patcher=EXPERTS[2])
+    expected = saved(stock, tmp_path / "stock")
+    with imported(*EXPERTS[:2]) as module, torch.no_grad():
+        model = module.MixtralForCausalLM.from_pretrained(smollm2_moe)
+        experts = model.model.layers[0].mlp.experts
+        assert [type(layer) for layer in experts.gate_up_proj] == [torch.nn.Linear] * 4
+        found = model(IDS).logits
+        assert torch.equal(found, patched(IDS).logits)
+        torch.testing.assert_close(found, stock(IDS).logits, rtol=1e-3, atol=1e-3)
+        assert saved(model, tmp_path / "model") == expected

@@ -22,10 +22,8 @@
 # - add import Concatenate
 # - add import Patcher
 # - add import WeightConverter
-# - add import nn
 # - add import report
 # - add import shipped
-# - add import torch
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #

@@ -1,0 +1,48 @@
+"""Operations of weight conversions that generated files use, and that transformers lacks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from transformers.core_model_loading import ConversionOps
+
+__all__ = ["StackAgain", "Unstack"]
+
+
+class Unstack(ConversionOps):
+    """Take a stack apart, one matrix for each expert.
+
+    The target pattern names the first, `experts.up_proj.0.weight`; the others get their number in the place of the 0.
+    """
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        (stack,) = input_dict.values()
+        (first,) = target_patterns
+        head, _, tail = first.rpartition(".0.")
+        whole = stack[0] if isinstance(stack, list) else stack
+        return {f"{head}.{number}.{tail}": matrix for number, matrix in enumerate(whole.unbind())}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return StackAgain()
+
+
+class StackAgain(ConversionOps):
+    """The reverse of `Unstack`."""
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        names = sorted(input_dict, key=lambda name: [int(number) for number in re.findall(r"\.(\d+)\.", name)])
+        matrices = [input_dict.pop(name) for name in names]
+        return {names[0]: torch.stack([item[0] if isinstance(item, list) else item for item in matrices])}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Unstack()
