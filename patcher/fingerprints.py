@@ -89,7 +89,8 @@ def check(patcher: Patcher) -> None:
         return
     by_name: dict[str, list[type[nn.Module]]] = {}
     for cls in matching.module_subclasses():
-        if cls.__name__ in patcher.fingerprints and matching.is_modeling_module(cls.__module__):
+        named = cls.__name__ in patcher.fingerprints and matching.is_modeling_module(cls.__module__)
+        if named and not _is_made_in_memory(cls):
             by_name.setdefault(cls.__name__, []).append(cls)
     changed = []
     for name, pinned in patcher.fingerprints.items():
@@ -106,6 +107,14 @@ def check(patcher: Patcher) -> None:
             "Verify the patcher on this code, then pin it: `from patcher.fingerprints import fingerprint` and "
             "patcher.replace(fingerprints={name: fingerprint(cls)})."
         )
+
+
+def _is_made_in_memory(cls: type[nn.Module]) -> bool:
+    """Whether a class comes from no file, as one that code generation has run: it is no installed code to drift."""
+    try:
+        return not Path(inspect.getfile(cls)).exists()
+    except (OSError, TypeError):
+        return True
 
 
 def _found(cls: type[nn.Module]) -> str:
