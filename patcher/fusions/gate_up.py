@@ -14,6 +14,8 @@ _PAIRS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
     ("wi_0", "wi_1"),
+    ("w_0", "w_1"),
+    ("proj_up_gate", "proj_up"),
 )
 
 

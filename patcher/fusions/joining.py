@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -222,6 +223,11 @@ class JoinRows(ConversionOps):
     def __repr__(self) -> str:
         inner = [repr(operation) for step in self.steps for operation in step[3]]
         return f"JoinRows({', '.join(inner)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JoinRows:
+        # A load copies a conversion for each tensor that it takes: only what may change is worth that.
+        steps = deepcopy(self.steps, memo) if any(step[3] for step in self.steps) else self.steps
+        return JoinRows(steps, self.tail, self.others)
 
     @torch.no_grad()
     def convert(  # type: ignore[override]

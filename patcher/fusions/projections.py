@@ -17,8 +17,8 @@ from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import JoinedProjections, join, part_property
 from patcher.fusions.joining import NotConvertibleError, Target, check_convertible, converters_for, origins_of
 from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
-from patcher.fusions.tracing import Assumptions, NotUnderstoodError, clusters_of, written_calls
-from patcher.fusions.understanding import located, understand, used_names
+from patcher.fusions.tracing import Assumptions, NotUnderstoodError, clusters_of
+from patcher.fusions.understanding import joining_methods, located, understand, used_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -180,7 +180,7 @@ class Projections(Fusion):
             return made[key]
 
     def _compile(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
-        methods = methods_with(original, lambda node: bool(written_calls(node, joined.projections)))
+        methods = joining_methods(original, joined.projections)
         sources = []
         for method in methods:
             try:

@@ -154,6 +154,9 @@ def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assum
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(cluster.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
         lines += [f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias" for name in joined.biased]
+        # Pieces of a split must not be written into; a projection of its own may be.
+        own = _written_into(method.node, cluster) - set(joined.biased)
+        lines += [f"{outputs[name]} = {outputs[name]}.clone()" for name in joined.projections if name in own]
         before[cluster.anchor.lineno] = lines
     replaced = {
         (site.line, _characters(method.source, site.line, site.column)): outputs[site.name]
@@ -171,6 +174,36 @@ def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assum
     if guards:
         function = _with_guards(function, guards)
     return module.with_changes(body=[function]).code
+
+
+def _written_into(function: ast.FunctionDef, cluster: Cluster) -> set[str]:
+    """The projections whose results the method changes in place, as far as names tell."""
+    changed = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign):
+            target: ast.expr = node.target
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if not node.func.attr.endswith("_") or node.func.attr.startswith("_"):
+                continue
+            target = node.func.value
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            target = node.targets[0]
+        else:
+            continue
+        while isinstance(target, ast.Subscript | ast.Attribute):
+            target = target.value
+        if isinstance(target, ast.Name):
+            changed.add(target.id)
+    sites = {(site.line, site.column): site.name for site in cluster.sites}
+    written = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {child.id for one in targets for child in ast.walk(one) if isinstance(child, ast.Name)}
+            if names & changed:
+                places = {(c.lineno, c.col_offset) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
+                written |= {name for place, name in sites.items() if place in places}
+    return written
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -172,7 +172,7 @@ class _Run:
                 return False
         return True
 
-    def _enter(self, path: tuple[int, ...], *, undecided: bool) -> tuple[int, ...]:
+    def _enter(self, path: tuple[int, ...], *, undecided: bool = False) -> tuple[int, ...]:
         self._suites += 1
         if undecided:
             self._undecided.add(self._suites)
@@ -219,7 +219,7 @@ class _Run:
                     self.value(item.context_expr)
                     if item.optional_vars is not None:
                         self.assign(item.optional_vars, _Symbol())
-                inner = self._enter(path, undecided=False)
+                inner = self._enter(path)
                 self._barriers.add(inner[-1])
                 return self.suite(node.body, inner)
             case ast.FunctionDef() | ast.ClassDef() | ast.Try() | ast.Match():
@@ -240,7 +240,8 @@ class _Run:
     def _if(self, node: ast.If, path: tuple[int, ...]) -> bool:
         truth = self.value(node.test).truth
         if truth is not None:
-            return self.suite(node.body if truth else node.orelse, self._enter(path, undecided=False))
+            # Under the assumptions the branch runs for certain: as if it stood in the place of the statement.
+            return self.suite(node.body if truth else node.orelse, path)
         before, results, open_ends = dict(self.names), [], []
         for body in (node.body, node.orelse):
             self.names = dict(before)

@@ -9,7 +9,7 @@ from torch import nn
 from patcher.fusions.rewrite import Method, methods_with
 from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, clusters_of, names_in, written_calls
 
-__all__ = ["located", "understand", "used_names"]
+__all__ = ["joining_methods", "located", "understand", "used_names"]
 
 
 def used_names(method: Method) -> set[str]:
@@ -22,6 +22,11 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
     return NotUnderstoodError(f"{error} ({method.at(error.line)})")
 
 
+def joining_methods(original: type[nn.Module], group: tuple[str, ...]) -> list[Method]:
+    """The methods that call all the projections. Where another one calls some of them, it meets the parts."""
+    return methods_with(original, lambda node: {name for name, _ in written_calls(node, group)} == set(group))
+
+
 def understand(
     original: type[nn.Module], group: tuple[str, ...], attributes: Mapping[str, bool | None]
 ) -> Assumptions:
@@ -30,7 +35,7 @@ def understand(
     Raises:
         NotUnderstoodError: no assumption that can be checked makes it provable.
     """
-    methods = methods_with(original, lambda node: bool(written_calls(node, group)))
+    methods = joining_methods(original, group)
     if not methods:
         raise NotUnderstoodError(f"no method of {original.__qualname__} calls {', '.join(group)} by name")
     used = {name for method in methods for name in used_names(method)}

@@ -375,15 +375,15 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("name", FORWARDS)
-def test_a_forward_that_is_not_understood_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
-    body, message = FORWARDS[name]
+def _attention(body: str, tmp_path: Path) -> nn.Module:
+    """An attention whose forward computes q, k and v so, from code in a file of its own."""
     source = (
         "import torch\nfrom transformers.models.llama.modeling_llama import LlamaAttention\n\n\n"
         "class Odd(LlamaAttention):\n"
-        "    def forward(self, x, position_embeddings=None, **kwargs):\n"
-        f"        q = self.q_proj(x)\n{textwrap.indent(body, ' ' * 8)}\n"
-        "        return q + k + v, None\n"
+        "    decides = True\n\n"
+        "    def forward(self, x, other=None, **kwargs):\n"
+        f"{textwrap.indent(body, ' ' * 8)}\n"
+        "        return q.sum(-1) + k.sum(-1) + v.sum(-1)\n"
     )
     path = tmp_path / "odd_modeling.py"
     path.write_text(source)
@@ -392,11 +392,71 @@ def test_a_forward_that_is_not_understood_is_refused_with_its_line(name: str, tm
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    odd = module.Odd(tiny_llama_config(), 0)
+    odd: nn.Module = module.Odd(tiny_llama_config(), 0)
+    return odd
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_is_not_understood_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    body, message = FORWARDS[name]
+
+    odd = _attention(f"q = self.q_proj(x)\n{body}", tmp_path)
 
     assert not Family().is_fusable(odd)
     assert re.search(message, Family().refusal(odd))
     assert re.search(r"odd_modeling\.py:\d+", Family().refusal(odd))
+
+
+UNDERSTOOD = {
+    "one after the other": "q = self.q_proj(x)\nk = self.k_proj(x)\nv = self.v_proj(x)",
+    "in one line": "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)",
+    "under another name": "y = x\nq = self.q_proj(x)\nk = self.k_proj(y)\nv = self.v_proj(y)",
+    "in a branch": (
+        "if other is None:\n    other = x\nq = self.q_proj(x)\nk, v = self.k_proj(other), self.v_proj(other)"
+    ),
+    "the first in a branch": (
+        "if other is not None:\n    k, v = self.k_proj(other), self.v_proj(other)\n"
+        "else:\n    k, v = self.k_proj(x), self.v_proj(x)\nq = self.q_proj(x)"
+    ),
+    "changed in place": "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)\nq /= 3\nk.mul_(2)",
+    "inside of an expression": (
+        "q = self.q_proj(x).view(x.shape[0], -1, 4, 16)[..., 0]\nk, v = self.k_proj(x), self.v_proj(x)"
+    ),
+    "under a condition": (
+        "q = self.q_proj(x)\nk, v = q, q\nif x.shape[0] == 2:\n    k, v = self.k_proj(x), self.v_proj(x)"
+    ),
+    "with two blocks": (
+        "if x.shape[0] == 2:\n    q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)\n"
+        "else:\n    x = x + 1\n    q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
+    ),
+    "with comments and strings": (
+        '# before\nq = self.q_proj(x)  # behind\ntext = """\n  two\nlines"""\n'
+        "k = self.k_proj(x) + len(text)\nv = self.v_proj(x)"
+    ),
+}
+
+
+@pytest.mark.parametrize("given", ["one", "two", "other"])
+@pytest.mark.parametrize("name", UNDERSTOOD)
+def test_a_forward_that_is_understood_computes_what_it_did(name: str, given: str, tmp_path: Path) -> None:
+    stock = _attention(UNDERSTOOD[name], tmp_path)
+    randomize(stock)  # type: ignore[arg-type]
+    fused = copy.deepcopy(stock)
+    family = Family()
+    fused = family.convert(fused, family.fused_class_of(fused))
+    inputs = torch.randn(1 if given == "one" else 2, 5, 64)
+    others = {"other": torch.randn(2, 5, 64)} if given == "other" else {}
+
+    results = [module(inputs, **others) for module in (stock, fused)]
+    for result in results:
+        result.square().sum().backward()
+
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-5)
+    gradients = [getattr(stock, part).weight.grad for part in ("q_proj", "k_proj", "v_proj")]
+    gradients = [
+        torch.zeros(rows, 64) if one is None else one for one, rows in zip(gradients, (64, 32, 32), strict=True)
+    ]
+    torch.testing.assert_close(fused.qkv_proj.weight.grad, torch.cat(gradients), atol=1e-3, rtol=1e-4)
 
 
 def test_two_fusions_that_claim_one_module_conflict() -> None:
