@@ -203,8 +203,12 @@ def judge_weights(
     def declared(key: str, name: str) -> bool:
         return any(search(text, key) for patcher in patchers for text in getattr(patcher, name))
 
+    # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
+    converts = any(
+        patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in patchers
+    )
     parameters: set[str] = set()
-    absent = {key for key in missing | set(mismatched) if under_replaced(key)} - seams.tied_keys(model)
+    absent = {key for key in missing | set(mismatched) if converts or under_replaced(key)} - seams.tied_keys(model)
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         absent &= parameters
@@ -219,14 +223,30 @@ def judge_weights(
         left_over -= stock.unexpected
     error = None
     if patchers and (absent or left_over):
-        error = PatchedWeightsError(_weights_text(absent, left_over, mismatched, parameters))
+        elsewhere = {key for key in absent if not under_replaced(key)}
+        error = PatchedWeightsError(_weights_text(absent - elsewhere, left_over, elsewhere, mismatched, parameters))
     return WeightsFound(tuple(new), tuple(dropped), error)
 
 
 def _weights_text(
-    absent: set[str], left_over: set[str], mismatched: Mapping[str, str], parameters: Iterable[str]
+    absent: set[str],
+    left_over: set[str],
+    elsewhere: set[str],
+    mismatched: Mapping[str, str],
+    parameters: Iterable[str],
 ) -> str:
-    lines = ["The replaced modules and the checkpoint don't fit together."]
+    lines = []
+    if elsewhere:
+        lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
+        lines += [f"  {key}" for key in compress(sorted(elsewhere, key=seams.dot_natural_key))]
+        lines.append(
+            "Bind their patterns to the modules that are meant: "
+            r"r'(text_model\.layers\.\d+\.self_attn\.)q_proj\.weight' "
+            r"with the target r'\1qkv_proj.weight' takes nothing else."
+        )
+    if not absent and not left_over:
+        return "\n".join(lines)
+    lines.append("The replaced modules and the checkpoint don't fit together.")
     if absent:
         lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
         for key in compress(sorted(absent, key=seams.dot_natural_key)):

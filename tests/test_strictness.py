@@ -90,7 +90,7 @@ def test_all_that_matches_nothing_is_said_at_once(moe: Path) -> None:
             r"nearest: .*mlp\.experts",
         ),
         (
-            {"filtered_weight_conversion_patterns": ["gate_up_proj", "vision"]},
+            {"filtered_weight_conversion_patterns": ["gate_up_proj", "vision"], "new_weights": "experts.gate_up_proj"},
             r"filtered_weight_conversion_patterns: 'vision' is found in no conversion of the model",
         ),
         (
@@ -143,7 +143,8 @@ class SharedExpert(Qwen2MoeMLP):
 
 
 def test_a_block_is_judged_over_all_that_was_built_in_it(llama: Path, moe: Path) -> None:
-    patcher = Patcher({"LlamaMLP": JoinedMLP, "Qwen2MoeMLP": SharedExpert}, "mlp.experts", JOIN)
+    mapping = {"LlamaMLP": JoinedMLP, "Qwen2MoeMLP": SharedExpert}
+    patcher = Patcher(mapping, "mlp.experts", JOIN, new_weights=r"mlp\.experts\.")
     both = r"(?s)'Qwen2MoeMLP'.*'mlp\.experts' is found in no conversion"
     with pytest.raises(UnmatchedPatchError, match=both), patcher.applied():
         LlamaForCausalLM.from_pretrained(llama)
