@@ -181,10 +181,6 @@ class Patcher:
     def __hash__(self) -> int:
         return hash(self._key)  # type: ignore[attr-defined]
 
-    def __bool__(self) -> bool:
-        """Whether it changes anything."""
-        return bool(self.class_mapping or self.filtered_weight_conversion_patterns or self._extra or self.fusions)
-
     @property
     def _extra(self) -> tuple[WeightTransform, ...]:
         return self._extra_weight_conversions  # type: ignore[attr-defined, no-any-return]

@@ -68,7 +68,7 @@ def layers_in_force(patcher: Any) -> tuple[list[Layer], list[Layer]]:
     registry = registry_layer()
     if registry is not None and not any(layer.is_registry for layer in layers):
         layers.append(registry)
-    return [layer for layer in layers if layer.patcher or layer in own], own
+    return layers, own
 
 
 def check_pins(patcher: Patcher) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
+from packaging.version import Version
 from transformers import LlamaForCausalLM
 
 DEVICE_MAPS: dict[str, Any] = {
@@ -27,9 +29,10 @@ DEVICE_MAPS: dict[str, Any] = {
         "model.rotary_emb": "cpu",
         "lm_head": "cpu",
     },
-    "all on disk": {"": "disk"},
     "auto": "auto",
 }
+if Version(accelerate.__version__) >= Version("1.11"):  # older ones refuse to
+    DEVICE_MAPS["all on disk"] = {"": "disk"}
 
 
 def offloaded(folder: Path, name: str, where: Path, **options: Any) -> Any:
