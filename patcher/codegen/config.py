@@ -278,7 +278,7 @@ class PatchConfig:
         from patcher.codegen.checkpoints import add_conversions
         from patcher.patcher import Patcher
 
-        add_conversions(self, patcher or Patcher())
+        add_conversions(self, Patcher() if patcher is None else patcher)
 
     def include(self, other: PatchConfig, without: Iterable[str] = ()) -> None:
         """Take over all that another config says, but for the patches, helpers and exclusions of some targets.
