@@ -20,6 +20,7 @@ from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.sequential_experts import ListedExperts
 from patcher.resolution import Resolution, resolve, skeleton
+from patcher.seams import WeightTransform
 
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
@@ -46,8 +47,12 @@ def from_patcher(
     if config is None:
         config = model_class.config_class()
     replaced = _replaced_classes(patcher, shipped, described)
-    resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
-    fused = _fused_classes(patcher, resolution, model_class, config, shipped, described)
+    fused: dict[str, type[nn.Module]] = {}
+    transforms: tuple[WeightTransform, ...] = ()
+    if patcher.fusions:  # otherwise no model has to be built
+        resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
+        fused = _fused_classes(patcher, resolution, model_class, config, shipped, described)
+        transforms = resolution.fusion_transforms
     own = {name: cls for name, cls in fused.items() if not issubclass(cls, (JoinedProjections, ListedExperts))}
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
     dependencies = Dependencies(described, shipped, targets)
@@ -62,7 +67,7 @@ def from_patcher(
             _replace(described, name, cls, dependencies, "fused")
     if not described.patches:
         raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
-    converted = (*resolution.fusion_transforms, *patcher.extra_weight_conversions)
+    converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     if converted or declared or _has_conversions(model_class, config):
         described.add_conversions(
@@ -112,13 +117,11 @@ def _fused_classes(
     found: dict[str, type[nn.Module]] = {}
     own = module_classes(shipped)
     if not resolution.fused:
-        if patcher.fusions:
-            refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
-            raise CodegenError(
-                f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
-                f"{model_class.__name__}{': ' + refused if refused else ''}."
-            )
-        return found
+        refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
+        raise CodegenError(
+            f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
+            f"{model_class.__name__}{': ' + refused if refused else ''}."
+        )
     for path, cls in resolution.fused.items():
         original = resolution.originals[path]
         if own.get(original.__name__) is not original:

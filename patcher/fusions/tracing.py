@@ -278,6 +278,8 @@ class _Run:
                         raise NotUnderstoodError(f"{target.attr} is assigned", target.lineno)
                     if target.attr in self.attributes:
                         raise NotUnderstoodError(f"self.{target.attr} changes", target.lineno)
+                else:
+                    self._changed_in_place()  # `x.data = ...`
 
     def _changed_in_place(self) -> None:
         self.epoch += 1
@@ -396,6 +398,8 @@ class _Run:
             self.value(argument)
         for keyword in node.keywords:
             self.value(keyword.value)
+            if keyword.arg == "out":
+                self._changed_in_place()
             if keyword.arg == "inplace" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value):
                 self._changed_in_place()
         if name.endswith("_") and not name.startswith("_"):

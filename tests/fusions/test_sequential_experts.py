@@ -6,6 +6,8 @@ import copy
 import importlib.util
 import inspect
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,27 @@ def test_a_real_model_of_experts_gives_the_same_and_comes_back_whole(smollm2_moe
     listed.save_pretrained(tmp_path)
 
     assert same_checkpoint(tmp_path, smollm2_moe)
+
+
+PEAK = """
+import resource, sys
+from transformers import MixtralForCausalLM
+from patcher import Patcher
+import patcher.fusions.sequential_experts
+patcher = Patcher(fusions="sequential_experts")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+MixtralForCausalLM.from_pretrained(sys.argv[1], patcher=patcher)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.slow
+def test_a_load_holds_no_more_than_checkpoint_model_and_one_layer(smollm2_moe: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PEAK, smollm2_moe], check=True, capture_output=True, text=True)
+    size = sum(path.stat().st_size for path in smollm2_moe.glob("*.safetensors"))
+    layer = 4 * 3 * 576 * 1536 * 4  # experts, projections, float32
+
+    assert int(done.stdout.split()[-1]) < 2 * size + layer
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
