@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from patcher.conversions import Journal, describe
 from patcher.errors import InvalidPatcherError
 from patcher.matching import compress
 from patcher.record import PatchRecord, record_of
+from patcher.tables import Shown, Table, folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,7 +22,7 @@ __all__ = ["Report", "report"]
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What was patched in a model, as a value.
 
     Attributes:
@@ -55,20 +54,15 @@ class Report:
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in lists and dicts, for JSON."""
+        """All of it in dicts, lists, texts and numbers, for JSON."""
+        return super().to_dict() | {"seconds": dict(self.seconds)}
 
-        def plain(value: Any) -> Any:
-            return [plain(item) for item in value] if isinstance(value, tuple) else value
-
-        return {name: dict(value) if name == "seconds" else plain(value) for name, value in vars(self).items()}
-
-    def _tables(self) -> Iterable[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-        """(title, column heads, rows) of each part that has something to say."""
+    def _tables(self) -> Iterable[Table]:
         if len(self.patchers) > 1:  # who wins: the first row
-            yield "Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers]
-        yield "Replaced", ("module", "was", "is"), _folded(self.replaced)
-        yield "Fused", ("module", "was", "is"), _folded(self.fused)
-        yield "Not fused", ("module", "reason"), _folded(self.refused)
+            yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
+        yield Table("Replaced", ("module", "was", "is"), folded(self.replaced))
+        yield Table("Fused", ("module", "was", "is"), folded(self.fused))
+        yield Table("Not fused", ("module", "reason"), folded(self.refused))
         fired = dict(self.conversions_fired)
         rows: list[tuple[str, ...]] = [
             ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
@@ -83,29 +77,11 @@ class Report:
             for text, count in fired.items()
             if text not in added
         ]
-        yield "Conversions", ("", "conversion", "effect"), rows
+        yield Table("Conversions", ("", "conversion", "effect"), rows)
         weights: list[tuple[str, ...]] = [("new", key) for key in compress(self.new_weights)]
         weights += [("dropped", key) for key in compress(self.dropped_weights)]
-        yield "Weights", ("", "name"), weights
-        yield "Warnings", ("text",), [(text,) for text in self.warnings]
-
-    def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        console = Console(file=io.StringIO(), width=119, color_system=None)
-        console.print(Text(self._headline()))
-        for title, heads, rows in self._tables():
-            if rows:
-                table = Table(title=title, title_justify="left", show_edge=False)
-                for head in heads:
-                    table.add_column(Text(head), overflow="fold")
-                for row in rows:
-                    table.add_row(*(Text(cell) for cell in row))
-                console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        yield Table("Weights", ("", "name"), weights)
+        yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
 
     def _headline(self) -> str:
         if not self.patchers:
@@ -117,20 +93,6 @@ class Report:
             steps = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "total")
             text += f", loaded in {seconds['total']:.2f} s ({steps})"
         return text
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
-        for title, heads, rows in self._tables():
-            if rows:
-                head = "".join(f"<th style='text-align:left'>{html.escape(text)}</th>" for text in heads)
-                body = "".join(
-                    "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                    for row in rows
-                )
-                parts.append(
-                    f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-                )
-        return "".join(parts)
 
 
 def report(model: PreTrainedModel) -> Report:
@@ -183,11 +145,3 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
 def _names(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
     ordered = sorted(modules, key=seams.dot_natural_key)
     return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)
-
-
-def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that say the same of several layers, as one."""
-    by_rest: dict[tuple[str, ...], list[str]] = {}
-    for path, *rest in rows:
-        by_rest.setdefault(tuple(rest), []).append(path)
-    return [(path or "(the model)", *rest) for rest, paths in by_rest.items() for path in compress(paths)]

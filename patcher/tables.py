@@ -1,0 +1,87 @@
+"""How the values that tell what happened are shown: `Report`, `Plan`, `Verification`, `Diff`."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from patcher.matching import compress
+
+__all__ = ["Shown", "Table", "folded"]
+
+
+class Table(NamedTuple):
+    """One titled table: the heads of its columns, and its rows."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+class Shown:
+    """A frozen dataclass of tuples that is read in a terminal, in Jupyter and as JSON.
+
+    A subclass says what is to be seen: one line, and tables; those without rows are left out.
+    """
+
+    def _headline(self) -> str:
+        raise NotImplementedError
+
+    def _tables(self) -> Iterable[Table]:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers, for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        console = Console(file=io.StringIO(), width=119, color_system=None)
+        console.print(Text(self._headline()))
+        for title, heads, rows in self._tables():
+            if rows:
+                table = RichTable(title=title, title_justify="left", show_edge=False)
+                for head in heads:
+                    table.add_column(Text(head), overflow="fold")
+                for row in rows:
+                    table.add_row(*(Text(cell) for cell in row))
+                console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
+        for title, heads, rows in self._tables():
+            if rows:
+                head = "".join(f"<th style='text-align:left'>{html.escape(text)}</th>" for text in heads)
+                body = "".join(
+                    "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+                    for row in rows
+                )
+                parts.append(
+                    f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+                )
+        return "".join(parts)
+
+
+def folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that begin with a path and say the same of several layers, as one."""
+    by_rest: dict[tuple[str, ...], list[str]] = {}
+    for path, *rest in rows:
+        by_rest.setdefault(tuple(rest), []).append(path)
+    return [(path or "(the model)", *rest) for rest, paths in by_rest.items() for path in compress(paths)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Shown):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
