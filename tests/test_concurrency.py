@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, Concatenate, LlamaConfig, WeightConverter
 from transformers.core_model_loading import ConversionOps
@@ -76,7 +80,7 @@ def joining(operation: ConversionOps) -> Patcher:
     )
 
 
-#: patcher, the class of the MLP that it leads to or the error
+#: patcher, the class of the MLP that it leads to or the error; "cut off" reads a checkpoint whose last file is cut off
 LOADS: dict[str, tuple[Patcher | None, type[Any]]] = {
     "none": (None, LlamaMLP),
     "first": (Patcher({"LlamaMLP": FirstMLP}), FirstMLP),
@@ -86,6 +90,8 @@ LOADS: dict[str, tuple[Patcher | None, type[Any]]] = {
     "interrupted in __init__": (Patcher({"LlamaMLP": InterruptedMLP}), KeyboardInterrupt),
     "fails in a converter": (joining(Failing()), PatcherError),
     "interrupted in a converter": (joining(Interrupted()), KeyboardInterrupt),
+    "cut off": (joining(Concatenate(dim=0)), SafetensorError),
+    "cut off, no patcher": (None, SafetensorError),
 }
 
 
@@ -94,8 +100,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cut_off(checkpoint: Path) -> None:
+    """Beside the checkpoint, one in shards that breaks off in the middle of reading: its last shard is cut short."""
+    folder = checkpoint / "cut off"
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(folder, max_shard_size="100KB")
+    *whole, last = sorted(folder.glob("*.safetensors"))
+    assert whole
+    last.write_bytes(last.read_bytes()[:-100])
+
+
 def load(checkpoint: Path, name: str) -> None:
     patcher, expected = LOADS[name]
+    if name.startswith("cut off"):
+        checkpoint = checkpoint / "cut off"
     if issubclass(expected, BaseException):
         with pytest.raises(expected):
             AutoModelForCausalLM.from_pretrained(checkpoint, patcher=patcher)
@@ -236,6 +254,79 @@ def test_the_naive_way_fails_the_same_checks() -> None:
     assert changes(before) != []  # an exception in the block has left it replaced
     modeling_llama.LlamaMLP = LlamaMLP  # type: ignore[misc]
     assert changes(before) == []
+
+
+def test_each_task_and_the_threads_that_it_asks_have_its_patcher(checkpoint: Path) -> None:
+    before = snapshot()
+
+    async def work(name: str) -> None:
+        patcher, cls = LOADS[name]
+        if patcher is None:
+            module = LlamaMLP(tiny_llama_config())
+            assert type(module) is cls
+            return
+        with patcher.applied():
+            for _ in range(5):
+                await asyncio.sleep(0)  # the others go on inside of their blocks meanwhile
+                model = await asyncio.to_thread(AutoModelForCausalLM.from_pretrained, checkpoint)
+                assert {type(layer.mlp) for layer in model.model.layers} == {cls}
+
+    async def together() -> None:
+        await asyncio.gather(*(work(name) for name in ("first", "none", "second, by expression", "joined", "none")))
+
+    asyncio.run(together())
+    assert changes(before) == []
+
+
+FORK = """
+import os, sys, threading
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+from patcher import Patcher
+
+inside, go_on = threading.Event(), threading.Event()
+
+class Waiting(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        inside.set()
+        assert go_on.wait(60)
+
+class Other(LlamaMLP):
+    pass
+
+patcher = Patcher({"LlamaMLP": Waiting})
+thread = threading.Thread(target=lambda: LlamaForCausalLM.from_pretrained(sys.argv[1], patcher=patcher))
+thread.start()
+inside.wait(60)
+child = os.fork()
+if not child:
+    code = 1
+    try:
+        stock = LlamaForCausalLM.from_pretrained(sys.argv[1])
+        patched = LlamaForCausalLM.from_pretrained(sys.argv[1], patcher=Patcher({"LlamaMLP": Other}))
+        code = 0 if (type(stock.model.layers[0].mlp), type(patched.model.layers[0].mlp)) == (LlamaMLP, Other) else 2
+    finally:
+        os._exit(code)
+import time
+deadline = time.monotonic() + 60
+while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+    time.sleep(0.05)
+go_on.set()
+thread.join()
+if not done[0]:
+    os.kill(child, 9)
+    raise SystemExit("the child hangs")
+raise SystemExit(os.waitstatus_to_exitcode(done[1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_forked_in_the_middle_of_a_load_can_load(checkpoint: Path) -> None:
+    """The lock that the load in the other thread holds has no owner in the child."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, checkpoint], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")], ids=["first in, first out", "first in, last out"])
