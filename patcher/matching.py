@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from torch import nn
@@ -71,16 +71,23 @@ def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool =
     return [key for key in mapping if key == name or ((names_too or is_expression(key)) and search(key, name))]
 
 
-def module_subclasses() -> list[type[nn.Module]]:
-    """Every live subclass of `nn.Module`, each once. Every load under a patcher walks them: this must be quick."""
-    seen: set[type[nn.Module]] = {nn.Module}
-    stack: list[type[nn.Module]] = [nn.Module]
-    while stack:
-        fresh = set(type.__subclasses__(stack.pop())) - seen
-        seen |= fresh
-        stack += fresh
-    seen.remove(nn.Module)
-    return [cls for cls in seen if "_patcher_stands_for" not in cls.__dict__]
+def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[type[nn.Module]]:
+    """Every live subclass of `nn.Module`, each once, or those whose name is meant.
+
+    Every load under a patcher walks them: this must be quick, and looking into a class is what takes long.
+    """
+    subclasses_of = type.__subclasses__
+    seen: set[type[nn.Module]] = set()
+    level: set[type[nn.Module]] = {nn.Module}
+    while level:
+        below: set[type[nn.Module]] = set()
+        for cls in level:
+            if subclasses := subclasses_of(cls):  # most classes have none
+                below.update(subclasses)
+        level = below - seen
+        seen |= below
+    meant = seen if is_meant is None else [cls for cls in seen if is_meant(cls.__name__)]
+    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__]
 
 
 def is_modeling_module(name: str) -> bool:

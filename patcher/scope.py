@@ -143,11 +143,11 @@ class Scope:
 
     def meant(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it, and those to be recorded."""
-        classes = matching.module_subclasses()
-        found = [cls for cls in classes if cls.__name__ in self._exact]
-        for text in self._expressions:
-            found += [cls for cls in classes if matching.search(text, cls.__name__)]
+        found = matching.module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
         return list(dict.fromkeys([*found, *self.recorded]))
+
+    def _is_meant(self, name: str) -> bool:
+        return name in self._exact or any(matching.search(text, name) for text in self._expressions)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""

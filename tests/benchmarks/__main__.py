@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks import bench_loading
+from tests.benchmarks import bench_codegen, bench_loading
 
 bench_loading.main()
+bench_codegen.main()
