@@ -7,26 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Concatenate, LlamaConfig, WeightConverter
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import InvalidPatcherError, Patcher
+from tests.replacements import JOINED, JoinedMLP
 
 
 class Norm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-class JoinedMLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class AdaptedMLP(LlamaMLP):
@@ -39,12 +29,6 @@ class AdaptedMLP(LlamaMLP):
 
 
 NORM = Patcher({"LlamaRMSNorm": Norm})
-JOINED = Patcher(
-    {"LlamaMLP": JoinedMLP},
-    extra_weight_conversions=WeightConverter(
-        ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ["mlp.gate_up_proj.weight"], operations=[Concatenate(dim=0)]
-    ),
-)
 ADAPTED = Patcher({"LlamaMLP": AdaptedMLP}, new_weights="adapter")
 IDS = torch.arange(100, 140).view(2, 20)
 

@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import PatchConstructionError, Patcher, PatcherError
+from tests.replacements import JoinedMLP
 from tests.snapshot import changes, snapshot
 from tests.tiny import save_tiny, tiny_llama_config
 
@@ -49,17 +50,6 @@ class InterruptedMLP(LlamaMLP):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         raise KeyboardInterrupt
-
-
-class JoinedMLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class Failing(ConversionOps):
