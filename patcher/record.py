@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from patcher.conversions import Journal
 from patcher.fusions.base import Fusion
+from patcher.journals import Journal
 from patcher.patcher import Patcher
 from patcher.scope import Layer
 from patcher.seams import PreTrainedModel, WeightTransform

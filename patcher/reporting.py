@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher import seams
-from patcher.conversions import Journal, describe
+from patcher.conversions import describe
 from patcher.errors import InvalidPatcherError
+from patcher.journals import Journal
 from patcher.matching import compress
 from patcher.record import PatchRecord, record_of
 from patcher.tables import Shown, Table, folded

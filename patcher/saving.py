@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.conversions import Journal, Renamed, describe, identity, journal_of, simulate, track, undo
+from patcher.conversions import describe, identity
 from patcher.errors import PatchedWeightsError
+from patcher.giving_back import Renamed, undo
+from patcher.journals import Journal, journal_of, simulate, track
 from patcher.matching import compress
 from patcher.record import PatchRecord, record_of
 from patcher.resolution import arrange, resolve_layers, skeleton

@@ -13,8 +13,9 @@ from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedModel
 
 from patcher import fingerprints, seams
-from patcher.conversions import describe, joins, journal_of, track
+from patcher.conversions import describe, joins
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherWarning
+from patcher.journals import journal_of, track
 from patcher.patcher import Patcher
 from patcher.record import PatchRecord, Replaced, keep_record
 from patcher.resolution import Arranged, arrange, skeleton

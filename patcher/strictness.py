@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.conversions import Journal, describe, identity, simulate
+from patcher.conversions import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
 from patcher.fusions.base import Fusion
+from patcher.journals import Journal, simulate
 from patcher.matching import compress, is_expression, nearest, search
 from patcher.record import Replaced
 from patcher.scope import Layer

@@ -26,7 +26,8 @@ from transformers.core_model_loading import Chunk, ConversionOps, Transpose, Wei
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher, report
-from patcher.conversions import track, undo
+from patcher.giving_back import undo
+from patcher.journals import track
 from tests.tiny import save_tiny, tiny_llama_config
 
 

@@ -1,0 +1,254 @@
+"""What each conversion did in one load: per target, which tensors of which shapes went into it.
+
+transformers reverses a conversion by pattern, so it takes every key that looks like a result. A journal names the
+results; giving_back.py takes exactly those apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from patcher import seams
+from patcher.conversions import RememberingConcatenate
+from patcher.seams import Concatenate, ConversionOps, WeightConverter, WeightTransform
+
+__all__ = ["Entry", "Journal", "Outcome", "journal_of", "simulate", "track"]
+
+
+@dataclass
+class Entry:
+    """What one conversion did for one layer."""
+
+    target: str
+    #: source pattern -> (key, shape) of each tensor that it collected, in order
+    sources: dict[str, list[tuple[str, torch.Size]]]
+    #: parameter -> (the target pattern that made it, shape, dtype before any quantization)
+    produced: dict[str, tuple[str, torch.Size, torch.dtype]]
+    operations: list[ConversionOps]
+
+
+@dataclass
+class Journal:
+    """What one conversion did in one load. Copies of a conversion, which a load makes per layer, share it."""
+
+    transform: WeightTransform
+    entries: list[Entry] = field(default_factory=list)
+    #: for a renaming: the key before -> the key after
+    renamed: dict[str, str] = field(default_factory=dict)
+    current: tuple[str, str] = ("", "")
+    #: the layers where it raised
+    failed: list[str] = field(default_factory=list)
+
+    #: a quantizer has put another conversion in its place
+    lost: bool = False
+
+    def had_effect(self, parameters: set[str], prefix: str) -> bool:
+        """Whether something that it made or renamed is a parameter, or was taken further."""
+        if self.lost or self.entries:
+            return True
+        if isinstance(self.transform, WeightConverter):
+            return False
+        names = parameters | {name.removeprefix(f"{prefix}.") for name in parameters}
+        return any(name in names or f"{prefix}.{name}" in names for name in self.renamed.values()) or bool(
+            self.renamed and not names.intersection(self.renamed)
+        )
+
+    def is_uneven(self) -> bool:
+        """Whether it has joined parts of different sizes."""
+        return any(
+            len({size for _, size in operation.sizes}) > 1
+            for entry in self.entries
+            for operation in entry.operations
+            if isinstance(operation, RememberingConcatenate)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
+        # transformers copies a converter for each layer; `copy.deepcopy(model)` gets what only loading writes.
+        return self
+
+
+class _Tracked:
+    """The part of a tracked transform that renaming and converting have in common."""
+
+    __slots__ = ()
+    journal: Journal
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        renamed, pattern = super().rename_source_key(source_key)  # type: ignore[misc]
+        if pattern is not None:
+            self.journal.current = (source_key, renamed)
+            if renamed != source_key:
+                self.journal.renamed[source_key] = renamed
+        return renamed, pattern
+
+
+class _TrackedConverter(_Tracked):
+    __slots__ = ()
+    collected: list[tuple[str, str]]
+    if TYPE_CHECKING:
+        operations: list[ConversionOps]
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        before, after = self.journal.current
+        if target_key.endswith(f".{after}"):  # the load put the prefix of the base model in front
+            before = target_key.removesuffix(after) + before
+        elif after.endswith(f".{target_key}") and before.startswith(after.removesuffix(target_key)):
+            before = before.removeprefix(after.removesuffix(target_key))
+        self.collected.append((source_pattern, before))
+        super().add_tensor(target_key, source_key, source_pattern, future)  # type: ignore[misc]
+
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        first, middle, last = _Witness(), list(self.operations), _Witness()
+        self.operations = [first, *middle, last]  # type: ignore[misc]
+        if self.quantization_operation is not None:  # type: ignore[has-type]
+            self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
+        try:
+            result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
+        except Exception:  # the load goes on and reports at its end
+            self.journal.failed.append(layer_name)
+            raise
+        sources: dict[str, list[tuple[str, torch.Size]]] = {}
+        shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
+        for pattern, key in self.collected:
+            sources.setdefault(pattern, []).append((key, shapes[pattern].pop(0)))
+        produced = {
+            _full_name(layer_name, pattern, list(last.seen)): (pattern, seen[0], last.dtypes[pattern])
+            for pattern, seen in last.seen.items()
+        }
+        self.journal.entries.append(Entry(layer_name, sources, produced, middle))
+        return result
+
+
+class _Witness(ConversionOps):
+    """An operation that changes nothing and remembers the shapes that pass."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[torch.Size]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        for pattern, tensors in input_dict.items():
+            listed = tensors if isinstance(tensors, list) else [tensors]
+            self.seen[pattern] = [tensor.shape for tensor in listed]
+            self.dtypes[pattern] = listed[0].dtype
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _Witness()
+
+
+class _QuantizeEach(ConversionOps):
+    """Quantize whatever a conversion makes; transformers' own operations take one parameter, the first."""
+
+    def __init__(self, quantizer: Any) -> None:
+        self._quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name in list(input_dict):
+            value = input_dict.pop(name)
+            if self._quantizer.param_needs_quantization(model, name):
+                operation = self._quantizer.get_quantize_ops()
+                result.update(operation.convert({name: value}, full_layer_name=name, model=model, **kwargs))
+            else:
+                result[name] = value
+        return result
+
+
+def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
+    """The name of the parameter that a target pattern makes, where `layer_name` is what the first one makes."""
+    full = layer_name.replace("*.", "0.")
+    for other in patterns:
+        if other in full:
+            head, _, tail = full.partition(other)
+            return head + pattern + tail
+    return pattern
+
+
+@cache
+def _tracked_class(cls: type[WeightTransform]) -> type[WeightTransform]:
+    if issubclass(cls, WeightConverter):
+        bases: tuple[type, ...] = (_TrackedConverter, cls)
+        slots: tuple[str, ...] = ("journal", "collected")
+    else:
+        bases, slots = (_Tracked, cls), ("journal",)
+    return type(f"Tracked{cls.__name__}", bases, {"__slots__": slots, "__module__": __name__})
+
+
+def track(transform: WeightTransform) -> Any:
+    """A copy for one load, with a journal of its own."""
+    copy = seams.copy_transform(transform, _tracked_class(type(transform)))  # type: ignore[arg-type]
+    copy.journal = Journal(transform)
+    if isinstance(copy, WeightConverter):
+        copy.collected = []
+        copy.operations = [_remembering(operation) for operation in copy.operations]
+    return copy
+
+
+def _remembering(operation: ConversionOps) -> ConversionOps:
+    if type(operation) is Concatenate:
+        remembering = RememberingConcatenate.__new__(RememberingConcatenate)
+        remembering.__dict__.update(operation.__dict__)
+        return remembering
+    return operation
+
+
+def journal_of(transform: WeightTransform) -> Journal | None:
+    """The journal of a tracked transform."""
+    return getattr(transform, "journal", None)
+
+
+# --- without reading -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What a load would do, by names and shapes."""
+
+    loaded: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: set[str] = field(default_factory=set)
+
+
+def simulate(
+    model: seams.PreTrainedModel, conversions: list[WeightTransform], checkpoint: Mapping[str, torch.Tensor]
+) -> Outcome:
+    """Load a checkpoint of meta tensors into a model on meta, by name and shape; tracked conversions keep journal."""
+    parameters = model.state_dict()
+    outcome = Outcome()
+    converters: dict[str, WeightTransform] = {}
+    shapes: dict[str, torch.Size] = {}
+    for key in sorted(checkpoint, key=seams.dot_natural_key):
+        renamed, taker, pattern = seams.rename_key(key, conversions, model, parameters)
+        if renamed not in parameters:
+            outcome.unexpected.add(renamed)
+        elif taker is None:
+            shapes[renamed] = checkpoint[key].shape
+        else:
+            converter = converters.get(renamed)
+            if converter is None:
+                converter = converters[renamed] = deepcopy(taker)
+            converter.add_tensor(renamed, key, pattern or "", checkpoint[key])  # type: ignore[arg-type]
+    for first, converter in converters.items():
+        made = converter.convert(first, model=model, config=model.config)  # type: ignore[attr-defined]
+        for name, tensor in made.items():
+            shapes[name] = (tensor[0] if isinstance(tensor, list) else tensor).shape
+    for name, shape in shapes.items():
+        if name not in parameters:
+            outcome.unexpected.add(name)
+        elif shape != parameters[name].shape:
+            outcome.mismatched.add(name)
+        else:
+            outcome.loaded.add(name)
+    outcome.missing = set(parameters) - set(shapes)
+    return outcome
