@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from patcher import matching, seams
-from patcher.conversions import describe, identity
+from patcher import arguments, matching, seams
+from patcher.conversions import identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named, fusions_configured
 from patcher.seams import WeightTransform
@@ -91,19 +90,19 @@ class Patcher:
         any_of: Iterable[Iterable[str]] = (),
     ) -> None:
         values: dict[str, Any] = {
-            "class_mapping": MappingProxyType(_class_mapping(class_mapping)),
-            "filtered_weight_conversion_patterns": _expressions(
+            "class_mapping": MappingProxyType(arguments.class_mapping(class_mapping)),
+            "filtered_weight_conversion_patterns": arguments.expressions(
                 "filtered_weight_conversion_patterns", filtered_weight_conversion_patterns
             ),
-            "extra_weight_conversions": _transforms(extra_weight_conversions),
-            "fusions": _fusions(fusions),
-            "new_weights": _expressions("new_weights", new_weights),
-            "dropped_weights": _expressions("dropped_weights", dropped_weights),
-            "strict": _typed("strict", strict, bool),
-            "name": _typed("name", name, str),
-            "transformers": _specifier(transformers),
-            "fingerprints": MappingProxyType(_fingerprints(fingerprints)),
-            "any_of": _groups(any_of, class_mapping),
+            "extra_weight_conversions": arguments.transforms(extra_weight_conversions),
+            "fusions": arguments.fusions(fusions),
+            "new_weights": arguments.expressions("new_weights", new_weights),
+            "dropped_weights": arguments.expressions("dropped_weights", dropped_weights),
+            "strict": arguments.typed("strict", strict, bool),
+            "name": arguments.typed("name", name, str),
+            "transformers": arguments.specifier(transformers),
+            "fingerprints": MappingProxyType(arguments.fingerprints(fingerprints)),
+            "any_of": arguments.groups(any_of, class_mapping),
         }
         for field, value in values.items():
             object.__setattr__(self, f"_{field}", value)
@@ -349,140 +348,6 @@ def _rebuild(settings: dict[str, Any]) -> Patcher:
 
 def _united(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys((*first, *second)))
-
-
-def _typed(field: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise InvalidPatcherError(f"{field} must be a {kind.__name__}, found {value!r} ({type(value).__name__}).")
-    return value
-
-
-def _class_mapping(mapping: Any) -> dict[str, type[nn.Module]]:
-    if not isinstance(mapping, Mapping):
-        raise InvalidPatcherError(
-            f"class_mapping must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
-            'write {"LlamaMLP": MyMLP}.'
-        )
-    result: dict[str, type[nn.Module]] = {}
-    for key, cls in mapping.items():
-        if not isinstance(key, str) or not key:
-            raise InvalidPatcherError(
-                f"class_mapping: a key is the name of a class, or an expression, found {key!r}; "
-                f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
-            )
-        if matching.is_expression(key):
-            _compiled(f"class_mapping key {key!r}", key)
-        if not isinstance(cls, type):
-            kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
-            raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a class, found {cls!r} ({kind}); "
-                "write the class itself, not an object."
-            )
-        if not issubclass(cls, nn.Module):
-            raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
-                f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
-            )
-        result[key] = cls
-    return result
-
-
-def _compiled(what: str, expression: str) -> str:
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise InvalidPatcherError(
-            f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
-        ) from error
-    return expression
-
-
-def _expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
-    listed = [values] if isinstance(values, str) else _listed(field, values, "an expression")
-    for value in listed:
-        if not isinstance(value, str):
-            raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) is no expression; write a string.")
-        if not value:
-            raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
-        _compiled(f"{field}: {value!r}", value)
-    return tuple(dict.fromkeys(listed))
-
-
-def _listed(field: str, values: Any, what: str) -> list[Any]:
-    if not isinstance(values, Iterable) or isinstance(values, Mapping):
-        raise InvalidPatcherError(
-            f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
-        )
-    return list(values)
-
-
-def _transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
-    field = "extra_weight_conversions"
-    listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
-    taken: dict[tuple[Any, ...], WeightTransform] = {}
-    result: list[WeightTransform] = []
-    for value in listed:
-        if not isinstance(value, WeightTransform):
-            raise InvalidPatcherError(
-                f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
-                "WeightRenaming of transformers."
-            )
-        for pattern in seams.source_patterns(value):
-            other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
-            if other is not value and identity(other) != identity(value):
-                raise PatchConflictError(
-                    f"Two extra_weight_conversions take the same tensors, {pattern!r}: {describe(other)} and "
-                    f"{describe(value)}. Only one can; take one away."
-                )
-        if all(identity(value) != identity(other) for other in result):
-            result.append(seams.copy_transform(value))
-    return tuple(result)
-
-
-def _fusions(values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
-    listed = [values] if isinstance(values, str | Fusion) else _listed("fusions", values, "a fusion")
-    for value in listed:
-        fusion_named(value)
-    return tuple(dict.fromkeys(listed))
-
-
-def _specifier(value: str) -> str:
-    _typed("transformers", value, str)
-    try:
-        return str(SpecifierSet(value))
-    except InvalidSpecifier as error:
-        raise InvalidPatcherError(
-            f"transformers={value!r} is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
-        ) from error
-
-
-def _fingerprints(values: Any) -> dict[str, tuple[str, ...]]:
-    if not isinstance(values, Mapping):
-        raise InvalidPatcherError(f"fingerprints must map class names to fingerprints, found {values!r}.")
-    result = {}
-    for key, value in values.items():
-        listed = [value] if isinstance(value, str) else _listed(f"fingerprints[{key!r}]", value, "a fingerprint")
-        if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
-            raise InvalidPatcherError(f"fingerprints[{key!r}] must be a text or several, found {value!r}.")
-        result[key] = tuple(sorted(set(listed)))
-    return result
-
-
-def _groups(values: Any, mapping: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    groups = []
-    for value in _listed("any_of", values, "a group of class keys"):
-        if isinstance(value, str):
-            raise InvalidPatcherError(
-                f"any_of takes groups of class keys, found the text {value!r}; write any_of=[[{value!r}, ...]]."
-            )
-        group = tuple(sorted(set(_listed("any_of", value, "a class key"))))
-        for key in group:
-            if key not in mapping:
-                close = matching.nearest(str(key), mapping)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
-                raise InvalidPatcherError(f"any_of: {key!r} is no key of the class_mapping; {hint}")
-        groups.append(group)
-    return tuple(dict.fromkeys(groups))
 
 
 def _transform_repr(transform: WeightTransform) -> str:
