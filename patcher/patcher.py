@@ -291,6 +291,41 @@ class Patcher:
             )
         return cls(fusions=[fusion for name, value in config.items() for fusion in fusions_configured(name, value)])
 
+    def to_dict(self) -> dict[str, Any]:
+        """The patcher as data for JSON: names, expressions and numbers, no code.
+
+        >>> Patcher(fusions="qkv", strict=False).to_dict()
+        {'schema': 1, 'fusions': ['qkv'], 'strict': False}
+
+        Classes are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
+
+        Raises:
+            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, a
+                conversion that isn't made of transformers' own operations.
+        """
+        from patcher.serializing import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], allowed: str | type | Iterable[str | type] = ()) -> Patcher:
+        """The patcher that `to_dict` has written, from data that anyone may have written.
+
+        >>> Patcher.from_dict({"schema": 1, "fusions": ["qkv"]})
+        Patcher(fusions=['qkv'])
+
+        Args:
+            data: what `json.load` gives.
+            allowed: the classes that it may use, themselves or as `module:qualname`. Nothing else is imported.
+
+        Raises:
+            InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
+            PatchConflictError: two conversions take the same tensors.
+        """
+        from patcher.serializing import from_dict
+
+        return from_dict(data, allowed)
+
     # --- using it ----------------------------------------------------------------------------------------------
 
     def applied(self) -> AbstractContextManager[Patcher]:
