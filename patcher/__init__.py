@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from patcher.loading import install
     from patcher.patcher import Patcher
+    from patcher.planning import Plan, plan
     from patcher.reporting import Report, report
     from patcher.resolution import Resolution
 
@@ -32,20 +33,24 @@ __all__ = [
     "Patcher",
     "PatcherError",
     "PatcherWarning",
+    "Plan",
     "PresetDriftError",
     "Report",
     "Resolution",
     "UnmatchedPatchError",
     "VerificationError",
     "install",
+    "plan",
     "report",
 ]
 
 _HOMES = {
     "Patcher": "patcher.patcher",
+    "Plan": "patcher.planning",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution",
     "install": "patcher.loading",
+    "plan": "patcher.planning",
     "report": "patcher.reporting",
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching")

@@ -20,6 +20,7 @@ from patcher.fusions.config import split_fusion_config, with_fusion_names
 from patcher.patcher import Patcher
 from patcher.record import record_of
 from patcher.recorders import install_output_hooks
+from patcher.rehearsal import Rehearsal, RehearsedSignal
 from patcher.resolution import arrange, as_stock
 from patcher.saving import check_saving, original_state_dict
 from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class
@@ -27,13 +28,15 @@ from patcher.session import Session, check_pins, finish_by_hand, layers_in_force
 from patcher.strictness import Complaints, judge_matches
 from patcher.values import Values, keeping_computed
 
-__all__ = ["applied", "install"]
+__all__ = ["applied", "install", "rehearse"]
 
 # --- the hook ------------------------------------------------------------------------------------------------------
 
 #: The load that this thread or task is in, and what it was asked for.
 _SESSION: ContextVar[Session | None] = ContextVar("patcher_session", default=None)
 _ASKED: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_asked", default=(None, {}))
+#: What goes through the next load instead of it.
+_REHEARSAL: ContextVar[Rehearsal | None] = ContextVar("patcher_rehearsal", default=None)
 
 _install_lock = threading.Lock()
 _installed = False
@@ -99,7 +102,7 @@ def _from_pretrained(
     if layers:
         for layer in own:
             check_pins(layer.patcher)
-        session = Session(cls, layers, own)
+        session = _session(cls, layers, own)
         _check_supported(layers, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
     token = _SESSION.set(session)
     asked = _ASKED.set((args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs))
@@ -112,6 +115,31 @@ def _from_pretrained(
     finally:
         _ASKED.reset(asked)
         _SESSION.reset(token)
+
+
+def _session(cls: type[PreTrainedModel], layers: list[Layer], own: list[Layer]) -> Session:
+    rehearsal = _REHEARSAL.get()
+    if rehearsal is None:
+        return Session(cls, layers, own)
+    _REHEARSAL.set(None)
+    rehearsal.set_layers(layers, own)
+    return rehearsal
+
+
+def rehearse(rehearsal: Rehearsal, patcher: Patcher, checkpoint: dict[str, Any], **options: Any) -> None:
+    """Take a load of the rehearsal's class to where it would read.
+
+    Raises:
+        Exception: what the load would raise on its way there.
+    """
+    install()
+    token = _REHEARSAL.set(rehearsal)
+    try:
+        rehearsal.model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
+    except RehearsedSignal:
+        pass
+    finally:
+        _REHEARSAL.reset(token)
 
 
 def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
@@ -283,8 +311,10 @@ def _convert_and_load(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    result = stock(model, state_dict, load_config, *args, **kwargs)
     session = _SESSION.get()
+    if isinstance(session, Rehearsal):
+        session.rehearse(model, state_dict, load_config)
+    result = stock(model, state_dict, load_config, *args, **kwargs)
     if session is not None:
         session.read(model, state_dict, load_config, result[0])
         session.disk_index = result[1]

@@ -53,11 +53,21 @@ class Materialization:
         self._to_meta = wanted is not None
         self.kept: dict[int, nn.Parameter] = {}
         self._count = 0
+        self._buffers_too = False
 
     @staticmethod
     def current() -> Materialization:
         """The one under way, or a new one."""
         return _CURRENT.get() or Materialization()
+
+    @staticmethod
+    def on_meta() -> Materialization:
+        """The one under way, or one that leaves everything on meta where the model is built there."""
+        current = _CURRENT.get()
+        if current is None:
+            current = Materialization()
+            current._buffers_too = True
+        return current
 
     def construct(
         self,
@@ -89,7 +99,7 @@ class Materialization:
         self._to_meta = self._to_meta or torch.empty(0).device.type == "meta"
         token = _CURRENT.set(self)
         try:
-            with torch.device("cpu") if self._to_meta else nullcontext():
+            with torch.device("cpu") if self._to_meta and not self._buffers_too else nullcontext():
                 yield
         finally:
             _CURRENT.reset(token)

@@ -19,7 +19,7 @@ from patcher.tables import Shown, Table, folded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "report", "rows_of_classes"]
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
     return Report(
         model=type(model).__name__,
         patchers=tuple((repr(patcher), origin) for patcher, origin in record.patchers),
-        replaced=_names(
+        replaced=rows_of_classes(
             {item.path: (item.original, item.replacement) for item in record.replaced if item.path not in record.fused}
         ),
-        fused=_names(record.fused),
+        fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms]),
@@ -143,6 +143,7 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
     )
 
 
-def _names(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
+def rows_of_classes(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
+    """(path, original, replacement), in the order of the layers."""
     ordered = sorted(modules, key=seams.dot_natural_key)
     return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)

@@ -76,7 +76,7 @@ def skeleton(
 ) -> PreTrainedModel:
     """The model on the meta device, patched by `layers` alone: modules, names and shapes, no weight."""
     scope = Scope(layers)
-    scope.is_sketch = True
+    scope.is_sketch = scope.on_meta = True
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)

@@ -25,7 +25,7 @@ from torch import nn
 
 from patcher import matching
 from patcher.bindings import Bindings
-from patcher.errors import PatchConflictError
+from patcher.errors import PatchConflictError, PatchConstructionError
 from patcher.materialize import Materialization, watching_parameters
 from patcher.patcher import Patcher
 
@@ -90,6 +90,8 @@ class Scope:
         self.open = True
         #: built for its names and shapes only: no fusions, no judgement
         self.is_sketch = False
+        #: buffers go to the meta device too, so that not even the largest replacement takes any memory
+        self.on_meta = False
         self.built: list[Built] = []
         #: classes whose constructor arguments are kept, and object -> (object, args, kwargs): fusions rebuild them
         self.recorded: frozenset[type[nn.Module]] = frozenset()
@@ -219,7 +221,8 @@ class Scope:
         module.__dict__[ORIGINAL] = original
         self._building.append(module)
         try:
-            Materialization.current().construct(module, original, match.replacement, args, kwargs)
+            if not (self.on_meta and self._built_on_meta(module, original, match, args, kwargs)):
+                Materialization.current().construct(module, original, match.replacement, args, kwargs)
         finally:
             self._building.pop()
         module.__dict__[ORIGINAL] = original  # again: `__init__` may have started from an empty `__dict__`
@@ -230,6 +233,21 @@ class Scope:
         self.built.append(built)
         if module is self.root and self.on_built is not None:
             self.on_built(module)
+
+    def _built_on_meta(
+        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the replacement could be built without a value; if it looks at one it has to be real."""
+        count = len(self.built)
+        try:
+            Materialization.on_meta().construct(module, original, match.replacement, args, kwargs)
+        except PatchConstructionError:
+            del self.built[count:]
+            module.__class__ = original
+            module.__dict__.clear()
+            module.__dict__[ORIGINAL] = original
+            return False
+        return True
 
 
 def active_scope() -> Scope | None:

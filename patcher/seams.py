@@ -79,6 +79,9 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
     (output_capturing, "_CAN_RECORD_REGISTRY", ()),
+    (PreTrainedModel, "mark_tied_weights_as_initialized", ("loading_info",)),
+    (PreTrainedModel, "tie_weights", ("missing_keys", "recompute_mapping")),
+    (PreTrainedModel, "_adjust_missing_and_unexpected_keys", ("loading_info",)),
     (WeightTransform, "rename_source_key", ("source_key",)),
     (WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern", "future")),
     (WeightTransform, "reverse_transform", ()),
@@ -314,6 +317,30 @@ def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
 def tied_keys(model: PreTrainedModel) -> set[str]:
     """The parameters that are tied to another one, and so don't come from a checkpoint."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def settle_keys(model: PreTrainedModel, info: Any) -> None:
+    """Take from the missing and the unexpected keys what transformers doesn't mind, as a load does at its end."""
+    model.mark_tied_weights_as_initialized(info)  # type: ignore[no-untyped-call]
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+
+
+def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The model class that an Auto class has for a config."""
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        return None
+    found = mapping[type(config)]
+    listed: list[type[PreTrainedModel]] = list(found) if isinstance(found, tuple) else [found]
+    named = [cls for cls in listed if cls.__name__ in (config.architectures or ())]
+    return (named or listed)[0]
+
+
+def tie_partners(model: PreTrainedModel) -> set[str]:
+    """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*ties, *ties.values()}
 
 
 def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:

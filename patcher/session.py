@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from patcher import fingerprints, seams
 from patcher.conversions import describe, joins
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherWarning
-from patcher.journals import journal_of, track
+from patcher.journals import Outcome, journal_of, track
 from patcher.patcher import Patcher
 from patcher.record import PatchRecord, Replaced, keep_record
 from patcher.resolution import Arranged, arrange, skeleton
@@ -114,8 +114,11 @@ class Session:
 
     def add(self, layer: Layer) -> None:
         """Put one more layer around the others, before anything is built."""
-        self.layers.append(layer)
-        self.own.append(layer)
+        self.set_layers([*self.layers, layer], [*self.own, layer])
+
+    def set_layers(self, layers: list[Layer], own: list[Layer]) -> None:
+        """What is in force, before anything is built."""
+        self.layers, self.own = layers, own
         self.scope = Scope(self.layers)
         self.scope.on_built = self.built
 
@@ -208,13 +211,15 @@ class Session:
             ),
             mismatched=mismatched,
             unexpected=set(info.unexpected_keys),
-            stock_outcome=lambda: stock_outcome(
-                skeleton(self.record_class, model.config), self.key_mapping, checkpoint
-            ),
+            stock_outcome=lambda: self.stock_outcome(model, checkpoint),
         )
         self.record.new_weights = self.intent.with_aliases(found.new)
         self.record.dropped_weights = found.dropped
         self.complaints.add(found.error, strict=self.strict)
+
+    def stock_outcome(self, model: PreTrainedModel, checkpoint: dict[str, Any]) -> Outcome:
+        """What the load would have come to without any patcher."""
+        return stock_outcome(skeleton(self.record_class, model.config), self.key_mapping, checkpoint)
 
     def _without_need(self, item: Any) -> Any:
         """A stock conversion that was followed and has joined equal parts, as transformers knows it."""

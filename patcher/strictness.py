@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from patcher import seams
 from patcher.conversions import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
 from patcher.fusions.base import Fusion
-from patcher.journals import Journal, simulate
+from patcher.journals import Journal, Outcome, simulate
 from patcher.matching import compress, is_expression, nearest, search
 from patcher.record import Replaced
 from patcher.scope import Layer
@@ -220,7 +220,7 @@ def judge_weights(
     left_over.difference_update(dropped)
     if absent or left_over:
         stock = stock_outcome()
-        absent -= stock.missing | stock.mismatched
+        absent.difference_update(stock.missing, stock.mismatched)
         left_over -= stock.unexpected
     error = None
     if patchers and (absent or left_over):
@@ -291,11 +291,16 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
     return list(result)
 
 
-def stock_outcome(model: PreTrainedModel, key_mapping: dict[str, str] | None, checkpoint: Mapping[str, Any]) -> Any:
+def stock_outcome(
+    model: PreTrainedModel,
+    key_mapping: dict[str, str] | None,
+    checkpoint: Mapping[str, Any],
+    unknown: Set[str] = frozenset(),
+) -> Outcome:
     """What the unpatched model would make of a checkpoint, by names and shapes."""
     conversions = seams.stock_conversions(model, dict(key_mapping) if key_mapping else None)
     tensors = {key: torch.empty(tuple(_shape(value)), device="meta") for key, value in checkpoint.items()}
-    return simulate(model, conversions, tensors)
+    return simulate(model, conversions, tensors, unknown, going_on=True)
 
 
 def _shape(value: Any) -> Any:

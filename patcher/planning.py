@@ -1,0 +1,336 @@
+"""What a load would do: `patcher.plan(model, patcher)`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher import seams
+from patcher.conversions import describe
+from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+from patcher.headers import Headers, headers_of, headers_of_mapping
+from patcher.journals import Journal, Route, journal_of
+from patcher.loading import rehearse
+from patcher.matching import compress
+from patcher.model_classes import PLACES, config_of, model_class_of
+from patcher.patcher import Patcher
+from patcher.record import PatchRecord
+from patcher.rehearsal import Rehearsal
+from patcher.reporting import rows_of_classes
+from patcher.resolution import skeleton
+from patcher.scope import Scope
+from patcher.signatures import misfits
+from patcher.tables import Shown, Table, folded
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan(Shown):
+    """What a load under a patcher would do, as a value.
+
+    Attributes:
+        model: the class of the model.
+        checkpoint: where names and shapes were read, "" if only a config was given: then no weight is judged.
+        patchers: the patchers in force, the innermost first, and how each comes into force.
+        replaced: (path, original class, replacement) of each module that is replaced.
+        fused: (path, original class, fused class) of each module that is fused.
+        refused: (path, reason) of each module that a fusion leaves alone.
+        conversions_dropped: the stock conversions that are left out, and the filter.
+        conversions_added: (conversion, the checkpoint keys that it takes) of those that come in front.
+        conversions_kept: the same of the stock conversions that take some.
+        weights: (checkpoint keys, parameters, conversion) of every tensor; "" where it goes there as it is.
+        missing: the parameters that would not come from the checkpoint.
+        left_over: the checkpoint keys, as the load renames them, that nobody takes.
+        wrong_shape: (parameter, found, expected).
+        new_weights: those of the missing that the patcher declares as new.
+        dropped_weights: those of the left over that the patcher declares as dropped.
+        unknown_shapes: how many keys were planned by name alone, because nobody said their shapes.
+        misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
+        problems: what the load would raise, word for word, the first error first; and each misfit.
+        warnings: what the load would warn of.
+    """
+
+    model: str
+    checkpoint: str = ""
+    patchers: tuple[tuple[str, str], ...] = ()
+    replaced: tuple[tuple[str, str, str], ...] = ()
+    fused: tuple[tuple[str, str, str], ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+    conversions_dropped: tuple[tuple[str, str], ...] = ()
+    conversions_added: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    conversions_kept: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    weights: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = ()
+    missing: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+    wrong_shape: tuple[tuple[str, str, str], ...] = ()
+    new_weights: tuple[str, ...] = ()
+    dropped_weights: tuple[str, ...] = ()
+    unknown_shapes: int = 0
+    misfits: tuple[tuple[str, str, str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the load would go through, and what is replaced can be called as it is."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers, for JSON."""
+        return super().to_dict() | {"ok": self.ok}
+
+    def _headline(self) -> str:
+        count = len(self.replaced) + len(self.fused)
+        text = f"{self.model}: {count} module{'' if count == 1 else 's'} would be replaced"
+        if not self.checkpoint:
+            text += "; no checkpoint was given, so conversions and weights are not judged"
+        elif self.unknown_shapes:
+            text += f"; {self.unknown_shapes} tensors of {self.checkpoint} by name alone, their shapes are unknown"
+        else:
+            text += f"; names and shapes from {self.checkpoint}"
+        return f"{text}. {'No problem was found.' if self.ok else 'There are problems.'}"
+
+    def _tables(self) -> Iterable[Table]:
+        yield Table("Problems", ("text",), [(text,) for text in self.problems])
+        if len(self.patchers) > 1:
+            yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
+        yield Table("Replaced", ("module", "was", "is"), folded(self.replaced))
+        yield Table("Fused", ("module", "was", "is"), folded(self.fused))
+        yield Table("Not fused", ("module", "reason"), folded(self.refused))
+        rows: list[tuple[str, ...]] = [
+            ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
+            for text, filtered in self.conversions_dropped
+        ]
+        rows += [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
+        rows += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
+        yield Table("Conversions", ("", "conversion", "takes"), rows)
+        weights: list[tuple[str, ...]] = []
+        for title, names in (
+            ("missing", self.missing),
+            ("new", self.new_weights),
+            ("left over", self.left_over),
+            ("dropped", self.dropped_weights),
+        ):
+            weights += [(title, name) for name in compress(names)]
+        weights += [("wrong shape", f"{name}: {found}, not {expected}") for name, found, expected in self.wrong_shape]
+        yield Table("Weights", ("", "name"), weights)
+        yield Table(
+            "Checkpoint",
+            ("checkpoint keys", "parameters"),
+            [(", ".join(keys), ", ".join(names) if names != keys else "the same") for keys, names, _ in self.weights],
+        )
+        yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
+
+
+def plan(
+    model: str | os.PathLike[str] | PretrainedConfig,
+    patcher: Patcher,
+    *,
+    model_class: Any = None,
+    checkpoint: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """What a load would do, without reading a weight.
+
+    ```python
+    plan = patcher.plan("HuggingFaceTB/SmolLM2-135M", Patcher({"LlamaMLP": MyMLP}))
+    print(plan)
+    assert plan.ok
+    ```
+
+    The load itself is gone through, on the meta device, to where it would read; what it would go on to do is decided
+    by names and shapes. Of a repo on the hub only its config and the headers of its safetensors files are fetched. An
+    index whose shards aren't there does for the names; the shapes are then those that the stock model saves.
+
+    Args:
+        model: a repo, a folder or a config.
+        patcher: what to load it with.
+        model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
+        checkpoint: names and shapes from elsewhere: a folder, a file, an index, or a mapping of keys to shapes.
+        options: as `from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, `key_mapping`, ...
+
+    Raises:
+        InvalidPatcherError: no model, patcher or checkpoint that can be planned. What the load would raise is no
+            exception here but in `Plan.problems`.
+    """
+    if not isinstance(patcher, Patcher):
+        raise InvalidPatcherError(
+            f"plan takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
+            'write plan(model, Patcher({"LlamaMLP": MyMLP})).'
+        )
+    config = config_of(model, options)
+    headers = _headers(model, checkpoint, options)
+    cls = model_class_of(config, model_class, model, options)
+    tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
+    rehearsal = Rehearsal(cls, unknown, has_checkpoint=headers is not None)
+    error: PatcherError | None = None
+    try:
+        rehearse(rehearsal, patcher, tensors, config=config, **_for_the_load(options))
+    except PatcherError as raised:
+        error = raised
+    layers = rehearsal.layers
+    return Plan(
+        model=(type(rehearsal.model) if rehearsal.model is not None else cls).__name__,
+        checkpoint=headers.where if headers is not None else "",
+        patchers=tuple((repr(layer.patcher), layer.origin) for layer in layers) or ((repr(patcher), "patcher="),),
+        **_plan(rehearsal, cls, config, error, any_size=bool(options.get("ignore_mismatched_sizes"))),
+    )
+
+
+def _for_the_load(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in PLACES}
+
+
+def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> Headers | None:
+    if options.get("gguf_file"):
+        raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
+    if isinstance(checkpoint, Mapping):
+        return headers_of_mapping(checkpoint)
+    if checkpoint is None and isinstance(model, PretrainedConfig):
+        return None
+    places = {name: value for name, value in options.items() if name in PLACES}
+    return headers_of(model if checkpoint is None else checkpoint, **places)
+
+
+def _completed(
+    headers: Headers, cls: type[PreTrainedModel], config: PretrainedConfig
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """The tensors of a checkpoint, with the shapes that the stock model saves where nobody said others."""
+    if not headers.unknown:
+        return dict(headers.tensors), headers.unknown
+    stock = skeleton(cls, config)
+    saved = seams.stock_revert(stock, dict(stock.state_dict()))
+    tensors = dict(headers.tensors)
+    unknown = set()
+    for key in headers.unknown:
+        known = saved.get(seams.with_model_prefix(key, stock, saved))
+        if known is None:
+            unknown.add(key)
+        else:
+            tensors[key] = known
+    return tensors, frozenset(unknown)
+
+
+def _plan(
+    rehearsal: Rehearsal,
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    error: PatcherError | None,
+    any_size: bool,
+) -> dict[str, Any]:
+    """The fields of a plan that a rehearsal fills."""
+    record, info, model = rehearsal.record, rehearsal.info, rehearsal.model
+    if record is not None and model is not None:
+        replaced = {
+            item.path: (item.original, item.replacement) for item in record.replaced if item.path not in record.fused
+        }
+        unfit = misfits(model, replaced)
+    else:  # it was never built: what would have been replaced is told from the stock model
+        record = PatchRecord(cls, ())
+        stock = skeleton(cls, config)
+        replaced = _meant(stock, rehearsal.scope)
+        unfit = misfits(stock, replaced, built=False)
+    weights = _collapsed(rehearsal.outcome.routes)
+    keys_of: dict[str, tuple[str, ...]] = {}
+    for keys, _, text in weights:
+        keys_of[text] = (*keys_of.get(text, ()), *keys)
+    added = {describe(journal.transform): journal for item in rehearsal.tracked if (journal := journal_of(item))}
+    kept = [describe(item.transform if isinstance(item, Journal) else item) for item in record.conversions]
+    return {
+        "replaced": rows_of_classes(replaced),
+        "fused": rows_of_classes(record.fused),
+        "refused": tuple(record.refused.items()),
+        "conversions_dropped": tuple((describe(transform), text) for transform, text in rehearsal.arranged.dropped),
+        "conversions_added": tuple(
+            (text, keys_of.get(text) or tuple(compress(journal.renamed))) for text, journal in added.items()
+        ),
+        "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
+        "weights": weights,
+        "missing": _ordered(info.missing_keys),
+        "left_over": _ordered(info.unexpected_keys),
+        "wrong_shape": tuple(
+            (name, str(tuple(found)), str(tuple(expected))) for name, found, expected in sorted(info.mismatched_keys)
+        ),
+        "new_weights": record.new_weights,
+        "dropped_weights": record.dropped_weights,
+        "unknown_shapes": len(rehearsal.unknown),
+        "misfits": unfit,
+        "problems": (*_problems(rehearsal, error, any_size), *map(_misfit_text, unfit)),
+        "warnings": tuple(rehearsal.complaints.texts),
+    }
+
+
+def _problems(rehearsal: Rehearsal, error: PatcherError | None, any_size: bool) -> list[str]:
+    """What the load would raise, the first error first."""
+    errors = [*rehearsal.complaints.errors, *([error] if error is not None else [])]
+    problems = [str(each) for each in errors]
+    info = rehearsal.info
+    if not problems and info.conversion_errors:
+        reasons = [f"  {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
+        problems.append(
+            "\n".join(["Conversions fail, for which transformers would raise a RuntimeError:", *reasons[:8]])
+        )
+    if not problems and info.mismatched_keys and not any_size:
+        shapes = [
+            f"  {name}: found {tuple(found)}, expected {tuple(expected)}"
+            for name, found, expected in sorted(info.mismatched_keys)
+        ]
+        problems.append("\n".join(["Shapes differ, and transformers would raise a RuntimeError:", *shapes[:8]]))
+    return problems
+
+
+def _misfit_text(misfit: tuple[str, str, str, str]) -> str:
+    name, method, where, problem = misfit
+    return f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+
+
+def _meant(model: PreTrainedModel, scope: Scope) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
+    """path -> class and replacement, of the modules that the mapping names."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        try:
+            match = scope.match(type(module))
+        except PatchConflictError:
+            continue
+        if match is not None and match.replacement is not type(module):
+            found[path] = (type(module), match.replacement)
+    return found
+
+
+def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...]:
+    """(checkpoint keys, parameters, conversion), with those as one that differ in numbers alone."""
+    groups: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}
+    for route in routes:
+        text = ""
+        if route.conversion is not None:
+            journal = journal_of(route.conversion)
+            transform = route.conversion if journal is None else journal.transform
+            text = describe(transform)
+        shape = (
+            tuple(dict.fromkeys(map(_template, route.keys))),
+            tuple(dict.fromkeys(map(_template, route.parameters))),
+        )
+        keys, parameters = groups.setdefault((*shape, text), ([], []))
+        keys += route.keys
+        parameters += route.parameters
+    return tuple(
+        (tuple(compress(keys)), tuple(compress(parameters)), group[-1]) for group, (keys, parameters) in groups.items()
+    )
+
+
+def _template(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _ordered(keys: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(keys, key=seams.dot_natural_key))
