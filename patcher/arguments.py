@@ -12,7 +12,7 @@ from torch import nn
 from patcher import matching, seams
 from patcher.conversions import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.fusions.base import Fusion, fusion_named
+from patcher.fusions.base import Fusion, shortest
 from patcher.seams import WeightTransform
 
 __all__ = ["class_mapping", "expressions", "fingerprints", "fusions", "groups", "specifier", "transforms", "typed"]
@@ -108,9 +108,7 @@ def transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[Wei
 
 def fusions(values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
     listed = [values] if isinstance(values, str | Fusion) else _listed("fusions", values, "a fusion")
-    for value in listed:
-        fusion_named(value)
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(shortest(value) for value in listed))
 
 
 def specifier(value: str) -> str:

@@ -65,7 +65,8 @@ def _undo_entry(
             raise fail(f"{name} is missing in the state dict")
         if type(tensor) not in (torch.Tensor, nn.Parameter) or (tensor.dtype != dtype and tensor.dtype.itemsize == 1):
             raise fail(
-                f"{name} is quantized ({type(tensor).__name__} of {tensor.dtype}), its companions can't be split"
+                f"{name} is quantized ({type(tensor).__name__} of {tensor.dtype}), its companions can't be split (if "
+                "only fusions made this layout, save_original_format=False saves it as it is)"
             )
         if tensor.shape != shape:
             raise fail(f"{name} had the shape {tuple(shape)} after the load, it has {tuple(tensor.shape)} now")

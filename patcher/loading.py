@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusing import convert_modules, fuse_modules, prepare_fusions
-from patcher.fusions.config import split_fusion_config, with_fusion_names
+from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
 from patcher.patcher import Patcher
 from patcher.record import record_of
 from patcher.recorders import install_output_hooks
@@ -144,7 +144,9 @@ def rehearse(rehearsal: Rehearsal, patcher: Patcher, checkpoint: dict[str, Any],
 
 def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
-    names, rest = split_fusion_config(fusion_config)
+    asked, rest = split_fusion_config(fusion_config)
+    # An argument takes the place of what the file says, but the weights in it lie as they do.
+    names = list(dict.fromkeys([*names_in_file(*_ASKED.get()), *asked]))
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
             # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
@@ -332,13 +334,12 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
         return info
 
 
-#: The patched model that this thread is saving, and whether in the original format.
+#: The model that this thread is saving, and whether in the original format.
 _SAVING: ContextVar[tuple[PreTrainedModel | None, bool]] = ContextVar("patcher_saving", default=(None, True))
 
 
 def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    record = record_of(self)
-    if record is None:
+    if record_of(self) is None and not names_fusions(self.config):
         return stock(self, *args, **kwargs)
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
     arguments.apply_defaults()
@@ -352,15 +353,20 @@ def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: An
 
 def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     model, original_format = _SAVING.get()
-    record = record_of(model) if model is not None and model.config is self else None
-    if record is None:
+    if model is None or model.config is not self:
         return stock(self, *args, **kwargs)
-    self.architectures = [record.model_class.__name__]
-    if original_format or not record.fusions:
-        return stock(self, *args, **kwargs)
+    record = record_of(model)
+    if record is not None:
+        self.architectures = [record.model_class.__name__]
+    # Names stand in the file if the weights beside it lie so: a config that was read from elsewhere may say otherwise.
     before = self.__dict__.get("fusion_config")
-    self.fusion_config = with_fusion_names(before, record.fusions)
+    after = with_fusion_names(before, () if original_format or record is None else record.fusions)
+    if after == (before or {}):
+        return stock(self, *args, **kwargs)
+    self.fusion_config = after
     try:
+        if not after:
+            del self.fusion_config
         return stock(self, *args, **kwargs)
     finally:
         if before is None:

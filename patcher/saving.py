@@ -138,7 +138,7 @@ def check_saving(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] 
     if record is None:
         return
     if not original_format:
-        _check_runtime_layout(record)
+        _check_runtime_layout(model, record)
         return
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
@@ -149,7 +149,7 @@ def check_saving(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] 
     original_state_dict(model, plain)
 
 
-def _check_runtime_layout(record: PatchRecord) -> None:
+def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     # Fusions that have a name are what a config can say.
     named = {identity(transform) for transform in record.fusion_transforms}
     reasons = [
@@ -158,16 +158,40 @@ def _check_runtime_layout(record: PatchRecord) -> None:
         if (item.entries or item.renamed) and identity(item.transform) not in named
     ]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
-    reasons += [f"{fusion!r}, which has no name" for fusion in record.fusions if not isinstance(fusion, str)]
+    reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
     reasons += [f"new: {key}" for key in compress(record.new_weights)]
+    reasons += _other_names(model, record)
     if not record.read:
         reasons += [
             describe(transform) for patcher, _ in record.patchers for transform in patcher.extra_weight_conversions
         ]
     if reasons:
-        listed = "\n".join(f"  {reason}" for reason in reasons)
+        listed = "\n".join(f"  {reason}" for reason in dict.fromkeys(reasons))
         raise PatchedWeightsError(
             "save_original_format=False would write a checkpoint in a layout that nothing can load by name: no fusion "
             f"describes it.\n{listed}\n"
             "Save in the original format (the default), or express the layout as a fusion."
         )
+
+
+def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
+    """What only the model or only its stock form has in the modules that a class mapping replaced.
+
+    Loaded by name, what only the stock form has would be random.
+    """
+    replaced = tuple(_inside(item.path) for item in record.replaced if item.path not in record.fused)
+    if not replaced:
+        return []
+    fused = tuple(_inside(path) for path in record.fused)
+    found, stock = (
+        {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
+        for each in (model, skeleton(record.model_class, model.config))
+    )
+    only_here = set() if getattr(model, "hf_quantizer", None) else found - stock  # companions of quantized weights
+    return [f"new: {key}" for key in compress(sorted(only_here))] + [
+        f"without {key}" for key in compress(sorted(stock - found))
+    ]
+
+
+def _inside(path: str) -> str:
+    return f"{path}." if path else ""

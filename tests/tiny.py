@@ -182,6 +182,6 @@ def _auto_class(config: PretrainedConfig) -> Any:
     # Imported here: the Auto classes import a lot, and some tests only need a config.
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
 
-    if config.model_type in ("llava", "qwen2_vl"):
+    if "vision_config" in config.sub_configs:
         return AutoModelForImageTextToText
     return AutoModelForMaskedLM if config.model_type == "bert" else AutoModelForCausalLM

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
 
-__all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured"]
+__all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured", "shortest"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,17 @@ def fusion_named(name: Any) -> Fusion:
         InvalidPatcherError: there is no such family.
     """
     return name if isinstance(name, Fusion) else _family(name)()
+
+
+def shortest(fusion: Any) -> str | Fusion:
+    """The name of a fusion, where that says all there is to say of it; otherwise the object.
+
+    Raises:
+        InvalidPatcherError: there is no such family.
+    """
+    found = fusion_named(fusion)
+    known = found.name in FAMILIES and found == fusion_named(found.name)
+    return found.name if known else found
 
 
 def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:

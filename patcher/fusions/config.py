@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, fusions_configured
 
-__all__ = ["split_fusion_config", "with_fusion_names"]
+__all__ = ["names_fusions", "names_in_file", "split_fusion_config", "with_fusion_names"]
 
 KEY = "patcher"
+
+#: the arguments of `from_pretrained` that say where a file is
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def split_fusion_config(config: Any) -> tuple[list[str], Any]:
@@ -37,6 +42,33 @@ def split_fusion_config(config: Any) -> tuple[list[str], Any]:
     return list(names), {key: value for key, value in config.items() if key != KEY}
 
 
+def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
+    """Our names in the `config.json` of a checkpoint, whatever the config in memory says by now.
+
+    Args:
+        path: what `from_pretrained` loads.
+        options: its keyword arguments, some of which say where on the hub the file is.
+
+    Raises:
+        InvalidPatcherError: something under our key that is no list of names that are known.
+    """
+    if path is None:
+        return []
+    try:
+        found, _ = PretrainedConfig.get_config_dict(path, **{key: options[key] for key in _WHERE if key in options})
+    except OSError:  # weights alone, and a config from elsewhere
+        return []
+    return split_fusion_config(found.get("fusion_config"))[0]
+
+
+def names_fusions(config: Any) -> bool:
+    """Whether a model's config has something under our key."""
+    found = getattr(config, "fusion_config", None)
+    return isinstance(found, Mapping) and KEY in found
+
+
 def with_fusion_names(config: Any, fusions: Iterable[str | Fusion]) -> dict[str, Any]:
-    """A `fusion_config` that names our fusions besides what it says already."""
-    return {**(config or {}), KEY: [fusion for fusion in fusions if isinstance(fusion, str)]}
+    """A `fusion_config` that names these fusions of ours and no others, besides what it says of transformers'."""
+    rest = {key: value for key, value in (config or {}).items() if key != KEY}
+    names = [fusion for fusion in fusions if isinstance(fusion, str)]
+    return {**rest, KEY: names} if names else rest

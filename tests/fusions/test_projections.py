@@ -34,8 +34,6 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import (
-    InvalidPatcherError,
-    PatchConflictError,
     PatchedWeightsError,
     Patcher,
     UnmatchedPatchError,
@@ -211,96 +209,6 @@ def test_a_fused_module_used_for_cross_attention_after_all_is_right() -> None:
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
 
 
-# --- the layout in a file --------------------------------------------------------------------------------------------
-
-
-def test_the_fused_layout_is_saved_with_its_name_and_loads_by_itself(tmp_path: Path) -> None:
-    config = tiny_llama_config()
-    save_tiny(config, tmp_path / "stock")
-    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=BOTH)
-    fused.save_pretrained(tmp_path / "layout", save_original_format=False)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
-    again.save_pretrained(tmp_path / "back")
-    inputs = tiny_inputs(config)
-
-    saved = json.loads((tmp_path / "layout" / "config.json").read_text())
-    assert saved["fusion_config"] == {"patcher": ["qkv", "gate_up"]}
-    assert report(again).fused == report(fused).fused
-    assert torch.equal(again(**inputs).logits, fused(**inputs).logits)
-    assert same_checkpoint(tmp_path / "back", tmp_path / "stock")
-    assert not hasattr(again.config, "fusion_config")
-    assert "fusion_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
-
-
-def test_a_fused_layout_is_not_in_force_for_the_next_load(tmp_path: Path) -> None:
-    save_tiny(tiny_llama_config(), tmp_path / "stock")
-    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=BOTH)
-    fused.save_pretrained(tmp_path / "layout", save_original_format=False)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
-
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-
-    assert not report(plain).fused
-    assert isinstance(plain.model.layers[0].self_attn.q_proj, nn.Linear)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (["qvk"], r"'qvk' is no fusion; did you mean 'qkv'\?"),
-        (["os.system"], r"'os.system' is no fusion"),
-        ("qkv", r"holds a list of names of fusions, found 'qkv'"),
-        ([{"qkv": True}], r"holds a list of names of fusions"),
-        ({"qkv": "patcher.fusions.qkv:QKV"}, r"holds a list of names of fusions"),
-    ],
-)
-def test_a_config_can_name_known_fusions_and_nothing_else(value: Any, message: str, tmp_path: Path) -> None:
-    save_tiny(tiny_llama_config(), tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"fusion_config": {"patcher": value}}))
-
-    with pytest.raises(InvalidPatcherError, match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_fusion_without_a_name_cannot_be_saved_in_its_layout(tmp_path: Path) -> None:
-    class Mine(Family):
-        pass
-
-    save_tiny(tiny_llama_config(), tmp_path / "stock")
-    fused = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", patcher=Patcher(fusions=Mine()))
-
-    with pytest.raises(PatchedWeightsError, match=r"Mine\(\), which has no name"):
-        fused.save_pretrained(tmp_path / "layout", save_original_format=False)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"qkv": True}, Patcher(fusions="qkv")),
-        ({"qkv": True, "gate_up": {}}, BOTH),
-        ({"qkv": False}, Patcher()),
-        ({}, Patcher()),
-    ],
-)
-def test_a_fusion_config_becomes_a_patcher(config: dict[str, Any], expected: Patcher) -> None:
-    assert Patcher.from_fusion_config(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"qkvs": True}, r"'qkvs' is no fusion; did you mean 'qkv'\?"),
-        ({"qkv": "yes"}, r"'qkv' takes True, False or a mapping of options, found 'yes'"),
-        ({"qkv": {"heads": 3}}, r"'qkv' doesn't take the options \{'heads': 3\}"),
-        (["qkv"], r"maps names of fusions to True, False or options, found \['qkv'\]"),
-    ],
-)
-def test_a_fusion_config_that_means_nothing_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(InvalidPatcherError, match=message):
-        Patcher.from_fusion_config(config)
-
-
 # --- what is left alone ----------------------------------------------------------------------------------------------
 
 
@@ -457,29 +365,6 @@ def test_a_forward_that_is_understood_computes_what_it_did(name: str, given: str
         torch.zeros(rows, 64) if one is None else one for one, rows in zip(gradients, (64, 32, 32), strict=True)
     ]
     torch.testing.assert_close(fused.qkv_proj.weight.grad, torch.cat(gradients), atol=1e-3, rtol=1e-4)
-
-
-def test_two_fusions_that_claim_one_module_conflict() -> None:
-    class Mine(Family):
-        pass
-
-    with pytest.raises(PatchConflictError, match=r"both claim model\.layers\.0\.self_attn; use one"):
-        Patcher(fusions=["qkv", Mine()]).resolve(LlamaForCausalLM, tiny_llama_config())
-
-
-def test_fusions_combine_with_a_class_mapping(tmp_path: Path) -> None:
-    class MyMLP(LlamaMLP):
-        pass
-
-    save_tiny(tiny_llama_config(), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=Patcher({"LlamaMLP": MyMLP}, fusions="qkv"))
-
-    assert type(model.model.layers[0].mlp) is MyMLP
-    assert {path for path, _, _ in report(model).fused} == {f"model.layers.{index}.self_attn" for index in (0, 1)}
-    with pytest.raises(
-        PatchConflictError, match=r"'gate_up' claims model\.layers\.0\.mlp, which the class mapping replaces"
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path, patcher=Patcher({"LlamaMLP": MyMLP}, fusions="gate_up"))
 
 
 def test_a_checkpoint_that_lacks_a_projection_is_an_error(tmp_path: Path) -> None:
