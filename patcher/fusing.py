@@ -31,7 +31,8 @@ def fuse_modules(scope: Scope, model: PreTrainedModel) -> None:
     if scope.resolution is None:
         return
     fused: dict[int, nn.Module] = {}
-    for path, cls in scope.resolution.fused.items():
+    # The outer ones first: building those builds what is inside of them once more.
+    for path, cls in sorted(scope.resolution.fused.items(), key=lambda item: item[0].count(".")):
         if path in scope.resolution.converted:
             continue
         parent_path, _, name = path.rpartition(".")
