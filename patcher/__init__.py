@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from patcher.diffing import Diff, diff
     from patcher.errors import (
         CodegenError,
         InvalidPatcherError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CodegenError",
+    "Diff",
     "InvalidPatcherError",
     "PatchConflictError",
     "PatchConstructionError",
@@ -39,16 +41,19 @@ __all__ = [
     "Resolution",
     "UnmatchedPatchError",
     "VerificationError",
+    "diff",
     "install",
     "plan",
     "report",
 ]
 
 _HOMES = {
+    "Diff": "patcher.diffing",
     "Patcher": "patcher.patcher",
     "Plan": "patcher.planning",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution",
+    "diff": "patcher.diffing",
     "install": "patcher.loading",
     "plan": "patcher.planning",
     "report": "patcher.reporting",

@@ -44,6 +44,8 @@ class Resolution:
     refused: Mapping[str, str]
     dropped: tuple[WeightTransform, ...]
     added: tuple[WeightTransform, ...]
+    #: path -> the class that a replacement stands for
+    shipped: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     #: path -> the class of a module that is fused, as it was
     originals: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     #: fusion -> the paths that it fuses
@@ -137,6 +139,7 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
         refused=MappingProxyType(refused),
         dropped=tuple(dict.fromkeys(transform for transform, _ in arranged.dropped)),
         added=tuple(arranged.added),
+        shipped=MappingProxyType({path: cls for path in replaced if (cls := original_class(modules[path]))}),
         originals=MappingProxyType({path: type(modules[path]) for path in fused}),
         by_fusion=MappingProxyType(by_fusion),
         converted=frozenset(converted),

@@ -35,6 +35,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in
+from patcher.indentation import dedented, indented
 
 __all__ = ["Joined", "Method", "compile_subclass", "method_of", "rewritten"]
 
@@ -91,7 +92,7 @@ def method_of(cls: type[nn.Module], name: str) -> Method:
         raise NotUnderstoodError(f"{name} is no plain method ({type(found).__name__})")
     try:
         lines, first_line = inspect.getsourcelines(function)
-        source = _dedented("".join(lines))
+        source = dedented("".join(lines))
         (node,) = ast.parse(source).body
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
@@ -106,35 +107,6 @@ def method_of(cls: type[nn.Module], name: str) -> Method:
     if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(node)):
         raise NotUnderstoodError(f"{name} is a generator", 1)
     return method
-
-
-def _in_strings(tree: ast.AST) -> set[int]:
-    """The lines that start inside of a string: their indentation is text."""
-    inside: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno and node.end_lineno > node.lineno:
-            inside.update(range(node.lineno + 1, node.end_lineno + 1))
-    return inside
-
-
-def _dedented(source: str) -> str:
-    width = len(source) - len(source.lstrip(" "))
-    if width == 0:
-        return source
-    inside = _in_strings(ast.parse(f"if 1:\n{source}"))  # one line more at the top
-    lines = source.splitlines(keepends=True)
-    return "".join(
-        line if number in inside or line[:width].strip() else line[width:] or "\n"
-        for number, line in enumerate(lines, 2)
-    )
-
-
-def _indented(source: str) -> str:
-    inside = _in_strings(ast.parse(source))
-    return "".join(
-        line if number in inside or not line.strip() else f"    {line}"
-        for number, line in enumerate(source.splitlines(keepends=True), 1)
-    )
 
 
 # --- editing -------------------------------------------------------------------------------------------------------
@@ -306,7 +278,7 @@ def compile_subclass(
     shown = ", ".join(base.__name__ for base in bases)
     parts = [f"class {name}({shown}):\n", textwrap.indent(f'"""{docstring}"""\n', "    ")]
     for _, source in methods:
-        parts += ["\n", _indented(source)]
+        parts += ["\n", indented(source)]
     text = "".join(parts)
 
     module = _module(f"{bases[-1].__module__}.{name}", text)
@@ -373,7 +345,7 @@ def _tree_of(value: Any) -> ast.FunctionDef | None:
     if not isinstance(function, FunctionType):
         return None
     try:
-        (node,) = ast.parse(_dedented(inspect.getsource(function))).body
+        (node,) = ast.parse(dedented(inspect.getsource(function))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     return node if isinstance(node, ast.FunctionDef) else None

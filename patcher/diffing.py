@@ -1,0 +1,184 @@
+"""What a patcher changes in the code: `patcher.diff(model, patcher)`."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher import seams
+from patcher.composing import composed
+from patcher.errors import InvalidPatcherError
+from patcher.loading import install
+from patcher.matching import compress
+from patcher.model_classes import config_of, model_class_of
+from patcher.patcher import Patcher
+from patcher.record import record_of
+from patcher.resolution import Resolution, resolve_layers
+from patcher.scope import Layer
+from patcher.tables import Shown
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["ClassDiff", "Diff", "diff"]
+
+
+class ClassDiff(NamedTuple):
+    """One class and what is built in its place.
+
+    Attributes:
+        modules: the paths, layers folded.
+        was: the class, as `module.name`.
+        becomes: the replacement, or the class with the name of the fusion that rewrites it.
+        text: the unified diff, empty if the code is the same.
+    """
+
+    modules: tuple[str, ...]
+    was: str
+    becomes: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Diff(Shown):
+    """The code of a model as patched against as shipped, as a value.
+
+    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and Jupyter shows it in colours.
+
+    Attributes:
+        model: the class of the model.
+        classes: each class that is replaced or fused, in the order of the modules.
+    """
+
+    model: str
+    classes: tuple[ClassDiff, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists and texts, for JSON."""
+        classes = [entry._asdict() | {"modules": list(entry.modules)} for entry in self.classes]
+        return {"model": self.model, "classes": classes}
+
+    def __bool__(self) -> bool:
+        """Whether any code differs."""
+        return any(entry.text for entry in self.classes)
+
+    def __str__(self) -> str:
+        return "\n".join(line for line, _ in self._lines())
+
+    def __rich__(self) -> Text:
+        from rich.text import Text
+
+        return Text("\n").join(Text(line, _STYLES[kind][0]) for line, kind in self._lines())
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print it: in colours in a terminal, as plain text elsewhere; no line is cut or wrapped."""
+        from rich.console import Console
+
+        Console(file=file).print(self, soft_wrap=True)
+
+    def _repr_html_(self) -> str:
+        spans = (f'<span style="{_STYLES[kind][1]}">{html.escape(line)}</span>' for line, kind in self._lines())
+        return '<pre style="line-height: 1.3">' + "\n".join(spans) + "</pre>"
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        """Each line, and what it is."""
+        if not self.classes:
+            yield f"# {self.model}: no class is replaced", "note"
+        for number, entry in enumerate(self.classes):
+            if number:
+                yield "", "same"
+            yield f"# {', '.join(path or '(the model)' for path in entry.modules)}", "note"
+            if not entry.text:
+                yield f"# {entry.was} -> {entry.becomes}: the same code", "note"
+            for line in entry.text.splitlines():
+                kind = _KINDS.get(line[:1], "same")
+                yield line, "file" if line.startswith(("--- ", "+++ ")) and kind != "same" else kind
+
+
+_KINDS = {"+": "added", "-": "removed", "@": "place"}
+# How each kind of line is shown by rich, and in HTML.
+_STYLES = {
+    "added": ("green", "color: #2e8b57"),
+    "removed": ("red", "color: #cd4f4f"),
+    "place": ("cyan", "color: #3a8fb7"),
+    "file": ("bold", "font-weight: bold"),
+    "note": ("dim", "opacity: 0.7"),
+    "same": ("", ""),
+}
+
+
+def diff(
+    model: PreTrainedModel | type[PreTrainedModel] | PretrainedConfig | str | os.PathLike[str],
+    patcher: Patcher | None = None,
+    *,
+    model_class: Any = None,
+    **options: Any,
+) -> Diff:
+    """The code of each class that is replaced or fused, as patched against as shipped.
+
+    ```python
+    print(patcher.diff("HuggingFaceTB/SmolLM2-135M", Patcher(fusions="qkv")))
+    ```
+
+    A replacement that inherits from the class that it replaces is shown as that class with the methods in their
+    places; one that calls the method that it overrides stands below it. No weight is read.
+
+    Args:
+        model: a model that is loaded, a class of model, a repo, a folder or a config.
+        patcher: what is asked about; without it what a loaded model was patched with.
+        model_class: the class or the Auto class to load, if not the one that the config names as its architecture.
+        options: as `AutoConfig.from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, ...
+
+    Raises:
+        InvalidPatcherError: no patcher, or nothing that names a model.
+        PatchConflictError: two patches want different things of one module.
+        PatchConstructionError: a replacement can't be built.
+    """
+    if patcher is not None and not isinstance(patcher, Patcher):
+        raise InvalidPatcherError(
+            f"diff takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
+            'write diff(model, Patcher({"LlamaMLP": MyMLP})).'
+        )
+    install()
+    record = record_of(model) if isinstance(model, nn.Module) else None
+    if patcher is None and record is None and not isinstance(model, nn.Module):
+        raise InvalidPatcherError(
+            f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
+        )
+    layers = [Layer(patcher, "diff()")] if patcher is not None else record.layers() if record is not None else []
+    if isinstance(model, type) and issubclass(model, PreTrainedModel):
+        if model.config_class is None:
+            raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
+        cls, config = model, model.config_class()
+    elif isinstance(model, PreTrainedModel):
+        cls, config = record.model_class if record is not None else type(model), model.config
+    else:
+        config = config_of(model, options)
+        cls = model_class_of(config, model_class, model, options)
+    return Diff(cls.__name__, tuple(_classes(resolve_layers(layers, cls, config))))
+
+
+def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
+    fusions = {path: str(fusion) for fusion, paths in resolution.by_fusion.items() for path in paths}
+    changed = {path: (resolution.shipped[path], cls, "") for path, cls in resolution.replaced.items()}
+    changed |= {path: (resolution.originals[path], cls, fusions[path]) for path, cls in resolution.fused.items()}
+    grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
+    for path in sorted(changed, key=seams.dot_natural_key):
+        grouped.setdefault(changed[path], []).append(path)
+    for (original, replacement, fusion), paths in grouped.items():
+        was = _where(original)
+        becomes = f"{was}, fused by {fusion!r}" if fusion else _where(replacement)
+        before, after = (text.splitlines() for text in composed(original, replacement))
+        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
+        yield ClassDiff(tuple(compress(paths)), was, becomes, "\n".join(lines))
+
+
+def _where(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
