@@ -1,18 +1,24 @@
-"""The command line: `patcher codegen ...`. Nothing here imports torch, so that `patcher --help` answers at once."""
+"""The command line. Nothing here imports torch, so that `patcher --help` answers at once; commands import it late."""
 
 from __future__ import annotations
 
 import typer
 
+from patcher import commands
 from patcher.codegen.cli import app as codegen
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
 )
+app.command()(commands.presets)
+app.command()(commands.plan)
+app.command()(commands.verify)
+app.command()(commands.diff)
+app.command()(commands.fingerprint)
 app.add_typer(codegen, name="codegen")
 
 

@@ -1,10 +1,14 @@
-"""The `patcher` command."""
+"""The `patcher` command: what it says, where, and how it exits."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,28 +21,260 @@ from patcher.codegen import PatchConfig
 config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
 config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
 """
+COMMANDS = ["presets", "plan", "verify", "diff", "fingerprint", "codegen"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    """What a user reads, whatever a library writes there besides."""
+    return "".join(re.findall(r"^error: .*(?:\n(?!\s*$).*)*", done.stderr, re.MULTILINE))
 
 
 def test_codegen_is_a_command_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama_patch_gen_config.py").write_text(CONFIG)
     (tmp_path / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "."\n')
-    run = CliRunner().invoke(app, ["codegen", "llama_patch_gen_config.py", "--diff"])
-    assert run.exit_code == 0, run.output
+    done = CliRunner().invoke(app, ["codegen", "llama_patch_gen_config.py", "--diff"])
+    assert done.exit_code == 0, done.output
     assert "def rotate_half(x):\n    return x\n" in (tmp_path / "generated" / "patched.py").read_text()
     assert CliRunner().invoke(app, ["codegen", "--check"]).exit_code == 0
     assert "patched.py, 1 patches" in CliRunner().invoke(app, ["codegen", "--list"]).output
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["codegen", "--help"]], ids=" ".join)
+# --- how it starts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['patcher', *{arguments!r}]\n"
         "from patcher.cli import main\n"
         "try:\n    main()\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
-        "heavy = {'torch', 'transformers', 'libcst', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'libcst', 'numpy', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "codegen" in done.stdout
+    assert "Usage: patcher" in done.stdout
+
+
+def test_help_names_every_command_and_says_all_of_what_it_does() -> None:
+    text = run("--help").output
+    for command in COMMANDS:
+        (line,) = re.findall(rf"^  {command} .*", text, re.MULTILINE)
+        assert line.endswith("."), line
+        assert "..." not in line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_it(shell: str) -> None:
+    environment = os.environ | {"_PATCHER_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from patcher.cli import main; main()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "_PATCHER_COMPLETE" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
+# --- a model -------------------------------------------------------------------------------------------------------
+
+MINE = """
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+from patcher import Patcher
+
+class Doubled(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+class Unfit(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.other = nn.Linear(2, 2)
+    def forward(self, x):
+        return x
+
+class Same(LlamaMLP):
+    pass
+
+DOUBLED = Patcher({"LlamaMLP": Doubled}, name="doubled")
+SAME = Patcher({"LlamaMLP": Same})
+UNFIT = Patcher({"LlamaMLP": Unfit})
+MISSPELT = Patcher({"LlamaMPL": Doubled})
+PINNED = Patcher({"LlamaMLP": Doubled}, name="pinned", fingerprints={"LlamaMLP": "0" * 16, "LlamaGone": "1" * 16})
+NUMBER = 3
+print("said while it is imported")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import save_tiny, tiny_llama_config
+
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of patchers in the current folder."""
+    (tmp_path / "my_patches.py").write_text(MINE)
+    (tmp_path / "broken_patches.py").write_text("raise KeyError('half done')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_patches", "broken_patches"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "my_patches"
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--fusion", "qkv", "--fusion", "gate_up"], 0),
+        (["--patcher", "my_patches:DOUBLED", "--fusion", "qkv"], 0),
+        (["--patcher", "my_patches:UNFIT"], 1),
+        (["--patcher", "my_patches:MISSPELT"], 1),
+    ],
+    ids=["fusions", "both", "unfit", "misspelt"],
+)
+def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str], code: int) -> None:
+    done = run("plan", folder, *options)
+    assert done.exit_code == code, done.output
+    assert "LlamaForCausalLM: " in done.stdout.splitlines()[0]
+    assert ("Problems" in done.stdout) == bool(code)
+    told = run("plan", folder, *options, "--json")
+    assert told.exit_code == code
+    data = json.loads(told.stdout)  # the print of the module is not there
+    assert data["ok"] == (code == 0)
+    assert (
+        len(data["fused"]) + len(data["replaced"]) == {"--fusion": 4, "--patcher": 4 if not code else 2}[options[0]]
+        or code
+    )
+
+
+@pytest.mark.usefixtures("mine")
+def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
+    done = run("diff", folder, "--patcher", "my_patches:DOUBLED", "--fusion", "qkv")
+    assert done.exit_code == 0, done.output
+    assert "+++ my_patches.Doubled\n" in done.stdout
+    assert "+        return 2 * super().forward(x)\n" in done.stdout
+    assert "fused by 'qkv'" in done.stdout
+    assert "\x1b" not in done.stdout
+    data = json.loads(run("diff", folder, "--patcher", "my_patches:DOUBLED", "--json").stdout)
+    assert [entry["becomes"] for entry in data["classes"]] == ["my_patches.Doubled"]
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_prints_a_pin_that_holds(folder: Path) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from patcher.fingerprints import fingerprint
+
+    done = run("fingerprint", "my_patches:DOUBLED")
+    assert done.exit_code == 0, done.output
+    assert f'    "LlamaMLP": "{fingerprint(LlamaMLP)}",  # transformers.models.llama.modeling_llama' in done.stdout
+    written: dict[str, Any] = {}
+    exec(done.stdout.replace("fingerprints=", "fingerprints = "), written)
+    assert written["fingerprints"] == {"LlamaMLP": fingerprint(LlamaMLP)}
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
+    done = run("fingerprint", "my_patches:PINNED")
+    assert done.exit_code == 1
+    assert f"modeling_llama: pinned {'0' * 16}" in done.stdout
+    assert f"# LlamaGone: pinned {'1' * 16}, and this transformers has no such class" in done.stdout
+    told = run("fingerprint", "my_patches:PINNED", "--json")
+    assert told.exit_code == 1
+    data = json.loads(told.stdout)
+    assert data["holds"] is False
+    assert [(entry["class"], entry["pinned"]) for entry in data["classes"]] == [
+        ("LlamaMLP", ["0" * 16]),
+        ("LlamaGone", ["1" * 16]),
+    ]
+
+
+# --- wrong use -----------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, list[str], str]] = [
+    ("no model", ["plan"], r"Missing argument 'MODEL'"),
+    ("no command", ["pln", "x"], r"No such command 'pln'"),
+    ("no option", ["plan", "x", "--fusoin", "qkv"], r"No such option"),
+    ("no patcher", ["diff", "FOLDER"], r"diff needs to know what to load the model with: --preset NAME"),
+    ("fusion", ["plan", "FOLDER", "--fusion", "qkw"], r"'qkw' is no fusion; did you mean 'qkv'"),
+    ("folder", ["plan", "/no/such/folder", "--fusion", "qkv"], r"'/no/such/folder' is no model that can be used here"),
+    ("empty folder", ["diff", ".", "--fusion", "qkv"], r"'\.' is no model that can be used here"),
+    ("form", ["plan", "FOLDER", "--patcher", "my_patches"], r"takes MODULE:CONSTANT, found 'my_patches'"),
+    ("module", ["plan", "FOLDER", "--patcher", "no_such:X"], r"can't be imported: ModuleNotFoundError"),
+    ("broken", ["plan", "FOLDER", "--patcher", "broken_patches:X"], r"can't be imported: KeyError: 'half done'"),
+    ("constant", ["plan", "FOLDER", "--patcher", "my_patches:DOUBLE"], r"there is no DOUBLE .*are DOUBLED, SAME"),
+    ("kind", ["plan", "FOLDER", "--patcher", "my_patches:NUMBER"], r"NUMBER is a int in my_patches; its patchers"),
+    (
+        "conflict",
+        ["plan", "FOLDER", "--patcher", "my_patches:SAME", "--patcher", "my_patches:UNFIT"],
+        r"Both patchers",
+    ),
+    ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names no class of transformers .* it has LlamaMPL"),
+]
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("arguments", "message"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_wrong_use_exits_with_2_and_one_paragraph(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*(str(folder) if argument == "FOLDER" else argument for argument in arguments))
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.count("rror:") <= 2
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_config_that_is_no_json_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = run("plan", tmp_path, "--fusion", "qkv", "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is not a valid JSON file" in said(done)
+    assert said(done).count("\n") == 0
+
+
+@pytest.mark.usefixtures("mine")
+def test_code_that_a_repo_brings_is_not_run_unless_asked_for(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "brought", "auto_map": {"AutoConfig": "brought.Brought"}})
+    )
+    (tmp_path / "brought.py").write_text(
+        f"open({str(trap)!r}, 'w').close()\nfrom transformers import PretrainedConfig\n"
+        "class Brought(PretrainedConfig):\n    model_type = 'brought'\n"
+    )
+    for command in ("plan", "verify", "diff"):
+        done = run(command, tmp_path, "--fusion", "qkv")
+        assert done.exit_code == 2, done.output
+        assert "trust_remote_code" in said(done)
+    assert not trap.exists()
+    assert run("diff", tmp_path, "--fusion", "qkv", "--trust-remote-code").exit_code == 2  # it has no model
+    assert trap.exists()
+
+
+@pytest.mark.slow
+def test_the_process_says_the_same(folder: Path, mine: str, tmp_path: Path) -> None:
+    def process(*arguments: str) -> Any:
+        command = [sys.executable, "-c", "from patcher.cli import main; main()", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = process("plan", str(folder), "--patcher", f"{mine}:UNFIT", "--json")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["ok"] is False
+    done = process("diff", str(folder), "--patcher", f"{mine}:NUMBER")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said(done).startswith("error: --patcher my_patches:NUMBER: NUMBER is a int")
+    assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import typer
 from patcher.errors import CodegenError
 
 app = typer.Typer(
-    help="Generate patched modeling files from configs, and check them for drift.",
+    help="Generate patched modeling files.\n\nFrom configs, and check them for drift.",
     context_settings={"allow_interspersed_args": True},
     add_completion=False,
     pretty_exceptions_enable=False,

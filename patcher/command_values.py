@@ -1,0 +1,244 @@
+"""What the commands work with: patchers by name, the list of presets, and pins."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from patcher.errors import InvalidPatcherError
+from patcher.fingerprints import fingerprint
+from patcher.matching import nearest
+from patcher.patcher import Patcher
+from patcher.tables import Shown, Table
+
+__all__ = ["Listing", "Pin", "checked", "combined", "listing", "pin_of"]
+
+
+def checked(model: str, options: dict[str, Any]) -> str:
+    """A repo or a folder that has a config which transformers knows.
+
+    Raises:
+        InvalidPatcherError: it hasn't, or it needs code that may not be run.
+    """
+    from patcher.model_classes import config_of
+
+    try:
+        config_of(model, options)
+    except (OSError, ValueError) as error:
+        raise InvalidPatcherError(
+            f"{model!r} is no model that can be used here: {' '.join(str(error).split())}"
+        ) from error
+    return model
+
+
+def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
+    """All that was asked for, as one patcher.
+
+    Raises:
+        InvalidPatcherError: a name that means nothing.
+        PatchConflictError: they want different things of one class.
+    """
+    named = list(fusions)
+    parts = [Patcher(fusions=named)] if named else []
+    parts += [preset(name) for name in presets]
+    parts += [constant(text) for text in constants]
+    result = parts[0]
+    for part in parts[1:]:
+        result |= part
+    return result
+
+
+def preset(name: str) -> Patcher:
+    """A preset by its name.
+
+    Raises:
+        InvalidPatcherError: there is none of that name, or the package that it needs isn't installed.
+    """
+    home = importlib.import_module("patcher.presets")
+    known = list(home.__all__)
+    try:
+        found = getattr(home, name) if name in known else None
+    except ImportError as error:
+        raise InvalidPatcherError(f"the preset {name!r} can't be used: {error}") from error
+    if not isinstance(found, Patcher):
+        close = nearest(name, known)
+        hint = f"did you mean {', '.join(close)}?" if close else "`patcher presets` lists them."
+        raise InvalidPatcherError(f"there is no preset {name!r}; {hint}")
+    return found
+
+
+def constant(text: str) -> Patcher:
+    """A patcher of somebody's own code, `module:CONSTANT`; modules of the current folder are found too.
+
+    Raises:
+        InvalidPatcherError: it can't be imported, or is no patcher.
+    """
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise InvalidPatcherError(f"--patcher takes MODULE:CONSTANT, found {text!r}; write my_patches:PATCHER.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # at the end: nothing here may stand in for what is installed
+    try:
+        home = importlib.import_module(module)
+    except Exception as error:  # whatever the code of others raises
+        raise InvalidPatcherError(
+            f"--patcher {text}: {module} can't be imported: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(home, name, None)
+    if not isinstance(found, Patcher):
+        listed = ", ".join(key for key, value in vars(home).items() if isinstance(value, Patcher))
+        what = f"{name} is a {type(found).__name__}" if hasattr(home, name) else f"there is no {name}"
+        hint = f"its patchers are {listed}" if listed else f"write {name} = Patcher(...) in it"
+        raise InvalidPatcherError(f"--patcher {text}: {what} in {module}; {hint}.")
+    return found
+
+
+# --- the list of presets -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listing(Shown):
+    """The presets: (name, what it changes, the transformers that it was verified on, why it can't be used)."""
+
+    presets: tuple[tuple[str, str, str, str], ...]
+    model: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists and texts, for JSON."""
+        heads = ("name", "changes", "transformers", "missing")
+        return {"model": self.model, "presets": [dict(zip(heads, row, strict=True)) for row in self.presets]}
+
+    def _headline(self) -> str:
+        count = len(self.presets)
+        text = f"{count} preset{'' if count == 1 else 's'}"
+        if not self.model:
+            return text
+        return f"{text} for {self.model}, the recommended first" if count > 1 else f"{text} for {self.model}"
+
+    def _tables(self) -> Iterable[Table]:
+        usable = [row[:3] for row in self.presets if not row[3]]
+        yield Table("Presets", ("name", "changes", "verified on transformers"), list(usable))
+        yield Table("Not installed", ("name", "reason"), [(row[0], row[3]) for row in self.presets if row[3]])
+
+
+def listing(model: str | None, **options: Any) -> Listing:
+    """All presets, or those that fit a model.
+
+    Raises:
+        InvalidPatcherError: the model has no config that transformers knows.
+    """
+    home = importlib.import_module("patcher.presets")
+    names = sorted(home.__all__)
+    if model is None:
+        return Listing(tuple(_row(name) for name in names if name != "for_model"))
+    from patcher.model_classes import config_of
+
+    checked(model, options)
+    fitting = home.for_model(config_of(model, options))
+    return Listing(tuple(_described(_name_of(found, names), found) for found in fitting), model)
+
+
+def _row(name: str) -> tuple[str, str, str, str]:
+    try:
+        return _described(name, preset(name))
+    except InvalidPatcherError as error:
+        return (name, "", "", str(error.__cause__ or error))
+
+
+def _name_of(patcher: Patcher, names: Iterable[str]) -> str:
+    home = importlib.import_module("patcher.presets")
+    return next((name for name in names if vars(home).get(name) == patcher), patcher.name)
+
+
+def _described(name: str, patcher: Patcher) -> tuple[str, str, str, str]:
+    changes = [f"{key} -> {cls.__name__}" for key, cls in patcher.class_mapping.items()]
+    changes += [str(fusion) for fusion in patcher.fusions]
+    return (name, ", ".join(changes), patcher.transformers, "")
+
+
+# --- pins ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pin(Shown):
+    """The fingerprints of the code that a patcher works on, as it is installed.
+
+    Attributes:
+        name: of the patcher.
+        transformers: the release that is installed.
+        classes: (class, its module, its fingerprint, those that the patcher is pinned to).
+    """
+
+    name: str
+    transformers: str
+    classes: tuple[tuple[str, str, str, tuple[str, ...]], ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the code is what the patcher is pinned to, where it is pinned."""
+        return all(not pinned or found in pinned for _, _, found, pinned in self.classes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists and texts, for JSON."""
+        heads = ("class", "module", "fingerprint", "pinned")
+        rows = [dict(zip(heads, (*row[:3], list(row[3])), strict=True)) for row in self.classes]
+        return {"name": self.name, "transformers": self.transformers, "holds": self.holds, "classes": rows}
+
+    def __str__(self) -> str:
+        lines = [f"# {self.name} on transformers {self.transformers}", "fingerprints={"]
+        for name, module, found, pinned in self.classes:
+            if not found:
+                lines.append(f"    # {name}: pinned {', '.join(pinned)}, and this transformers has no such class")
+                continue
+            state = (
+                "not pinned yet" if not pinned else "as pinned" if found in pinned else f"pinned {', '.join(pinned)}"
+            )
+            lines.append(f'    "{name}": "{found}",  # {module}: {state}')
+        return "\n".join([*lines, "}"])
+
+
+def pin_of(name: str) -> Pin:
+    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed.
+
+    Raises:
+        InvalidPatcherError: there is no such patcher, or it names no class of transformers.
+    """
+    patcher = constant(name) if ":" in name else preset(name)
+    pinned = dict(patcher.fingerprints)
+    names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())
+    homes = _homes(names)
+    if not homes:
+        raise InvalidPatcherError(
+            f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
+            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin what it works on: "
+            "Patcher(..., fingerprints={'LlamaMLP': ''}) with the names of the classes, and ask again."
+        )
+    rows = []
+    for cls, module in homes:
+        found = fingerprint(getattr(importlib.import_module(module), cls))
+        rows.append((cls, module, found, tuple(pinned.get(cls, ()))))
+    gone = set(pinned) - {cls for cls, _ in homes}
+    rows += [(cls, "", "", tuple(pinned[cls])) for cls in sorted(gone)]
+    return Pin(patcher.name or name, transformers.__version__, tuple(rows))
+
+
+def _homes(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(class, module) of each modeling file of transformers that defines one of the classes, without importing any."""
+    wanted = "|".join(map(re.escape, names))
+    if not wanted:
+        return []
+    head = re.compile(rf"^class ({wanted})\b", re.MULTILINE)
+    root = Path(transformers.__file__).parent
+    found = []
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
+        found += [(name, module) for name in head.findall(path.read_text(encoding="utf-8"))]
+    return sorted(found)

@@ -1,0 +1,180 @@
+"""The commands around a patcher: `presets`, `plan`, `verify`, `diff`, `fingerprint`.
+
+Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when it was used in a way that can't
+mean anything. The answer is all that goes to stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from patcher.patcher import Patcher
+
+__all__ = ["diff", "fingerprint", "plan", "presets", "verify"]
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A repo on the hub, or a folder.")]
+Preset = Annotated[list[str] | None, typer.Option("--preset", metavar="NAME", help="A preset; may be repeated.")]
+Fusion = Annotated[
+    list[str] | None,
+    typer.Option("--fusion", metavar="NAME", help="A fusion, such as qkv or gate_up; may be repeated."),
+]
+Constant = Annotated[
+    list[str] | None,
+    typer.Option("--patcher", metavar="MODULE:CONSTANT", help="A Patcher of your own code; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of the repo.")]
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
+
+
+def presets(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Only those that fit this repo or folder, the best first.")
+    ] = None,
+    revision: Revision = None,
+    remote: Remote = False,
+    as_json: Json = False,
+) -> None:
+    """List the presets, or those that fit a model."""
+    with _answering():
+        from patcher.command_values import listing
+
+        found = listing(model, **_options(revision, remote))
+    _show(found, as_json)
+
+
+def plan(
+    model: Model,
+    preset: Preset = None,
+    fusion: Fusion = None,
+    constant: Constant = None,
+    revision: Revision = None,
+    remote: Remote = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
+    with _answering():
+        asked, options = _asked("plan", model, preset, fusion, constant, revision, remote)
+        from patcher.planning import plan
+
+        planned = plan(model, asked, **options)
+    _show(planned, as_json)
+    raise typer.Exit(0 if planned.ok else 1)
+
+
+def verify(
+    model: Model,
+    preset: Preset = None,
+    fusion: Fusion = None,
+    constant: Constant = None,
+    revision: Revision = None,
+    remote: Remote = False,
+    as_json: Json = False,
+) -> None:
+    """Compare stock and patched.
+
+    Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
+    """
+    with _answering():
+        asked, options = _asked("verify", model, preset, fusion, constant, revision, remote)
+        verified = importlib.import_module("patcher.verification").verify(model, asked, **options)
+    _show(verified, as_json)
+    raise typer.Exit(0 if verified.passed else 1)
+
+
+def diff(
+    model: Model,
+    preset: Preset = None,
+    fusion: Fusion = None,
+    constant: Constant = None,
+    revision: Revision = None,
+    remote: Remote = False,
+    as_json: Json = False,
+) -> None:
+    """Show what changes in the code.
+
+    For each class that is replaced or fused, as patched against as shipped.
+    """
+    with _answering():
+        asked, options = _asked("diff", model, preset, fusion, constant, revision, remote)
+        from patcher.diffing import diff
+
+        shown = diff(model, asked, **options)
+    if as_json:
+        _show(shown, as_json)
+    else:
+        shown.show()
+
+
+def fingerprint(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="The name of a preset, or MODULE:CONSTANT.")],
+    as_json: Json = False,
+) -> None:
+    """Print the pin of a preset.
+
+    For the transformers that is installed. Exits with 1 if the preset is pinned to other code.
+    """
+    with _answering():
+        from patcher.command_values import pin_of
+
+        pin = pin_of(preset)
+    _show(pin, as_json)
+    raise typer.Exit(0 if pin.holds else 1)
+
+
+# --- what they share -----------------------------------------------------------------------------------------------
+
+
+def _options(revision: str | None, remote: bool) -> dict[str, Any]:
+    # Said in any case: transformers asks at the terminal where it isn't.
+    return {"trust_remote_code": remote} | ({"revision": revision} if revision else {})
+
+
+def _asked(
+    command: str,
+    model: str,
+    preset: list[str] | None,
+    fusion: list[str] | None,
+    constant: list[str] | None,
+    revision: str | None,
+    remote: bool,
+) -> tuple[Patcher, dict[str, Any]]:
+    """The patcher that was asked for, and the options of a model that is there."""
+    if not (preset or fusion or constant):
+        raise typer.BadParameter(
+            f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
+            "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
+        )
+    from patcher.command_values import checked, combined
+
+    patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
+    checked(model, options)
+    return patcher, options
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """Errors of ours, and those of a place that isn't there, as one paragraph; stdout is kept for the answer."""
+    from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except PatcherError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, InvalidPatcherError | PatchConflictError) else 1) from error
+    except OSError as error:  # of files that aren't there
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _show(value: Any, as_json: bool) -> None:
+    typer.echo(json.dumps(value.to_dict(), indent=2) if as_json else str(value))
