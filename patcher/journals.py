@@ -6,8 +6,6 @@ results; giving_back.py takes exactly those apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from patcher import seams
 from patcher.conversions import RememberingConcatenate
 from patcher.seams import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
-__all__ = ["Entry", "Journal", "Outcome", "Route", "journal_of", "simulate", "track"]
+__all__ = ["Entry", "Journal", "journal_of", "track"]
 
 
 @dataclass
@@ -102,6 +100,11 @@ class _TrackedConverter(_Tracked):
             before = before.removeprefix(after.removesuffix(target_key))
         self.collected.append((source_pattern, before))
         super().add_tensor(target_key, source_key, source_pattern, future)  # type: ignore[misc]
+
+    def copy(self, source_patterns: list[str], target_patterns: list[str], **kwargs: Any) -> WeightTransform:
+        # A quantizer makes others of what it is given; those are its own, and nobody can follow them.
+        other: WeightTransform = self.journal.transform.copy(source_patterns, target_patterns, **kwargs)
+        return other
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         first, middle, last = _Witness(), list(self.operations), _Witness()
@@ -205,110 +208,3 @@ def _remembering(operation: ConversionOps) -> ConversionOps:
 def journal_of(transform: WeightTransform) -> Journal | None:
     """The journal of a tracked transform."""
     return getattr(transform, "journal", None)
-
-
-# --- without reading -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where tensors of the checkpoint go: the keys that one conversion takes at once, or one key that none takes."""
-
-    keys: tuple[str, ...]
-    parameters: tuple[str, ...]
-    conversion: WeightTransform | None = None
-
-
-@dataclass
-class Outcome:
-    """What a load would do, by names and shapes."""
-
-    loaded: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
-    unexpected: set[str] = field(default_factory=set)
-    #: parameter -> the shape that was found, and the one that it has
-    mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
-    routes: list[Route] = field(default_factory=list)
-    #: parameter -> why the conversion that makes it raised, as transformers puts it
-    conversion_errors: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def missing_keys(self) -> set[str]:
-        # Operations look there, where transformers passes what it knows of the load.
-        return self.missing
-
-
-def simulate(
-    model: seams.PreTrainedModel,
-    conversions: list[WeightTransform],
-    checkpoint: Mapping[str, torch.Tensor],
-    unknown: Set[str] = frozenset(),
-    *,
-    going_on: bool = False,
-) -> Outcome:
-    """Load a checkpoint of meta tensors into a model on meta, by name and shape; tracked conversions keep journal.
-
-    As transformers does it, step by step. A load that doesn't read is this one.
-
-    Args:
-        unknown: the keys whose shapes nobody knows: they fit, and conversions that take one are taken at their word.
-        going_on: note which conversions raise and go on, as transformers does until it has read everything.
-    """
-    parameters = model.state_dict()
-    outcome = Outcome(missing=set(parameters))
-    # The first converter that matches gives the name, and the last one with that text does the work.
-    by_pattern = {
-        text: item for item in conversions if isinstance(item, WeightConverter) for text in item.source_patterns
-    }
-    #: first parameter -> its conversion, None for a tensor that goes there as it is, and the keys so far
-    loads: dict[str, tuple[WeightConverter | None, list[str]]] = {}
-    for key in sorted(checkpoint, key=seams.dot_natural_key):
-        renamed, _, pattern = seams.rename_key(key, conversions, model, parameters)
-        if renamed not in parameters:
-            made = by_pattern[pattern].target_patterns if pattern else [""]
-            outcome.unexpected.update(renamed.replace(made[0], each) if pattern else renamed for each in made)
-            continue
-        if renamed not in loads:
-            loads[renamed] = (deepcopy(by_pattern[pattern]) if pattern else None, [])
-        converter, keys = loads[renamed]
-        keys.append(key)
-        if converter is not None:
-            converter.add_tensor(renamed, key, pattern or key, checkpoint[key])  # type: ignore[arg-type]
-    shapes: dict[str, torch.Size] = {}
-    for first, (converter, keys) in loads.items():
-        if converter is None:
-            shapes[first] = parameters[first].shape if keys[0] in unknown else checkpoint[keys[0]].shape
-            outcome.routes.append(Route((keys[0],), (first,)))
-            continue
-        if not unknown.isdisjoint(keys):
-            names = [first.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
-            shapes.update((name, parameters[name].shape) for name in names if name in parameters)
-            take_at_its_word(converter, first, keys)
-        else:
-            try:
-                info: Any = outcome if going_on else None
-                made = converter.convert(first, model=model, config=model.config, loading_info=info)
-            except Exception:
-                if first not in outcome.conversion_errors:
-                    raise
-                continue
-            names = list(made)
-            for name, tensor in made.items():
-                shapes[name] = (tensor[0] if isinstance(tensor, list) else tensor).shape
-        outcome.routes.append(Route(tuple(keys), tuple(names), converter))
-    for name, shape in shapes.items():
-        outcome.missing.discard(name)
-        if name not in parameters:
-            outcome.unexpected.add(name)
-        elif shape != parameters[name].shape:
-            outcome.mismatched[name] = (shape, parameters[name].shape)
-        else:
-            outcome.loaded.add(name)
-    return outcome
-
-
-def take_at_its_word(converter: WeightConverter, target: str, keys: list[str]) -> None:
-    """Note in the journal of a conversion that it was followed by name alone."""
-    journal = journal_of(converter)
-    if journal is not None:
-        journal.entries.append(Entry(target, {"": [(key, torch.Size()) for key in keys]}, {}, []))

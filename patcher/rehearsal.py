@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from patcher import seams
 from patcher.errors import PatchedWeightsError, PatcherError
-from patcher.journals import Outcome, simulate
 from patcher.resolution import skeleton
 from patcher.scope import Layer
 from patcher.session import Session
+from patcher.simulation import Outcome, simulate
 from patcher.strictness import Complaints, stock_outcome
 
 __all__ = ["Info", "Rehearsal", "RehearsedSignal"]

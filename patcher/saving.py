@@ -12,11 +12,12 @@ from patcher import seams
 from patcher.conversions import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.giving_back import Renamed, undo
-from patcher.journals import Journal, journal_of, simulate, track
+from patcher.journals import Journal, journal_of, track
 from patcher.matching import compress
 from patcher.record import PatchRecord, record_of
 from patcher.resolution import arrange, resolve_layers, skeleton
 from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
+from patcher.simulation import simulate
 
 __all__ = ["check_saving", "original_state_dict"]
 

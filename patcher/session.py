@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from patcher import fingerprints, seams
 from patcher.conversions import describe, joins
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherWarning
-from patcher.journals import Outcome, journal_of, track
+from patcher.journals import journal_of, track
 from patcher.patcher import Patcher
 from patcher.record import PatchRecord, Replaced, keep_record
 from patcher.resolution import Arranged, arrange, skeleton
 from patcher.scope import Layer, Scope, active_scope, opened, original_class
+from patcher.simulation import Outcome
 from patcher.strictness import (
     Complaints,
     class_names,

@@ -16,11 +16,12 @@ from patcher import seams
 from patcher.conversions import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
 from patcher.fusions.base import Fusion
-from patcher.journals import Journal, Outcome, simulate
+from patcher.journals import Journal
 from patcher.matching import compress, is_expression, nearest, search
 from patcher.record import Replaced
 from patcher.scope import Layer
 from patcher.seams import PreTrainedModel
+from patcher.simulation import Outcome, simulate
 
 __all__ = ["Complaints", "WeightsFound", "judge_matches", "judge_weights", "note_conversions", "stock_outcome"]
 

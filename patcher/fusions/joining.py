@@ -7,12 +7,14 @@ rows that it permutes for rotary embeddings), its own operations run inside of o
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from patcher import seams
 from patcher.conversions import describe
@@ -47,9 +49,23 @@ class Target:
 # --- where parameters come from ------------------------------------------------------------------------------------
 
 
+#: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
+_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Made]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def origins_of(model: PreTrainedModel) -> dict[str, Made]:
     """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
     state_dict = model.state_dict()
+    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
+    known = _known_origins.get(model)
+    if known is None or known[0] != shapes:
+        known = _known_origins[model] = (shapes, _origins(model, state_dict))
+    return dict(known[1])
+
+
+def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
     conversions = seams.stock_conversions(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     if not converters:
@@ -64,7 +80,9 @@ def origins_of(model: PreTrainedModel) -> dict[str, Made]:
         if taker is None:
             origins[renamed] = Made((between,))
             continue
-        copy, sources = taken.setdefault(renamed, (seams.copy_transform(taker), []))
+        if renamed not in taken:
+            taken[renamed] = (seams.copy_transform(taker), [])
+        copy, sources = taken[renamed]
         copy.add_tensor(renamed, key, pattern or "", checkpoint[key])
         sources.append((between, pattern or ""))
     for first, (converter, sources) in taken.items():

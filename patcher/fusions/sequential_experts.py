@@ -14,7 +14,7 @@ from torch import nn
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.joining import NotConvertibleError, origins_of
+from patcher.fusions.joining import Made, NotConvertibleError, origins_of
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError
@@ -81,7 +81,7 @@ class SequentialExperts(Fusion):
         modules = list(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for _, module in modules)
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tied_keys(model)
+        tied = seams.tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in modules:
@@ -100,13 +100,25 @@ class SequentialExperts(Fusion):
             elif _is_about_experts(path, module):
                 refused[path] = reason
         origins = origins_of(model) if matches else {}
-        for path in list(matches):
-            try:
-                unstacking(model, self._cuts({path: matches[path]}), origins)
-            except NotConvertibleError as error:
-                refused[path] = f"its weights: {error}"
-                del matches[path]
+        for path, reason in self._inconvertible(model, matches, origins).items():
+            refused[path] = f"its weights: {reason}"
+            del matches[path]
         return Findings(matches, refused)
+
+    def _inconvertible(
+        self, model: PreTrainedModel, matches: Mapping[str, nn.Module], origins: Mapping[str, Made]
+    ) -> dict[str, str]:
+        """path -> why the weights can't be cut. All are tried at once, and one by one only where that fails."""
+        try:
+            unstacking(model, self._cuts(matches), origins)
+        except NotConvertibleError as error:
+            if len(matches) == 1:
+                return dict.fromkeys(matches, str(error))
+            found: dict[str, str] = {}
+            for path, module in matches.items():
+                found |= self._inconvertible(model, {path: module}, origins)
+            return found
+        return {}
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
         return list(unstacking(model, self._cuts(matches), origins_of(model)))
@@ -175,7 +187,8 @@ def _listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -
     experts = nn.ModuleList()
     size = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
     for number in range(weight.shape[0]):
-        linear = nn.Linear(*size, bias=bias is not None, device="meta", dtype=weight.dtype)
+        linear: nn.Linear = _Unset(*size, bias=bias is not None, device="meta", dtype=weight.dtype)
+        linear.__class__ = nn.Linear
         matrix = weight.detach()[number]
         linear.weight = _parameter(matrix.t() if transposed else matrix, weight)
         if bias is not None:
@@ -183,6 +196,13 @@ def _listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -
         experts.append(linear)
     seams.mark_initialized(experts)  # where the module around it initialises what has this name
     return experts
+
+
+class _Unset(nn.Linear):
+    """A linear layer that is about to be given its values: 30,000 experts take seconds to initialise in vain."""
+
+    def reset_parameters(self) -> None:
+        pass
 
 
 def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
