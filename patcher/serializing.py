@@ -18,6 +18,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -100,8 +101,9 @@ def _fusion_data(fusion: str | Fusion) -> Any:
             options = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(fusion).items()}
             if not options:
                 return name
-            if _is_plain(options) and fusions_configured(name, options) == [fusion]:
-                return {"name": name, "options": options}
+            with suppress(InvalidPatcherError):  # it has attributes that are no options
+                if _is_plain(options) and fusions_configured(name, options) == [fusion]:
+                    return {"name": name, "options": options}
     raise InvalidPatcherError(
         f"fusions: {fusion!r} can't be said as data, it is no family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."

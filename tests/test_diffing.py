@@ -48,6 +48,15 @@ class Wrapped(LlamaMLP):
         return super().forward(x) * self.scale
 
 
+def unchanged(cls: type[nn.Module]) -> type[nn.Module]:
+    return cls
+
+
+@unchanged
+class Decorated(LlamaMLP):
+    pass
+
+
 class Counting:
     def count(self) -> int:
         return 3
@@ -129,6 +138,11 @@ def test_what_is_inherited_from_elsewhere_is_shown_and_pickling_is_not() -> None
     assert added.count("def half") == 2
     assert added.index("# Ours.") < added.index("@property") < added.index("@half.setter")
     assert "__reduce__" not in added
+
+
+def test_a_decorator_of_the_replacement_is_shown() -> None:
+    (entry,) = llama(Patcher({"LlamaMLP": Decorated})).classes
+    assert changed(entry.text) == ["+@unchanged"]
 
 
 def test_a_class_that_only_looks_alike_is_shown_whole() -> None:
@@ -217,6 +231,12 @@ def test_a_fused_forward_is_shown_against_the_one_it_was(
     lines = [(line[0], line[1:].strip()) for line in changed(entry.text)]
     assert ("-", removed) in lines
     assert any(sign == "+" and line.startswith(added) for sign, line in lines)
+
+
+def test_pages_of_documentation_of_torch_are_left_out() -> None:
+    (entry,) = diff(tiny_qwen2_vl_config(), Patcher(fusions="patch_embeddings")).classes
+    assert "Applies a 3D convolution" in nn.Conv3d.__doc__  # type: ignore[operator]
+    assert "Applies a 3D convolution" not in entry.text
 
 
 def test_it_is_deterministic_and_names_no_file_of_this_machine() -> None:

@@ -174,12 +174,20 @@ def _with_attribute() -> Any:
     return WeightConverter("a", "b", [operation])
 
 
+def _tagged(hint: Any) -> PatchEmbeddings:
+    fusion = PatchEmbeddings("visual")
+    fusion.hint = hint  # type: ignore[attr-defined]
+    return fusion
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Patcher({"A": _local_class()}), r"_local_class.<locals>.Local can't be said as data"),
         (lambda: Patcher({"A": _renamed_class()}), r"class_mapping\['A'\]: tests.replacements:OwnMLP can't be said"),
         (lambda: Patcher({"A": _notebook_class()}), r"__main__:InACell can't be said as data.*module of its own"),
+        (lambda: Patcher(fusions=_tagged(object())), r"PatchEmbeddings\(modules=.*can't be said as data"),
+        (lambda: Patcher(fusions=_tagged("x")), r"PatchEmbeddings\(modules=.*can't be said as data"),
         (lambda: Patcher(fusions=OwnFusion()), r"OwnFusion\(\) can't be said as data, it is no family.*qkv"),
         (
             lambda: Patcher(extra_weight_conversions=WeightConverter("a", "b", [OwnOperation()])),
@@ -188,7 +196,7 @@ def _with_attribute() -> Any:
         (lambda: Patcher(extra_weight_conversions=OwnRenaming("a", "b")), r"found a OwnRenaming"),
         (lambda: Patcher(extra_weight_conversions=_with_attribute()), r"a -> b .*can't be said as data"),
     ],
-    ids="local renamed notebook fusion operation transform attribute".split(),
+    ids="local renamed notebook tagged option fusion operation transform attribute".split(),
 )
 def test_what_has_no_name_is_not_written(make: Any, message: str) -> None:
     patcher = make()
