@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from patcher.planning import Plan, plan
     from patcher.reporting import Report, report
     from patcher.resolution import Resolution
+    from patcher.verification import Verification, verify
 
 __all__ = [
     "CodegenError",
@@ -40,11 +41,13 @@ __all__ = [
     "Report",
     "Resolution",
     "UnmatchedPatchError",
+    "Verification",
     "VerificationError",
     "diff",
     "install",
     "plan",
     "report",
+    "verify",
 ]
 
 _HOMES = {
@@ -53,10 +56,12 @@ _HOMES = {
     "Plan": "patcher.planning",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution",
+    "Verification": "patcher.verification",
     "diff": "patcher.diffing",
     "install": "patcher.loading",
     "plan": "patcher.planning",
     "report": "patcher.reporting",
+    "verify": "patcher.verification",
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching")
 

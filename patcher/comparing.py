@@ -1,0 +1,191 @@
+"""Two models side by side: how far their outputs differ, in which module it begins, and how exactly each computes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Difference", "difference", "first_difference", "imprecise"]
+
+
+class Difference(NamedTuple):
+    """How far a list of tensors is from another, as the largest over all elements."""
+
+    absolute: float
+    relative: float
+    scale: float  # the largest magnitude in the reference
+
+    def within(self, tolerance: float) -> bool:
+        """Whether it is no more than `tolerance` of the reference's magnitude, or of 1 where that is smaller."""
+        return self.absolute <= tolerance * max(1.0, self.scale)  # false for nan
+
+
+def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
+    """The difference of two lists of tensors; infinite where their number or a shape isn't the same.
+
+    A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
+    """
+    ours, reference = list(ours), list(reference)
+    if [one.shape for one in ours] != [other.shape for other in reference]:
+        return Difference(math.inf, math.inf, 0.0)
+    absolute = scale = 0.0
+    for one, other in zip(ours, reference, strict=True):
+        if not one.numel():
+            continue
+        one, other = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+        same = (one == other) | (one.isnan() & other.isnan())
+        gap = torch.where(same, 0.0, (one - other).abs())
+        finite = other[other.isfinite()]
+        absolute = max(absolute, math.inf if gap.isnan().any() else float(gap.max()))
+        scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
+    return Difference(absolute, absolute / scale if scale else math.inf if absolute else 0.0, scale)
+
+
+# --- module by module ----------------------------------------------------------------------------------------------
+
+Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
+
+
+def first_difference(
+    ours: nn.Module, stock: nn.Module, run: Callable[[nn.Module], object], tolerance: float
+) -> str | None:
+    """The path of the first module, of those that both models have, whose inputs are equal and whose outputs differ.
+
+    In the order in which the calls of stock return, so that of nested modules the innermost is named.
+    """
+    theirs, mine = _calls(stock, run), _calls(ours, run)
+    seen: dict[str, int] = {}
+    for path, (inputs, outputs) in theirs:
+        number = seen[path] = seen.get(path, -1) + 1
+        calls = [call for name, call in mine if name == path]
+        if number >= len(calls) or not outputs:
+            continue
+        if difference(calls[number][0], inputs).within(tolerance) and not difference(calls[number][1], outputs).within(
+            tolerance
+        ):
+            return path
+    return None
+
+
+def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[str, Call]]:
+    calls: list[tuple[str, Call]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((path, (list(_tensors((args, kwargs))), list(_tensors(output)))))
+
+        return hook
+
+    with _hooked((module, note(path)) for path, module in model.named_modules()), torch.no_grad():
+        run(model)
+    return calls
+
+
+@contextmanager
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Copies of the floating-point tensors in it: a later module may write into the very same memory."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value.detach().clone()
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+# --- precision -----------------------------------------------------------------------------------------------------
+
+#: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
+_DELICATE = ("mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum")
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the delicate operations that run in half precision, and those that don't."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.half: set[str] = set()
+        self.full: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.strip("_")
+        if name in _DELICATE and isinstance(result, torch.Tensor):
+            (self.half if result.dtype in (torch.bfloat16, torch.float16) else self.full).add(name)
+        return result
+
+
+def imprecise(
+    ours: nn.Module, stock: nn.Module, paths: Iterable[str], run: Callable[[nn.Module], object]
+) -> tuple[str, tuple[str, ...], float] | None:
+    """The first module that lost an upcast: it does in half precision what stock does in float32, and is less exact.
+
+    Each module gets the inputs that its stock counterpart gets; the error of both is measured against the stock module
+    in float64, root mean square over all elements. Rounding the result once and an intermediate value once more makes
+    errors that differ by a factor of about 1.4, whence the limit of 1.2; a module that keeps its upcasts is as exact
+    as stock's.
+
+    Returns:
+        The path, the operations, and the ratio of the errors.
+    """
+    wanted = {stock.get_submodule(path): path for path in paths}
+    inputs: dict[str, tuple[Any, Any]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs.setdefault(wanted[module], (copy.copy(args), dict(kwargs)))
+
+    with _hooked((module, note) for module in wanted), torch.no_grad():
+        run(stock)
+    for path, (args, kwargs) in inputs.items():
+        reference, other, mine = stock.get_submodule(path), _Operations(), _Operations()
+        try:
+            with torch.no_grad():
+                exact = _result(copy.deepcopy(reference).double(), _cast(args), _cast(kwargs))
+                with other:
+                    theirs = _result(reference, args, kwargs)
+                with mine:
+                    found = _result(ours.get_submodule(path), args, kwargs)
+        except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
+            continue
+        lost = tuple(sorted((mine.half & other.full) - other.half))
+        if lost and (error := _error(found, exact)) > 1.2 * (base := _error(theirs, exact)):
+            return path, lost, error / base if base else math.inf
+    return None
+
+
+def _cast(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item) for item in value) if type(value) in (list, tuple) else value
+    return value
+
+
+def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+    output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+    first = next(_tensors(output))
+    return first.double()
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found - exact).square().mean().sqrt())
