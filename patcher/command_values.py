@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from patcher.errors import InvalidPatcherError
+from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fingerprints import fingerprint
 from patcher.matching import nearest
 from patcher.patcher import Patcher
@@ -136,26 +136,23 @@ def listing(model: str | None, **options: Any) -> Listing:
         InvalidPatcherError: the model has no config that transformers knows.
     """
     home = importlib.import_module("patcher.presets")
-    names = sorted(home.__all__)
+    rows = [row for name in sorted(home.__all__) if (row := _row(home, name))]
     if model is None:
-        return Listing(tuple(_row(name) for name in names if name != "for_model"))
+        return Listing(tuple(row for row, _ in rows))
     from patcher.model_classes import config_of
 
     checked(model, options)
     fitting = home.for_model(config_of(model, options))
-    return Listing(tuple(_described(_name_of(found, names), found) for found in fitting), model)
+    names = {found: row[0] for row, found in rows if found is not None}
+    return Listing(tuple(_described(names.get(found, found.name), found) for found in fitting), model)
 
 
-def _row(name: str) -> tuple[str, str, str, str]:
+def _row(home: Any, name: str) -> tuple[tuple[str, str, str, str], Patcher | None] | None:
     try:
-        return _described(name, preset(name))
-    except InvalidPatcherError as error:
-        return (name, "", "", str(error.__cause__ or error))
-
-
-def _name_of(patcher: Patcher, names: Iterable[str]) -> str:
-    home = importlib.import_module("patcher.presets")
-    return next((name for name in names if vars(home).get(name) == patcher), patcher.name)
+        found = getattr(home, name)
+    except (ImportError, PatcherError) as error:  # a package that it needs isn't there
+        return (name, "", "", str(error)), None
+    return (_described(name, found), found) if isinstance(found, Patcher) else None
 
 
 def _described(name: str, patcher: Patcher) -> tuple[str, str, str, str]:

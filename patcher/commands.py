@@ -7,11 +7,10 @@ mean anything. The answer is all that goes to stdout.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -75,6 +74,9 @@ def verify(
     preset: Preset = None,
     fusion: Fusion = None,
     constant: Constant = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
+    ] = "float32",
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
@@ -85,7 +87,11 @@ def verify(
     """
     with _answering():
         asked, options = _asked("verify", model, preset, fusion, constant, revision, remote)
-        verified = importlib.import_module("patcher.verification").verify(model, asked, **options)
+        import torch
+
+        from patcher.verification import verify
+
+        verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
     _show(verified, as_json)
     raise typer.Exit(0 if verified.passed else 1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -160,6 +162,23 @@ def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str]
 
 
 @pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        pytest.param(["--fusion", "qkv", "--dtype", "bfloat16"], 0, marks=pytest.mark.slow),
+        pytest.param(["--patcher", "my_patches:DOUBLED"], 1, marks=pytest.mark.slow),
+        (["--patcher", "my_patches:UNFIT"], 1),
+    ],
+    ids=["right", "wrong", "unfit"],
+)
+def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: list[str], code: int) -> None:
+    done = run("verify", folder, *options, "--json")
+    assert done.exit_code == code, done.output
+    if options[-1] != "my_patches:UNFIT":
+        assert json.loads(done.stdout)["passed"] == (code == 0)
+
+
+@pytest.mark.usefixtures("mine")
 def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
     done = run("diff", folder, "--patcher", "my_patches:DOUBLED", "--fusion", "qkv")
     assert done.exit_code == 0, done.output
@@ -199,6 +218,80 @@ def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
         ("LlamaMLP", ["0" * 16]),
         ("LlamaGone", ["1" * 16]),
     ]
+
+
+# --- presets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def laid_out(mine: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package of presets that is laid out as ours: constants, some of which need a package, and `for_model`."""
+    from patcher import Patcher
+
+    monkeypatch.syspath_prepend(Path.cwd())
+    package = ModuleType("patcher.presets")
+    joined = Patcher(fusions=["qkv", "gate_up"], name="joined", transformers=">=5.17")
+
+    def lacking(name: str) -> Any:
+        if name == "KERNELS":
+            raise ImportError("it needs liger-kernel; pip install liger-kernel")
+        raise AttributeError(name)
+
+    vars(package).update(
+        JOINED=joined,
+        DOUBLED=importlib.import_module(mine).DOUBLED,
+        for_model=lambda config: (joined,) if config.model_type == "llama" else (),
+        __all__=["KERNELS", "JOINED", "DOUBLED", "for_model"],
+        __getattr__=lacking,
+    )
+    monkeypatch.setitem(sys.modules, "patcher.presets", package)
+    return package
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_presets_are_listed_and_those_that_fit_a_model(folder: Path) -> None:
+    done = run("presets")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("3 presets\n")
+    assert re.search(r"JOINED +│ qkv, gate_up +│ >=5.17", done.stdout)
+    assert re.search(r"DOUBLED +│ LlamaMLP -> Doubled", done.stdout)
+    assert re.search(r"KERNELS +│ it needs liger-kernel; pip install", done.stdout)
+    assert "for_model" not in done.stdout
+
+    told = run("presets", folder, "--json")
+    assert told.exit_code == 0, told.output
+    (only,) = json.loads(told.stdout)["presets"]
+    assert only == {"name": "JOINED", "changes": "qkv, gate_up", "transformers": ">=5.17", "missing": ""}
+    assert run("presets", folder).stdout.startswith(f"1 preset for {folder}\n")
+    assert run("presets", folder / "none").exit_code == 2
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_presets_are_used_by_name(folder: Path) -> None:
+    data = json.loads(run("plan", folder, "--preset", "JOINED", "--preset", "DOUBLED", "--json").stdout)
+    assert {was for _, was, _ in data["replaced"] + data["fused"]} == {"LlamaAttention", "LlamaMLP"}
+    assert "joined | doubled" in data["patchers"][0][0]
+    assert json.loads(run("plan", folder, "--preset", "JOINED", "--json").stdout)["ok"]
+    assert run("fingerprint", "DOUBLED", "--json").exit_code == 0
+
+
+@pytest.mark.usefixtures("laid_out")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "FOLDER", "--preset", "JOINT"], r"there is no preset 'JOINT'; did you mean JOINED"),
+        (["plan", "FOLDER", "--preset", "for_model"], r"there is no preset 'for_model'"),
+        (["plan", "FOLDER", "--preset", "__file__"], r"there is no preset '__file__'; `patcher presets` lists them"),
+        (["plan", "FOLDER", "--preset", "KERNELS"], r"the preset 'KERNELS' can't be used: it needs liger-kernel"),
+        (["fingerprint", "JOINT"], r"there is no preset 'JOINT'"),
+        (["fingerprint", "JOINED"], r"it has neither fingerprints nor names of classes"),
+    ],
+    ids=["misspelt", "function", "dunder", "lacking", "pin of none", "pin of fusions"],
+)
+def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*(folder if argument == "FOLDER" else argument for argument in arguments))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert re.search(message, said(done)), done.stderr
 
 
 # --- wrong use -----------------------------------------------------------------------------------------------------
