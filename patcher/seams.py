@@ -439,8 +439,17 @@ def mark_recorded(model: PreTrainedModel) -> None:
     model._output_capturing_hooks_installed = True  # type: ignore[assignment]
 
 
+class _Bearer:
+    """Takes a hook as a module does. A real one, made while `torch.compile` looks on, would break its graph."""
+
+    hook: Any = None
+
+    def register_forward_hook(self, hook: Any) -> None:
+        self.hook = hook
+
+
 def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
     """The forward hook with which transformers records an output."""
-    bearer = nn.Module()
+    bearer: Any = _Bearer()
     output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
-    return next(iter(bearer._forward_hooks.values()))
+    return bearer.hook

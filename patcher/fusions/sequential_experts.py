@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +34,16 @@ class ListedExperts(nn.Module):
     """What the rewritten classes have in common."""
 
     _stacks: ClassVar[tuple[Stack, ...]]
+    _made_from: ClassVar[tuple[type[nn.Module], dict[str, str]]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made at run time: another process makes it again.
+        return (_bare, self._made_from, self.__getstate__())  # type: ignore[no-untyped-call]
+
+
+def _bare(original: type[nn.Module], weights: dict[str, str]) -> nn.Module:
+    cls = _class_for(original, weights)
+    return cls.__new__(cls)
 
 
 class SequentialExperts(Fusion):
@@ -69,13 +79,7 @@ class SequentialExperts(Fusion):
         Raises:
             NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
         """
-        original, weights = type(module), _weights_of(module)
-        key = tuple(weights.items())
-        with _lock:
-            made = _classes.setdefault(original, {})
-            if key not in made:
-                made[key] = _compile(original, weights)
-            return made[key]
+        return _class_for(type(module), _weights_of(module))
 
     def discover(self, model: PreTrainedModel) -> Findings:
         modules = list(model.named_modules(remove_duplicate=False))
@@ -165,6 +169,15 @@ def _is_about_experts(path: str, module: nn.Module) -> bool:
     return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
 
 
+def _class_for(original: type[nn.Module], weights: dict[str, str]) -> type[nn.Module]:
+    key = tuple(weights.items())
+    with _lock:
+        made = _classes.setdefault(original, {})
+        if key not in made:
+            made[key] = _compile(original, weights)
+        return made[key]
+
+
 def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.Module]:
     method = forward_of(original)
     try:
@@ -180,6 +193,7 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.M
     )
     cls.__qualname__ = f"Sequential{original.__qualname__.rsplit('.', 1)[-1]}"
     cls._stacks = stacks
+    cls._made_from = (original, weights)
     return cls
 
 
