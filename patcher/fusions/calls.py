@@ -22,18 +22,18 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
     """
     if not (assumptions.none or assumptions.same):
         return ""
-    parent_path, _, name = path.rpartition(".")
+    parent_path = _parent_of(modules, path)
     parent = modules.get(parent_path)
     parameters = _parameters(modules[path])
     found = False
-    for call, caller in _calls(parent, name) if parent is not None else ():
+    for call, caller in _calls(parent, path[len(parent_path) :].strip(".")) if parent is not None else ():
         found = True
         given = _given(call, parameters)
         for parameter in assumptions.none:
             value = given.get(parameter)
             if value is None or (isinstance(value, ast.Constant) and value.value is None):
                 continue
-            passed_on = isinstance(value, ast.Name) and value.id in _optional(caller)
+            passed_on = isinstance(value, ast.Name) and value.id in _optional(caller, call)
             # It passes on what it is given: whether that is anything, its own parent says.
             if passed_on and not passes(modules, parent_path, Assumptions(none=(value.id,)), certainly=True):  # type: ignore[attr-defined]
                 continue
@@ -59,8 +59,8 @@ def _parameters(module: nn.Module) -> list[str]:
     return list(code.co_varnames[1 : code.co_argcount])
 
 
-def _optional(function: ast.FunctionDef) -> set[str]:
-    """The parameters of a method that are None by default and that it doesn't set itself."""
+def _optional(function: ast.FunctionDef, call: ast.Call) -> set[str]:
+    """The parameters of a method that are None by default, and that still are when it makes a call."""
     arguments = function.args
     parameters = [*arguments.posonlyargs, *arguments.args]
     pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
@@ -68,27 +68,74 @@ def _optional(function: ast.FunctionDef) -> set[str]:
         (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
     ]
     names = {one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None}
-    return names - {
-        child.id for child in ast.walk(function) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
-    }
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
+    around = [loop for loop in loops if any(node is call for node in ast.walk(loop))]
+    # What stands behind the call comes after it, but in a loop.
+    again = {id(node) for loop in around for node in ast.walk(loop)}
+    set_before = {node.id for node in _set_by(function) if node.lineno <= call.lineno or id(node) in again}
+    return names - set_before
+
+
+def _set_by(node: ast.AST) -> Iterator[ast.Name]:
+    """Where a piece of code sets names; but for those that it only sets where they aren't None."""
+    if isinstance(node, ast.Name):
+        if isinstance(node.ctx, ast.Store):
+            yield node
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If):
+        match node.test:
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                yield from (one for child in node.body for one in _set_by(child) if one.id != name)
+                children = list(node.orelse)
+    for child in children:
+        yield from _set_by(child)
+
+
+def _parent_of(modules: Mapping[str, nn.Module], path: str) -> str:
+    """The module whose forward calls the one at `path`: lists call nobody."""
+    parent_path = path.rpartition(".")[0]
+    while parent_path and type(modules.get(parent_path)) is nn.ModuleList:
+        parent_path = parent_path.rpartition(".")[0]
+    return parent_path
 
 
 def _calls(parent: nn.Module, name: str) -> Iterator[tuple[ast.Call, ast.FunctionDef]]:
+    """The calls of a child, or of the children in a list (`name` is `layers.0` then), and the methods they are in."""
     found: list[tuple[ast.Call, ast.FunctionDef]] = []
+    name, _, number = name.partition(".")
 
     def collect(node: ast.FunctionDef) -> bool:
+        elements = _elements(node, name) if number else set()
         for child in ast.walk(node):
-            if (
-                isinstance(child, ast.Call)
-                and isinstance(child.func, ast.Attribute)
-                and child.func.attr == name
-                and isinstance(child.func.value, ast.Name)
-            ):
-                found.append((child, node))
+            if not isinstance(child, ast.Call):
+                continue
+            match child.func:
+                case ast.Attribute(value=ast.Name(), attr=called) if not number and called == name:
+                    found.append((child, node))
+                case ast.Name(id=called) if called in elements:
+                    found.append((child, node))
+                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if number and called == name:
+                    found.append((child, node))
         return False
 
     methods_with(type(parent), collect)
     yield from found
+
+
+def _elements(function: ast.FunctionDef, name: str) -> set[str]:
+    """The variables that hold an element of `self.name`, a list of layers, one after the other or by number."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.For | ast.comprehension):
+            target, source = node.target, node.iter
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            target, source = node.targets[0], node.value
+        else:
+            continue
+        if any(isinstance(child, ast.Attribute) and child.attr == name for child in ast.walk(source)):
+            found |= {child.id for child in ast.walk(target) if isinstance(child, ast.Name)}
+    return found
 
 
 def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:

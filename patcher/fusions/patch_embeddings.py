@@ -30,8 +30,8 @@ class LinearPatchEmbedding(nn.Module):
     True
 
     It stands in the place of the convolution, takes what that takes, and gives what that gives: an image of any size,
-    of which incomplete patches at the far edges are left out. It has the attributes of the convolution too, but its
-    `weight` is the matrix of `linear`, of shape (out_channels, in_channels * patch volume).
+    of which incomplete patches at the far edges are left out. It has the attributes of the convolution too; its
+    `weight` is the matrix of `linear`, seen in the shape that the convolution's has.
     """
 
     padding_mode = "zeros"
@@ -77,9 +77,15 @@ class LinearPatchEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix. Modeling code reads its type to cast the input, so a quantized one passes for what it was."""
+        """That of the convolution. Modeling code reads its type to cast the input, and its shape to cut patches."""
         weight: torch.Tensor = self.linear.weight
-        return weight if weight.is_floating_point() else torch.empty(0, dtype=self._input_dtype, device=weight.device)
+        shape = (self.out_channels, self.in_channels, *self.kernel_size)
+        if not weight.is_floating_point():  # a quantized one passes for what it was
+            return torch.empty((), dtype=self._input_dtype, device=weight.device).expand(shape)
+        seen = weight.view(shape)
+        if getattr(weight, "_is_hf_initialized", False):
+            seams.mark_initialized(seen)  # transformers' initialisation asks the tensor that it is given
+        return seen
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -161,7 +167,7 @@ class PatchEmbeddings(Fusion):
         named = list(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for _, module in named)
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tied_keys(model)
+        tied = seams.tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
@@ -17,8 +18,8 @@ from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import JoinedProjections, join, part_property
 from patcher.fusions.joining import NotConvertibleError, Target, check_convertible, converters_for, origins_of
 from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
-from patcher.fusions.tracing import Assumptions, NotUnderstoodError, clusters_of
-from patcher.fusions.understanding import joining_methods, located, understand, used_names
+from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
+from patcher.fusions.understanding import compared_names, joining_methods, located, understand, used_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,7 +30,8 @@ __all__ = ["Projections"]
 _lock = threading.RLock()
 #: original -> (family, what is joined, what is assumed) -> the class: one load gets the class that another got
 _classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
-#: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not
+#: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and
+#: projections -> the attributes that its methods compare
 _plans: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -76,7 +78,7 @@ class Projections(Fusion):
         modules = dict(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for module in modules.values())
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tied_keys(model)
+        tied = seams.tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in modules.items():
@@ -142,9 +144,29 @@ class Projections(Fusion):
             name for name, child in zip(group, children, strict=True) if getattr(child, "bias", None) is not None
         )
         joined = Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
-        attributes = {name: value for name, value in vars(module).items() if value is None or isinstance(value, bool)}
-        attributes.pop("training", None)
-        return self._plan(type(module), joined, tuple(sorted(attributes.items())))
+        identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
+        return self._plan(type(module), joined, tuple(sorted(self._state(module, group).items())), identities)
+
+    def _state(self, module: nn.Module, group: tuple[str, ...]) -> dict[str, Constant]:
+        """What a module says of itself, as far as it may decide which way its forward goes."""
+        original = type(module)
+        plans = _plans.setdefault(original, {})
+        if group not in plans:
+            try:
+                plans[group] = compared_names(original, group)
+            except NotUnderstoodError:
+                plans[group] = frozenset()
+        return {
+            name: value
+            for name, value in vars(module).items()
+            if name != "training"
+            and (
+                value is None
+                or isinstance(value, bool)
+                # Of these a module has many, and layers differ in them.
+                or (name in plans[group] and (isinstance(value, str | int) or _is_finite(value)))
+            )
+        }
 
     def _group_of(self, module: nn.Module) -> tuple[str, ...] | None:
         """The children that play this family's roles: those that are alike, before those of which one is a Linear."""
@@ -156,13 +178,17 @@ class Projections(Fusion):
         return None
 
     def _plan(
-        self, original: type[nn.Module], joined: Joined, attributes: tuple[tuple[str, bool | None], ...]
+        self,
+        original: type[nn.Module],
+        joined: Joined,
+        attributes: tuple[tuple[str, Constant], ...],
+        identities: tuple[str, ...],
     ) -> tuple[tuple[Joined, Assumptions] | None, str]:
-        key = (type(self), joined, attributes)
+        key = (type(self), joined, attributes, identities)
         plans = _plans.setdefault(original, {})
         if key not in plans:
             try:
-                assumptions = understand(original, joined.projections, dict(attributes))
+                assumptions = understand(original, joined.projections, dict(attributes), identities)
                 self.subclass(original, joined, assumptions)
                 plans[key] = (joined, assumptions), ""
             except NotUnderstoodError as error:
@@ -203,6 +229,10 @@ class Projections(Fusion):
         for number, name in enumerate(joined.projections):
             setattr(cls, name, part_property(joined, number))
         return cls
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

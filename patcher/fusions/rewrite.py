@@ -232,7 +232,11 @@ def _guards(method: Method, assumptions: Assumptions, this: str) -> list[str]:
     """What leaves a call that isn't as assumed to the method as it was; the joined projection gives the parts."""
     conditions = [f"{name} is not None" for name in assumptions.none]
     conditions += [f"{name} is not {assumptions.same[0]}" for name in assumptions.same[1:]]
-    conditions += [f"{this}.{name} is not {value}" for name, value in assumptions.attributes]
+    conditions += [
+        f"{this}.{name} is not {value}" if value is None or isinstance(value, bool) else f"{this}.{name} != {value!r}"
+        for name, value in assumptions.attributes
+    ]
+    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in assumptions.identities]
     if not conditions:
         return []
     arguments = method.node.args

@@ -8,11 +8,12 @@ never in a wrong fusion.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Assumptions", "Cluster", "NotUnderstoodError", "Site", "clusters_of", "written_calls"]
+__all__ = ["Assumptions", "Cluster", "Constant", "NotUnderstoodError", "Site", "clusters_of", "written_calls"]
 
 
 class NotUnderstoodError(Exception):
@@ -23,6 +24,10 @@ class NotUnderstoodError(Exception):
         self.line = line
 
 
+#: What an attribute may be so that a branch can be decided by it.
+Constant = None | bool | int | float | str
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What is taken for granted of a call; the rewritten method checks it and leaves other calls to the original.
@@ -30,15 +35,17 @@ class Assumptions:
     Attributes:
         none: parameters that are None.
         same: parameters that are all one object.
-        attributes: attribute of the module -> value, None or a bool.
+        attributes: attribute of the module -> value.
+        identities: children of the module that are `nn.Identity`.
     """
 
     none: tuple[str, ...] = ()
     same: tuple[str, ...] = ()
-    attributes: tuple[tuple[str, bool | None], ...] = ()
+    attributes: tuple[tuple[str, Constant], ...] = ()
+    identities: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.none or self.same or self.attributes)
+        return bool(self.none or self.same or self.attributes or self.identities)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,12 @@ class _Known:
 
 
 _Value = _Symbol | _Known
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 _Scopes = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
 
 
@@ -142,7 +155,8 @@ class _Run:
     def __init__(self, function: ast.FunctionDef, group: tuple[str, ...], assumptions: Assumptions) -> None:
         self.this = _self_of(function)
         self.group = frozenset(group)
-        self.attributes: Mapping[str, bool | None] = dict(assumptions.attributes)
+        self.attributes: Mapping[str, Constant] = dict(assumptions.attributes)
+        self.identities = frozenset(assumptions.identities)
         self.clusters: list[Cluster] = []
         self.names: dict[str, _Value] = {}
         self.epoch = 0
@@ -276,7 +290,7 @@ class _Run:
                 if isinstance(target.value, ast.Name) and target.value.id == self.this:
                     if target.attr in self.group:
                         raise NotUnderstoodError(f"{target.attr} is assigned", target.lineno)
-                    if target.attr in self.attributes:
+                    if target.attr in self.attributes or target.attr in self.identities:
                         raise NotUnderstoodError(f"self.{target.attr} changes", target.lineno)
                 else:
                     self._changed_in_place()  # `x.data = ...`
@@ -369,14 +383,16 @@ class _Run:
         if len(values) != 2:
             return _Symbol()
         left, right = values
-        operator = node.ops[0]
-        negated = isinstance(operator, ast.IsNot | ast.NotEq)
+        sign = node.ops[0]
+        negated = isinstance(sign, ast.IsNot | ast.NotEq)
         if isinstance(left, _Known) and isinstance(right, _Known):
-            if isinstance(operator, ast.Is | ast.IsNot):
+            if isinstance(sign, ast.Is | ast.IsNot):
                 return _Known((left.value is right.value) is not negated)
-            if isinstance(operator, ast.Eq | ast.NotEq):
+            if isinstance(sign, ast.Eq | ast.NotEq):
                 return _Known((left.value == right.value) is not negated)
-        elif left is right and isinstance(operator, ast.Is | ast.IsNot):
+            if type(sign) in _ORDER and _are_numbers(left.value, right.value):
+                return _Known(_ORDER[type(sign)](left.value, right.value))
+        elif left is right and isinstance(sign, ast.Is | ast.IsNot):
             return _Known(not negated)
         return _Symbol()
 
@@ -393,6 +409,8 @@ class _Run:
             argument = node.args[0]
             self._record(name, node, argument, self.value(argument))
             return _Symbol()
+        if self._is_identity(node):
+            return self.value(node.args[0])
         self.value(node.func)
         for argument in node.args:
             self.value(argument)
@@ -405,6 +423,18 @@ class _Run:
         if name.endswith("_") and not name.startswith("_"):
             self._changed_in_place()
         return _Symbol()
+
+    def _is_identity(self, node: ast.Call) -> bool:
+        """Whether this is the call of a child that gives back what it gets."""
+        return (
+            isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == self.this
+            and node.func.attr in self.identities
+            and len(node.args) == 1
+            and not node.keywords
+            and not isinstance(node.args[0], ast.Starred)
+        )
 
     def _record(self, name: str, node: ast.Call, argument: ast.expr, value: _Value) -> None:
         assert self._statement is not None
@@ -430,6 +460,10 @@ class _Run:
         if self._maybe:
             raise NotUnderstoodError(f"{name} is called in a part of an expression that may not run", node.lineno)
         self.clusters.append(Cluster(self._statement, argument, [site], False, self._suite, value, self.epoch))
+
+
+def _are_numbers(*values: Any) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _same_tuples(target: ast.expr, value: ast.expr) -> bool:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from patcher.fusions.rewrite import Method, methods_with
-from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, clusters_of, names_in, written_calls
+from patcher.fusions.tracing import (
+    Assumptions,
+    Cluster,
+    Constant,
+    NotUnderstoodError,
+    clusters_of,
+    names_in,
+    written_calls,
+)
 
-__all__ = ["joining_methods", "located", "understand", "used_names"]
+__all__ = ["compared_names", "joining_methods", "located", "understand", "used_names"]
 
 
 def used_names(method: Method) -> set[str]:
@@ -27,10 +37,29 @@ def joining_methods(original: type[nn.Module], group: tuple[str, ...]) -> list[M
     return methods_with(original, lambda node: {name for name, _ in written_calls(node, group)} == set(group))
 
 
+def compared_names(original: type[nn.Module], group: tuple[str, ...]) -> frozenset[str]:
+    """The attributes of the module that the methods compare with something: what they are may decide a branch."""
+    return frozenset(
+        attribute.attr
+        for method in joining_methods(original, group)
+        for node in ast.walk(method.node)
+        if isinstance(node, ast.Compare)
+        for attribute in ast.walk(node)
+        if isinstance(attribute, ast.Attribute) and isinstance(attribute.value, ast.Name)
+    )
+
+
 def understand(
-    original: type[nn.Module], group: tuple[str, ...], attributes: Mapping[str, bool | None]
+    original: type[nn.Module],
+    group: tuple[str, ...],
+    attributes: Mapping[str, Constant],
+    identities: Iterable[str] = (),
 ) -> Assumptions:
     """What must be assumed of a call so that the projections provably share their input; nothing, if that will do.
+
+    Args:
+        attributes: what the module says of itself.
+        identities: its children that are `nn.Identity`.
 
     Raises:
         NotUnderstoodError: no assumption that can be checked makes it provable.
@@ -39,7 +68,10 @@ def understand(
     if not methods:
         raise NotUnderstoodError(f"no method of {original.__qualname__} calls {', '.join(group)} by name")
     used = {name for method in methods for name in used_names(method)}
-    known = tuple(sorted((name, value) for name, value in attributes.items() if name in used))
+    known = Assumptions(
+        attributes=tuple(sorted((name, value) for name, value in attributes.items() if name in used)),
+        identities=tuple(sorted(used.intersection(identities))),
+    )
     first: NotUnderstoodError | None = None
     fallback: Assumptions | None = None
     for assumptions in _candidates(methods, known):
@@ -64,10 +96,10 @@ def understand(
     raise first
 
 
-def _candidates(methods: list[Method], known: tuple[tuple[str, bool | None], ...]) -> Iterator[Assumptions]:
+def _candidates(methods: list[Method], known: Assumptions) -> Iterator[Assumptions]:
     yield Assumptions()
     if known:
-        yield Assumptions(attributes=known)
+        yield known
     if len(methods) > 1:
         return  # what is assumed of one method's parameters says nothing of another's
     arguments = methods[0].node.args
@@ -86,7 +118,7 @@ def _candidates(methods: list[Method], known: tuple[tuple[str, bool | None], ...
         yield Assumptions(none=(name,))
     if known:
         for name in optional:
-            yield Assumptions(none=(name,), attributes=known)
+            yield replace(known, none=(name,))
     names = [argument.arg for argument in parameters[1:]]
     for start in range(len(names)):
         for end in range(start + 2, min(start + 4, len(names) + 1)):
@@ -94,15 +126,14 @@ def _candidates(methods: list[Method], known: tuple[tuple[str, bool | None], ...
 
 
 def _needed(assumptions: Assumptions, methods: list[Method], group: tuple[str, ...]) -> Assumptions:
-    """The assumptions without the attributes that prove nothing."""
-    attributes = list(assumptions.attributes)
-    for pair in assumptions.attributes:
-        fewer = [other for other in attributes if other is not pair]
-        attempt = Assumptions(assumptions.none, assumptions.same, tuple(fewer))
-        try:
-            clusters = [cluster for method in methods for cluster in clusters_of(method.node, group, attempt)]
-        except NotUnderstoodError:
-            continue
-        if clusters and not any(cluster.conditional for cluster in clusters):
-            attributes = fewer
-    return Assumptions(assumptions.none, assumptions.same, tuple(attributes))
+    """The assumptions without what is known of the module and proves nothing."""
+    for name in ("attributes", "identities"):
+        for one in getattr(assumptions, name):
+            fewer = replace(assumptions, **{name: tuple(x for x in getattr(assumptions, name) if x is not one)})
+            try:
+                clusters = [cluster for method in methods for cluster in clusters_of(method.node, group, fewer)]
+            except NotUnderstoodError:
+                continue
+            if clusters and not any(cluster.conditional for cluster in clusters):
+                assumptions = fewer
+    return assumptions
