@@ -74,7 +74,9 @@ def model_class_of(
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         return model_class
     if model_class is not None:
-        found = seams.class_in(model_class, config) if hasattr(model_class, "_model_mapping") else None
+        found = _remote(getattr(model_class, "__name__", ""), config, model, options or {})
+        if found is None and hasattr(model_class, "_model_mapping"):
+            found = seams.class_in(model_class, config)
         if found is None:
             raise InvalidPatcherError(
                 f"model_class= takes a class of model, or an Auto class that knows {type(config).__name__}, found "
@@ -108,17 +110,26 @@ def _is_encoder(config: PretrainedConfig) -> bool:
 def _named(
     name: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
 ) -> type[PreTrainedModel] | None:
-    remote = getattr(config, "auto_map", None) or {}
-    if options.get("trust_remote_code"):
-        from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-        for reference in remote.values():
-            reference = reference[0] if isinstance(reference, (list, tuple)) else reference
-            if isinstance(reference, str) and reference.rpartition(".")[2] == name:
-                places = {key: value for key, value in options.items() if key in _CODE_PLACES}
-                found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(model), **places)
+    for auto, reference in (getattr(config, "auto_map", None) or {}).items():
+        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
+            found = _remote(auto, config, model, options)
+            if found is not None:
                 return found
     cls = getattr(transformers, name, None)
     if cls is None:  # of a module that registers its own
         cls = next((each for each in module_subclasses(name.__eq__) if issubclass(each, PreTrainedModel)), None)
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _remote(
+    auto: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
+) -> type[PreTrainedModel] | None:
+    """The class that the repo brings for an Auto class, if its code may be run."""
+    reference = (getattr(config, "auto_map", None) or {}).get(auto)
+    if not options.get("trust_remote_code") or not isinstance(reference, str):
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    places = {key: value for key, value in options.items() if key in _CODE_PLACES}
+    found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(model), **places)
+    return found

@@ -28,6 +28,7 @@ from transformers import (
     LlamaModel,
 )
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+from transformers.models.jamba.modeling_jamba import JambaAttentionDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
@@ -37,6 +38,7 @@ from patcher.conversions import describe
 from tests.hub_server import serving
 from tests.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnLayer, OwnMLP, OwnNorm, With, Without, joining
 from tests.tiny import (
+    remote_code_model,
     save_tiny,
     tiny_bert_config,
     tiny_gpt2_config,
@@ -191,6 +193,14 @@ def test_a_plan_says_what_the_load_does(case: str, folders: Callable[[str], Path
 def test_the_cases_are_good_and_bad(folders: Callable[[str], Path]) -> None:
     verdicts = {plan(folders(name), patcher).ok for name, patcher in CASES.values() if name == "llama"}
     assert verdicts == {True, False}
+
+
+def test_all_problems_are_said_and_each_of_them_once(folders: Callable[[str], Path]) -> None:
+    first, second = plan(folders("llama"), Patcher({"LlamaMLP": Both, "LlamaMPL": OwnMLP}, "experts")).problems
+    assert "'LlamaMPL'" in first
+    assert "'experts'" not in first
+    assert "'experts' is found in no conversion" in second
+    assert "'LlamaMPL'" not in second
 
 
 # --- many patchers -------------------------------------------------------------------------------------------------
@@ -369,6 +379,29 @@ def test_a_replacement_that_looks_at_its_values_is_built_with_values(folders: Ca
     held(folders("llama"), AutoModelForCausalLM, Patcher({"LlamaMLP": Looks}))
 
 
+def test_what_is_in_force_around_it_counts(folders: Callable[[str], Path]) -> None:
+    with OWN.applied():
+        planned, _ = held(folders("llama"), AutoModelForCausalLM, Patcher({"LlamaRMSNorm": OwnNorm}))
+        assert {new for _, _, new in planned.replaced} == {"OwnMLP", "OwnNorm"}
+        assert [origin for _, origin in planned.patchers] == ["patcher=", "applied()"]
+
+
+def test_a_checkpoint_in_a_fused_layout_is_planned_in_that(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    fused = AutoModelForCausalLM.from_pretrained(folders("llama"), patcher=Patcher(fusions="qkv"))
+    fused.save_pretrained(tmp_path, save_original_format=False)
+    planned, _ = held(tmp_path, AutoModelForCausalLM, OWN)
+    assert len(planned.fused) == 2
+    assert planned.conversions_added[0][1] == ()  # it has nothing to do
+
+
+@pytest.mark.parametrize("key", ["TinyRemoteMLP", "TinyRemoteMPL"])
+def test_remote_code_is_planned_as_it_is_loaded(key: str, tmp_path: Path) -> None:
+    folder = remote_code_model(tmp_path)
+    patcher = Patcher({key: OwnMLP})
+    assert held(folder, AutoModelForCausalLM, patcher, trust_remote_code=True)[0].ok == (key == "TinyRemoteMLP")
+    assert plan(folder, patcher, trust_remote_code=True).ok == (key == "TinyRemoteMLP")
+
+
 # --- signatures ----------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +439,15 @@ def test_a_signature_that_a_call_does_not_fit_is_a_problem(case: str, folders: C
     assert len(planned.misfits) == len({*planned.misfits})
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(planned.problems[-1])
+
+
+def test_a_call_of_a_class_from_a_table_is_found_by_what_the_model_holds(folders: Callable[[str], Path]) -> None:
+    """Jamba takes its layers out of a dict: no line of it says of which class they are."""
+    layer = replacement(JambaAttentionDecoderLayer, forward=lambda self, hidden_states: hidden_states)
+    ((name, method, where, problem),) = plan(folders("jamba"), Patcher({"JambaAttentionDecoderLayer": layer})).misfits
+    assert (name, method) == ("Mine", "forward")
+    assert "JambaModel.forward" in where
+    assert "it has no parameter" in problem
 
 
 @pytest.mark.parametrize(
