@@ -63,7 +63,7 @@ _HOMES = {
     "report": "patcher.reporting",
     "verify": "patcher.verification",
 }
-_MODULES = ("codegen", "errors", "fusions", "monkey_patching")
+_MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
 
 def __getattr__(name: str) -> Any:

@@ -79,8 +79,11 @@ def _canonical(node: Any) -> Any:
     return (type(node).__name__, sorted(fields.items()))
 
 
-def check(patcher: Patcher) -> None:
+def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
     """Raise if the code that the patcher is pinned to has changed.
+
+    Where the file of the model that is loaded has a class of the name, that is the one; a namesake in the file of
+    another model, which happens to be imported, is not.
 
     Raises:
         PresetDriftError: with the names of what changed.
@@ -93,19 +96,23 @@ def check(patcher: Patcher) -> None:
         if named and not _is_made_in_memory(cls):
             by_name.setdefault(cls.__name__, []).append(cls)
     changed = []
+    home = model_class.__module__ if model_class is not None else ""
     for name, pinned in patcher.fingerprints.items():
-        for cls in by_name.get(name, []):
+        found_here = by_name.get(name, [])
+        for cls in [cls for cls in found_here if cls.__module__ == home] or found_here:
             found = _found(cls)
             if found not in pinned:
                 changed.append(f"  {cls.__module__}.{name}: pinned {', '.join(pinned)}, found {found}")
     if changed:
         listed = "\n".join(changed)
+        option = f"--preset {patcher.name}" if patcher.name else "--patcher MODULE:CONSTANT"
         raise PresetDriftError(
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
-            "Verify the patcher on this code, then pin it: `from patcher.fingerprints import fingerprint` and "
-            "patcher.replace(fingerprints={name: fingerprint(cls)})."
+            f"Verify it on this code with `patcher verify MODEL {option}`, on a copy without its fingerprints; then "
+            f"print the new pin with `patcher fingerprint {patcher.name or 'MODULE:CONSTANT'}`, and give it: "
+            "patcher.replace(fingerprints={...})."
         )
 
 

@@ -101,7 +101,7 @@ def _from_pretrained(
     session = None
     if layers:
         for layer in own:
-            check_pins(layer.patcher)
+            check_pins(layer.patcher, cls)
         session = _session(cls, layers, own)
         _check_supported(layers, args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
     token = _SESSION.set(session)
@@ -203,7 +203,7 @@ def _from_config(
         if not layers:
             return stock(cls, config, *args, **kwargs)
         for layer in own:
-            check_pins(layer.patcher)
+            check_pins(layer.patcher, cls)
         inner = Scope(layers)
         inner.on_built = functools.partial(finish_by_hand, inner)
         with opened(inner):

@@ -73,9 +73,9 @@ def layers_in_force(patcher: Any) -> tuple[list[Layer], list[Layer]]:
     return layers, own
 
 
-def check_pins(patcher: Patcher) -> None:
+def check_pins(patcher: Patcher, model_class: type[PreTrainedModel] | None = None) -> None:
     """The fingerprints decide, the release alone is worth a warning."""
-    fingerprints.check(patcher)
+    fingerprints.check(patcher, model_class)
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(
         transformers.__version__, prereleases=True
     ):

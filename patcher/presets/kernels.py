@@ -1,0 +1,72 @@
+"""Kernels of Liger: RMSNorm and SwiGLU in Triton, for GPUs.
+
+They need the package `liger-kernel` and a GPU, so they are made when they are first asked for, and say what is
+missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from patcher import InvalidPatcherError, Patcher
+
+VERIFIED = ">=5.17,<5.24"
+
+#: preset -> (the norm and the MLP that it replaces, with the fingerprints of the code that they were verified on)
+_PINS = {
+    "LLAMA_LIGER": {"LlamaRMSNorm": "d343b51fc4f03ebb", "LlamaMLP": "eafbe94b23d9df2e"},
+    "MISTRAL_LIGER": {"MistralRMSNorm": "defbb7587335fe14", "MistralMLP": "c73b8ed157b7f657"},
+    "QWEN3_LIGER": {"Qwen3RMSNorm": "96d2aafc97b998f1", "Qwen3MLP": "b5887e774e35e3ce"},
+}
+
+DESCRIPTIONS = {
+    name: f"""{family} with Liger's RMSNorm and SwiGLU.
+
+For training on GPUs: the kernels keep fewer activations and read memory once. Their parameters are named as stock's,
+so nothing is converted. They compute as stock does within the rounding of the dtype; verify on your GPU with
+`patcher verify MODEL --preset {name}`.
+"""
+    for name, family in {"LLAMA_LIGER": "Llama", "MISTRAL_LIGER": "Mistral", "QWEN3_LIGER": "Qwen3"}.items()
+}
+
+__all__ = list(_PINS)
+
+
+def __getattr__(name: str) -> Patcher:
+    if name not in _PINS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    norm, mlp = _PINS[name]
+    preset = Patcher(
+        {
+            norm: _from_liger("rms_norm", "LigerRMSNorm", name),
+            mlp: _from_liger("swiglu", "LigerSwiGLUMLP", name),
+        },
+        name=name,
+        transformers=VERIFIED,
+        fingerprints=_PINS[name],
+    )
+    globals()[name] = preset
+    return preset
+
+
+def _from_liger(module: str, cls: str, name: str) -> Any:
+    try:
+        found = getattr(importlib.import_module(f"liger_kernel.transformers.{module}"), cls)
+    except ImportError as error:
+        raise InvalidPatcherError(
+            f"The preset {name} needs Liger's kernels, which can't be imported ({error}). "
+            "Install them: pip install liger-kernel"
+        ) from error
+    if not _has_gpu():
+        raise InvalidPatcherError(
+            f"The preset {name} needs a GPU: Liger's kernels are written in Triton, and torch {torch.__version__} "
+            "sees no GPU here. Use it where there is one, or load without it."
+        )
+    return found
+
+
+def _has_gpu() -> bool:
+    return torch.accelerator.is_available()
