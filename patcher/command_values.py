@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,14 +107,14 @@ def constant(text: str) -> Patcher:
 
 @dataclass(frozen=True)
 class Listing(Shown):
-    """The presets: (name, what it changes, the transformers that it was verified on, why it can't be used)."""
+    """The presets: (name, what it is, the transformers that it was verified on, why it can't be used)."""
 
     presets: tuple[tuple[str, str, str, str], ...]
     model: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists and texts, for JSON."""
-        heads = ("name", "changes", "transformers", "missing")
+        heads = ("name", "description", "transformers", "missing")
         return {"model": self.model, "presets": [dict(zip(heads, row, strict=True)) for row in self.presets]}
 
     def _headline(self) -> str:
@@ -124,9 +125,9 @@ class Listing(Shown):
         return f"{text} for {self.model}, the recommended first" if count > 1 else f"{text} for {self.model}"
 
     def _tables(self) -> Iterable[Table]:
-        usable = [row[:3] for row in self.presets if not row[3]]
-        yield Table("Presets", ("name", "changes", "verified on transformers"), list(usable))
-        yield Table("Not installed", ("name", "reason"), [(row[0], row[3]) for row in self.presets if row[3]])
+        usable = [(row[0], row[1].partition("\n")[0], row[2]) for row in self.presets if not row[3]]
+        yield Table("Presets", ("name", "what it is", "verified on transformers"), list(usable))
+        yield Table("Can't be used here", ("name", "reason"), [(row[0], row[3]) for row in self.presets if row[3]])
 
 
 def listing(model: str | None, **options: Any) -> Listing:
@@ -143,22 +144,18 @@ def listing(model: str | None, **options: Any) -> Listing:
 
     checked(model, options)
     fitting = home.for_model(config_of(model, options))
-    names = {found: row[0] for row, found in rows if found is not None}
-    return Listing(tuple(_described(names.get(found, found.name), found) for found in fitting), model)
+    by_value = {found: row for row, found in rows if found is not None}
+    return Listing(tuple(by_value[found] for found in fitting), model)
 
 
 def _row(home: Any, name: str) -> tuple[tuple[str, str, str, str], Patcher | None] | None:
     try:
         found = getattr(home, name)
     except (ImportError, PatcherError) as error:  # a package that it needs isn't there
-        return (name, "", "", str(error)), None
-    return (_described(name, found), found) if isinstance(found, Patcher) else None
-
-
-def _described(name: str, patcher: Patcher) -> tuple[str, str, str, str]:
-    changes = [f"{key} -> {cls.__name__}" for key, cls in patcher.class_mapping.items()]
-    changes += [str(fusion) for fusion in patcher.fusions]
-    return (name, ", ".join(changes), patcher.transformers, "")
+        return (name, home.describe(name), "", str(error)), None
+    if not isinstance(found, Patcher):
+        return None
+    return (name, home.describe(name), found.transformers, ""), found
 
 
 # --- pins ----------------------------------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ def pin_of(name: str) -> Pin:
     patcher = constant(name) if ":" in name else preset(name)
     pinned = dict(patcher.fingerprints)
     names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())
-    homes = _homes(names)
+    homes = _meant(patcher, _homes(names))
     if not homes:
         raise InvalidPatcherError(
             f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
@@ -225,6 +222,21 @@ def pin_of(name: str) -> Pin:
     gone = set(pinned) - {cls for cls, _ in homes}
     rows += [(cls, "", "", tuple(pinned[cls])) for cls in sorted(gone)]
     return Pin(patcher.name or name, transformers.__version__, tuple(rows))
+
+
+def _meant(patcher: Patcher, homes: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of namesakes in several files those in the file of a model that the preset is for; all where none is."""
+    times = Counter(cls for cls, _ in homes)
+    meant = [(cls, module) for cls, module in homes if times[cls] == 1 or _is_for(patcher, module.split(".")[-2])]
+    return meant + [(cls, module) for cls, module in homes if cls not in dict(meant)]
+
+
+def _is_for(patcher: Patcher, model_type: str) -> bool:
+    try:
+        config = transformers.AutoConfig.for_model(model_type)
+    except ValueError:  # a folder that is named otherwise
+        return False
+    return patcher in importlib.import_module("patcher.presets").for_model(config)
 
 
 def _homes(names: Iterable[str]) -> list[tuple[str, str]]:

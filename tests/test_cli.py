@@ -241,6 +241,7 @@ def laid_out(mine: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         JOINED=joined,
         DOUBLED=importlib.import_module(mine).DOUBLED,
         for_model=lambda config: (joined,) if config.model_type == "llama" else (),
+        describe=lambda name: f"About {name}.\n\nMore of it.",
         __all__=["KERNELS", "JOINED", "DOUBLED", "for_model"],
         __getattr__=lacking,
     )
@@ -253,17 +254,42 @@ def test_presets_are_listed_and_those_that_fit_a_model(folder: Path) -> None:
     done = run("presets")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("3 presets\n")
-    assert re.search(r"JOINED +│ qkv, gate_up +│ >=5.17", done.stdout)
-    assert re.search(r"DOUBLED +│ LlamaMLP -> Doubled", done.stdout)
+    assert re.search(r"JOINED +│ About JOINED. +│ >=5.17", done.stdout)
+    assert re.search(r"DOUBLED +│ About DOUBLED.", done.stdout)
+    assert "More of it" not in done.stdout
     assert re.search(r"KERNELS +│ it needs liger-kernel; pip install", done.stdout)
     assert "for_model" not in done.stdout
 
     told = run("presets", folder, "--json")
     assert told.exit_code == 0, told.output
     (only,) = json.loads(told.stdout)["presets"]
-    assert only == {"name": "JOINED", "changes": "qkv, gate_up", "transformers": ">=5.17", "missing": ""}
+    assert only == {
+        "name": "JOINED",
+        "description": "About JOINED.\n\nMore of it.",
+        "transformers": ">=5.17",
+        "missing": "",
+    }
     assert run("presets", folder).stdout.startswith(f"1 preset for {folder}\n")
     assert run("presets", folder / "none").exit_code == 2
+
+
+def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) -> None:
+    first, *_ = json.loads(run("presets", folder, "--json").stdout)["presets"]
+    assert first["name"] == "LLAMA_FUSED_PROJECTIONS"
+    assert json.loads(run("plan", folder, "--preset", first["name"], "--json").stdout)["fused"]
+    pin = run("fingerprint", first["name"])
+    assert pin.exit_code == 0, pin.output
+    assert "as pinned" in pin.stdout
+
+    # A class of the same name and other code is in the files of other models.
+    from patcher.command_values import _homes
+
+    assert len(_homes(["Qwen2MLP"])) > 1
+    told = json.loads(run("fingerprint", "QWEN2_FUSED_PROJECTIONS", "--json").stdout)["classes"]
+    assert [(entry["class"], entry["module"].rpartition(".")[2]) for entry in told] == [
+        ("Qwen2Attention", "modeling_qwen2"),
+        ("Qwen2MLP", "modeling_qwen2"),
+    ]
 
 
 @pytest.mark.usefixtures("laid_out")
