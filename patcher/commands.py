@@ -30,6 +30,9 @@ Constant = Annotated[
     typer.Option("--patcher", metavar="MODULE:CONSTANT", help="A Patcher of your own code; may be repeated."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Unpinned = Annotated[
+    bool, typer.Option("--unpinned", help="Leave out the pins: to see how a preset does on code that has changed.")
+]
 Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of the repo.")]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
 
@@ -55,6 +58,7 @@ def plan(
     preset: Preset = None,
     fusion: Fusion = None,
     constant: Constant = None,
+    unpinned: Unpinned = False,
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
@@ -62,6 +66,7 @@ def plan(
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
     with _answering():
         asked, options = _asked("plan", model, preset, fusion, constant, revision, remote)
+        asked = asked.replace(fingerprints={}, transformers="") if unpinned else asked
         from patcher.planning import plan
 
         planned = plan(model, asked, **options)
@@ -77,6 +82,7 @@ def verify(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
     ] = "float32",
+    unpinned: Unpinned = False,
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
@@ -87,6 +93,7 @@ def verify(
     """
     with _answering():
         asked, options = _asked("verify", model, preset, fusion, constant, revision, remote)
+        asked = asked.replace(fingerprints={}, transformers="") if unpinned else asked
         import torch
 
         from patcher.verification import verify

@@ -110,7 +110,7 @@ def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
-            f"Verify it on this code with `patcher verify MODEL {option}`, on a copy without its fingerprints; then "
+            f"Verify it on this code with `patcher verify MODEL {option} --unpinned`; then "
             f"print the new pin with `patcher fingerprint {patcher.name or 'MODULE:CONSTANT'}`, and give it: "
             "patcher.replace(fingerprints={...})."
         )

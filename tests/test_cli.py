@@ -111,6 +111,7 @@ SAME = Patcher({"LlamaMLP": Same})
 UNFIT = Patcher({"LlamaMLP": Unfit})
 MISSPELT = Patcher({"LlamaMPL": Doubled})
 PINNED = Patcher({"LlamaMLP": Doubled}, name="pinned", fingerprints={"LlamaMLP": "0" * 16, "LlamaGone": "1" * 16})
+DRIFTED = DOUBLED.replace(fingerprints={"LlamaMLP": "0" * 16})
 NUMBER = 3
 print("said while it is imported")
 """
@@ -176,6 +177,15 @@ def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: l
     assert done.exit_code == code, done.output
     if options[-1] != "my_patches:UNFIT":
         assert json.loads(done.stdout)["passed"] == (code == 0)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
+    for command in ("plan", "verify"):
+        told = json.loads(run(command, folder, "--patcher", "my_patches:DRIFTED", "--json").stdout)
+        assert "--unpinned" in json.dumps(told)
+    done = run("plan", folder, "--patcher", "my_patches:DRIFTED", "--unpinned", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["ok"]) == (0, True)
 
 
 @pytest.mark.usefixtures("mine")
