@@ -190,7 +190,10 @@ def _text(model: Any, taken: dict[str, Any], generator: torch.Generator) -> dict
 
 
 def _sees(taken: dict[str, Any]) -> bool:
-    return any(name in taken for name in ("pixel_values", "pixel_values_videos", "images", "image", "hidden_states"))
+    return any(
+        name in taken
+        for name in ("pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches")
+    )
 
 
 def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -221,6 +224,8 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     flat = random(2 * patches, channels * depth * patch * patch)
     yield {"pixel_values": flat, "image_grid_thw": grid, "grid_thw": grid, "hidden_states": flat}
     yield {"pixel_values": flat, "image_grid_hws": grid[:, 1:], "grid_thw": grid}
+    cut = random(2 * patches, channels, patch, patch)
+    yield {"pixel_values": cut, "image_grid_thw": grid, "grid_thw": grid}
     # patches with their places
     count = max(1, height // patch) * max(1, width // patch)
     places = torch.tensor([[max(1, height // patch), max(1, width // patch)]] * 2)
@@ -232,6 +237,9 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     if positions.shape[1] == count:
         pixels = random(2, count, channels * patch * patch)
         yield {"pixel_values": pixels, "pixel_position_ids": positions, "image_position_ids": positions}
+    rows_and_columns = torch.stack([down + 1, across + 1], -1).expand(2, -1, -1).float()
+    flattened = torch.cat([rows_and_columns, random(2, rows_and_columns.shape[1], channels * patch * patch)], -1)
+    yield {"flattened_patches": flattened}
     # several pictures or frames each
     for frames in dict.fromkeys([1, 2, 3, _number(vision, "num_frames", "frames_per_clip", default=4), 5]):
         video = random(2, frames, channels, height, width)

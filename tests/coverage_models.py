@@ -216,7 +216,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"head_dim": 8, "qk_head_dim": 16},
+    "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "zero_expert_num": 1},
     "mamba2": {"num_heads": 8},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},

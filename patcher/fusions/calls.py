@@ -31,6 +31,8 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
         given = _given(call, parameters)
         for parameter in assumptions.none:
             value = given.get(parameter)
+            if value is None and certainly and _passes_more(call):
+                return f"nothing shows that {type(parent).__name__} doesn't pass {parameter}"
             if value is None or (isinstance(value, ast.Constant) and value.value is None):
                 continue
             passed_on = isinstance(value, ast.Name) and value.id in _optional(caller, call)
@@ -146,6 +148,12 @@ def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
         given[parameter] = argument
     given.update({keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None})
     return given
+
+
+def _passes_more(call: ast.Call) -> bool:
+    """Whether a call passes arguments that its source doesn't name."""
+    stars = [argument for argument in call.args if isinstance(argument, ast.Starred)]
+    return bool(stars) or any(keyword.arg is None for keyword in call.keywords)
 
 
 #: What a part of a joined projection still has.

@@ -117,6 +117,8 @@ CALLED = {
     "set behind": ("for layer in self.layers:\n    x = layer(x, state)\nstate = x", True),
     "set for the next": ("for layer in self.layers:\n    x = layer(x, state)\n    state = x", False),
     "set before": ("state = x\nfor layer in self.layers:\n    x = layer(x, state)", False),
+    "given whatever comes": ("for layer in self.layers:\n    x = layer(x, **kwargs)", False),
+    "given all that comes": ("for layer in self.layers:\n    x = layer(*kwargs.values())", False),
     "given something": ("for layer in self.layers:\n    x = layer(x, state=x)", False),
 }
 
@@ -133,7 +135,7 @@ def test_how_the_layers_of_a_list_are_called_is_followed(name: str, tmp_path: Pa
         "    def __init__(self):\n"
         "        super().__init__()\n"
         "        self.layers = nn.ModuleList([Layer(), Layer()])\n\n"
-        "    def forward(self, x, state=None):\n"
+        "    def forward(self, x, state=None, **kwargs):\n"
         f"{textwrap.indent(body, ' ' * 8)}\n"
         "        return x\n\n\n"
         "class Model(nn.Module):\n"
