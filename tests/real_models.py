@@ -94,7 +94,13 @@ def smollm2_moe() -> Path:
     Identical experts give what the dense model gives, however the router decides: the weights of the chosen ones
     sum to 1. So every test can compare with the dense model. One safetensors tensor per expert, as Mixtral's have it.
     """
-    return _made_once("smollm2-moe-1", _upcycle_smollm2)
+    return _made_once("smollm2-moe-1", lambda folder: _upcycle(smollm2_small(), MOE_EXPERTS, folder))
+
+
+@cache
+def smollm2_moe_whole() -> Path:
+    """:func:`smollm2` with all its layers as a Mixtral of two experts: it predicts English as well as SmolLM2 does."""
+    return _made_once("smollm2-moe-whole-1", lambda folder: _upcycle(smollm2(), 2, folder))
 
 
 @cache
@@ -126,7 +132,8 @@ RXNFP_ARCHITECTURES = {
     "bert_ft_10k_25s": "BertForSequenceClassification",
 }
 MODELS: dict[str, Callable[[], Path | dict[str, Path]]] = {
-    function.__name__: function for function in (smollm2, smollm2_small, smollm2_moe, minilm, albert, rxnfp)
+    function.__name__: function
+    for function in (smollm2, smollm2_small, smollm2_moe, smollm2_moe_whole, minilm, albert, rxnfp)
 }
 
 
@@ -172,10 +179,10 @@ def _cut_smollm2(folder: Path) -> None:
     _copy_tokenizer(smollm2(), folder)
 
 
-def _upcycle_smollm2(folder: Path) -> None:
+def _upcycle(source: Path, experts: int, folder: Path) -> None:
     import torch
 
-    tensors, config = _read_checkpoint(smollm2_small())
+    tensors, config = _read_checkpoint(source)
     generator = torch.Generator().manual_seed(0)
     expert_names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     upcycled = {}
@@ -185,15 +192,15 @@ def _upcycle_smollm2(folder: Path) -> None:
             upcycled[key] = tensor
             continue
         moe = f"{layer}.block_sparse_moe"
-        for expert in range(MOE_EXPERTS):
+        for expert in range(experts):
             # A copy each: safetensors refuses tensors that share memory.
             upcycled[f"{moe}.experts.{expert}.{expert_names[projection.split('.')[0]]}.weight"] = tensor.clone()
-        router = torch.randn(MOE_EXPERTS, config["hidden_size"], generator=generator)
+        router = torch.randn(experts, config["hidden_size"], generator=generator)
         upcycled.setdefault(f"{moe}.gate.weight", router)
     moe_config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "num_local_experts": MOE_EXPERTS,
+        "num_local_experts": experts,
         "num_experts_per_tok": 2,
         "sliding_window": None,
     }
