@@ -1,8 +1,12 @@
-"""All benchmarks, one after the other."""
+"""All benchmarks, one after the other, each in a process of its own: some leave traces, as stock itself does."""
 
 from __future__ import annotations
 
-from tests.benchmarks import bench_codegen, bench_loading
+import subprocess
+import sys
 
-bench_loading.main()
-bench_codegen.main()
+BENCHMARKS = ("bench_loading", "bench_patch_embeddings", "bench_projections", "bench_codegen")
+
+if __name__ == "__main__":
+    outcomes = [subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"]).returncode for name in BENCHMARKS]
+    raise SystemExit(max(outcomes))

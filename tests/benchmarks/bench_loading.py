@@ -8,15 +8,14 @@ hits all of them. A figure over the project's budget is printed as such.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.benchmarks.measuring import in_a_process, line, ratio, taking_turns
 
 # A process that loads once for each line it is sent, and answers with the seconds.
 LOADS = """
@@ -50,31 +49,6 @@ print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) /
 """
 
 
-def in_a_process(code: str) -> float:
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
-
-
-def taking_turns(candidates: dict[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(repetitions + 2):  # the first two are for warming up
-        for name, candidate in candidates.items():
-            started = time.perf_counter()
-            candidate()
-            if number >= 2:
-                times[name].append(time.perf_counter() - started)
-    return times
-
-
-def ratio(times: dict[str, list[float]], one: str, other: str) -> float:
-    """The median of the ratios, turn by turn."""
-    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
-
-
-def line(what: str, figure: str, budget: str, kept: bool | None) -> None:
-    print(f"{what:<78} {figure:>12}  {budget:<12} {'' if kept is None else 'kept' if kept else 'OVER'}", flush=True)
-
-
 def class_mapping(folder: Path, repetitions: int) -> None:
     from transformers import LlamaForCausalLM, monkey_patching
     from transformers.models.llama.modeling_llama import LlamaMLP
@@ -104,11 +78,11 @@ def class_mapping(folder: Path, repetitions: int) -> None:
     )
     times |= taking_turns({"registry": registered}, repetitions)
     plain = statistics.median(times["plain"])
-    line("load of a tiny model, plain", f"{plain * 1000:.1f} ms", "", None)
+    line("load of a tiny model, plain", f"{plain * 1000:.1f} ms")
     found = ratio(times, "patched", "plain")
     line("load with a class mapping / plain", f"{found:.3f}", "<= 1.15", found <= 1.15)
     theirs = statistics.median(times["registry"]) / plain
-    line("load with transformers' own registry / plain", f"{theirs:.1f}", "", None)
+    line("load with transformers' own registry / plain", f"{theirs:.1f}")
 
 
 class Loading:
@@ -148,7 +122,7 @@ def without_patcher(folder: Path, repetitions: int) -> None:
         figures.append(ratio(times, "imported", "not"))
     found = statistics.median(figures)
     line("load without patcher=, package imported / not imported", f"{found:.3f}", "1.00 +- 0.05", found <= 1.05)
-    line("  the pairs", f"{min(figures):.2f} to {max(figures):.2f}", "", None)
+    line("  the pairs", f"{min(figures):.2f} to {max(figures):.2f}")
 
 
 def importing(repetitions: int) -> None:
@@ -167,7 +141,7 @@ def peak_memory(folder: Path, repetitions: int) -> None:
     plain, patched = peak("{}"), peak("dict(patcher=JOINED)")
     fused = 2 * 576 * 1536 * 2 / 2**20  # one joined tensor of SmolLM2, in bfloat16
     allowed = (plain + fused) * 1.05
-    line("peak memory of a load that joins projections / plain", f"{patched / plain:.3f}", "", None)
+    line("peak memory of a load that joins projections / plain", f"{patched / plain:.3f}")
     line("  in MiB", f"{patched:.0f}", f"<= {allowed:.0f}", patched <= allowed)
 
 
