@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from typing import Any
 import transformers
 
 from patcher.errors import InvalidPatcherError, PatcherError
-from patcher.fingerprints import fingerprint
+from patcher.fingerprints import fingerprint, homes_of
 from patcher.matching import nearest
 from patcher.patcher import Patcher
 from patcher.tables import Shown, Table
@@ -208,7 +207,7 @@ def pin_of(name: str) -> Pin:
     patcher = constant(name) if ":" in name else preset(name)
     pinned = dict(patcher.fingerprints)
     names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())
-    homes = _meant(patcher, _homes(names))
+    homes = _meant(patcher, homes_of(names))
     if not homes:
         raise InvalidPatcherError(
             f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
@@ -237,17 +236,3 @@ def _is_for(patcher: Patcher, model_type: str) -> bool:
     except ValueError:  # a folder that is named otherwise
         return False
     return patcher in importlib.import_module("patcher.presets").for_model(config)
-
-
-def _homes(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(class, module) of each modeling file of transformers that defines one of the classes, without importing any."""
-    wanted = "|".join(map(re.escape, names))
-    if not wanted:
-        return []
-    head = re.compile(rf"^class ({wanted})\b", re.MULTILINE)
-    root = Path(transformers.__file__).parent
-    found = []
-    for path in sorted(root.glob("models/*/modeling_*.py")):
-        module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
-        found += [(name, module) for name in head.findall(path.read_text(encoding="utf-8"))]
-    return sorted(found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from patcher import matching
 from patcher.errors import PresetDriftError
 from patcher.patcher import Patcher
 
-__all__ = ["check", "fingerprint"]
+__all__ = ["check", "check_built", "fingerprint", "homes_of"]
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
@@ -42,25 +44,32 @@ def _fingerprint_in(path: str, name: str) -> str:
         raise OSError(f"{path} defines no {name}")
     wanted, used = [name], {name}
     while wanted:
-        for node in ast.walk(definitions[wanted.pop()]):
+        for node in (node for definition in definitions[wanted.pop()] for node in ast.walk(definition)):
             if isinstance(node, ast.Name) and node.id in definitions and node.id not in used:
                 used.add(node.id)
                 wanted.append(node.id)
     digest = hashlib.sha256()
-    for each in sorted(used):
-        digest.update(repr(_canonical(definitions[each])).encode())
+    for definition in (definition for each in sorted(used) for definition in definitions[each]):
+        digest.update(repr(_canonical(definition)).encode())
     return digest.hexdigest()[:16]
 
 
 @lru_cache(maxsize=64)
-def _definitions(path: str) -> dict[str, ast.AST]:
-    """The functions, classes and assignments at the top level of a file, by name."""
-    found: dict[str, ast.AST] = {}
-    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            found.update({target.id: node for target in node.targets if isinstance(target, ast.Name)})
+def _definitions(path: str) -> dict[str, list[ast.AST]]:
+    """The functions, classes and assignments of a file by name, those under a top-level `if` or `try` included."""
+    found: dict[str, list[ast.AST]] = {}
+    wanted: list[ast.AST] = [ast.parse(Path(path).read_text(encoding="utf-8"))]
+    while wanted:
+        for node in ast.iter_child_nodes(wanted.pop()):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+                for name in names:
+                    found.setdefault(name, []).append(node)
+            elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+                wanted.append(node)
     return found
 
 
@@ -80,29 +89,74 @@ def _canonical(node: Any) -> Any:
 
 
 def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
-    """Raise if the code that the patcher is pinned to has changed.
+    """Raise if the code that the patcher is pinned to has changed, as far as can be seen before a model is built.
 
-    Where the file of the model that is loaded has a class of the name, that is the one; a namesake in the file of
-    another model, which happens to be imported, is not.
+    Of a model that is loaded: what its own file defines. A namesake in the file of another model, which happens to be
+    imported, is not meant. What else the model is made of is judged when it stands, by `check_built`.
+
+    Raises:
+        PresetDriftError: with the names of what changed.
+    """
+    if patcher.fingerprints:
+        home = model_class.__module__ if model_class is not None else None
+        _judge(patcher, [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home])
+
+
+def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_there: bool) -> None:
+    """Raise if the code of a model that stands isn't what the patcher is pinned to, its sub-models' included.
+
+    Args:
+        patcher: with pins or without.
+        classes: those of the modules that the model is made of, as they were before anything was replaced.
+        home: the module of the model's own class.
+        all_there: whether a pinned class must exist somewhere. It needn't be in this model: a preset is pinned to the
+            vision tower too, and text models have none.
 
     Raises:
         PresetDriftError: with the names of what changed.
     """
     if not patcher.fingerprints:
         return
-    by_name: dict[str, list[type[nn.Module]]] = {}
-    for cls in matching.module_subclasses():
-        named = cls.__name__ in patcher.fingerprints and matching.is_modeling_module(cls.__module__)
-        if named and not _is_made_in_memory(cls):
-            by_name.setdefault(cls.__name__, []).append(cls)
+    known = _pinned_classes(patcher, home)
+    bases = {base for cls in classes for base in cls.__mro__}
+    gone: set[str] = set()
+    if all_there:
+        gone = set(patcher.fingerprints) - {cls.__name__ for cls in known}
+        gone = gone and gone - {name for name, _ in homes_of(gone)}
+    _judge(patcher, [cls for cls in known if cls in bases], gone)
+
+
+def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """(class, module) of each modeling file of transformers that defines one of the classes, without importing any."""
+    wanted = "|".join(map(re.escape, names))
+    if not wanted:
+        return []
+    head = re.compile(rf"^class ({wanted})\b", re.MULTILINE)
+    root = Path(transformers.__file__).parent
+    found = []
+    for path in sorted(root.glob("models/*/modeling_*.py")):
+        module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
+        found += [(name, module) for name in head.findall(path.read_text(encoding="utf-8"))]
+    return sorted(found)
+
+
+def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]:
+    """The classes of modeling code that have a name to which the patcher is pinned."""
+    return [
+        cls
+        for cls in matching.module_subclasses(patcher.fingerprints.__contains__)
+        if (cls.__module__ == home or matching.is_modeling_module(cls.__module__)) and not _is_made_in_memory(cls)
+    ]
+
+
+def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
     changed = []
-    home = model_class.__module__ if model_class is not None else ""
-    for name, pinned in patcher.fingerprints.items():
-        found_here = by_name.get(name, [])
-        for cls in [cls for cls in found_here if cls.__module__ == home] or found_here:
-            found = _found(cls)
-            if found not in pinned:
-                changed.append(f"  {cls.__module__}.{name}: pinned {', '.join(pinned)}, found {found}")
+    for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__name__)):
+        pinned, found = patcher.fingerprints[cls.__name__], _found(cls)
+        if found not in pinned:
+            changed.append(f"  {cls.__module__}.{cls.__name__}: pinned {', '.join(pinned)}, found {found}")
+    for name in sorted(gone):
+        changed.append(f"  {name}: pinned {', '.join(patcher.fingerprints[name])}, and there is no such class")
     if changed:
         listed = "\n".join(changed)
         option = f"--preset {patcher.name}" if patcher.name else "--patcher MODULE:CONSTANT"

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
+from patcher.fingerprints import check_built
 from patcher.fusing import convert_modules, fuse_modules, prepare_fusions
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
 from patcher.patcher import Patcher
@@ -245,6 +246,11 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
         return stock(self)  # type: ignore[no-any-return]
     is_root = scope.root is self
     if is_root:
+        for layer in scope.layers:
+            if layer.patcher.fingerprints:  # what the model is made of is all imported now
+                classes = {original_class(module) or type(module) for module in self.modules()}
+                home = (original_class(self) or type(self)).__module__
+                check_built(layer.patcher, classes, home, all_there=layer.origin == "patcher=")
         fuse_modules(scope, self)
     with keeping_computed(scope):
         stock(self)

@@ -292,9 +292,9 @@ def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) 
     assert "as pinned" in pin.stdout
 
     # A class of the same name and other code is in the files of other models.
-    from patcher.command_values import _homes
+    from patcher.fingerprints import homes_of
 
-    assert len(_homes(["Qwen2MLP"])) > 1
+    assert len(homes_of(["Qwen2MLP"])) > 1
     told = json.loads(run("fingerprint", "QWEN2_FUSED_PROJECTIONS", "--json").stdout)["classes"]
     assert [(entry["class"], entry["module"].rpartition(".")[2]) for entry in told] == [
         ("Qwen2Attention", "modeling_qwen2"),

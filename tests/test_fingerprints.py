@@ -29,11 +29,17 @@ BASE = """
     def unrelated(x):
         return x
 
+    LIMIT: float = 1.0
+
+    if SCALE > 1:
+        def guarded(x):
+            return x + LIMIT
+
     class Block(nn.Module):
         '''A block.'''
 
         def forward(self, x):
-            return helper(x)  # the helper
+            return helper(guarded(x))  # the helper
 """
 
 
@@ -58,13 +64,17 @@ def define(tmp_path: Path) -> Callable[[str], type[nn.Module]]:
     [
         pytest.param(lambda s: s.replace("# the helper", "# another comment"), False, id="comment"),
         pytest.param(
-            lambda s: s.replace("helper(x)  #", "helper(\n                x,\n            )  #"), False, id="format"
+            lambda s: s.replace("guarded(x))  #", "guarded(\n                x,\n            ))  #"),
+            False,
+            id="format",
         ),
         pytest.param(lambda s: s.replace("A block.", "Another block."), False, id="docstring"),
         pytest.param(lambda s: s.replace("def unrelated(x):\n        return x", ""), False, id="unrelated function"),
-        pytest.param(lambda s: s.replace("return helper(x)", "return helper(x) + 1"), True, id="method"),
+        pytest.param(lambda s: s.replace("return helper(", "return 1 + helper("), True, id="method"),
         pytest.param(lambda s: s.replace("return x * SCALE", "return x / SCALE"), True, id="function that it calls"),
         pytest.param(lambda s: s.replace("SCALE = 2.0", "SCALE = 2.5"), True, id="constant that it uses"),
+        pytest.param(lambda s: s.replace("return x + LIMIT", "return x - LIMIT"), True, id="function under an if"),
+        pytest.param(lambda s: s.replace("= 1.0", "= 1.5"), True, id="constant with a type"),
     ],
 )
 def test_what_counts_as_a_change(define: Callable[[str], type], change: Callable[[str], str], counts: bool) -> None:

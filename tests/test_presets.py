@@ -21,6 +21,7 @@ from transformers import (
     BertConfig,
     CLIPConfig,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4vConfig,
     GptOssConfig,
@@ -43,7 +44,7 @@ from transformers import (
 from patcher import InvalidPatcherError, Patcher, PresetDriftError, presets, report, verify
 from patcher.comparing import difference
 from patcher.fingerprints import fingerprint
-from patcher.inputs import chosen_passes, outputs_of
+from patcher.inputs import chosen_passes
 from tests.tiny import save_tiny
 
 TEXT = {
@@ -184,12 +185,44 @@ def test_it_computes_and_saves_what_stock_does(name: str, tmp_path: Path) -> Non
     assert len(report(patched).fused) == count
     with torch.no_grad():
         passes = chosen_passes(cls.from_pretrained(folder).eval())
-        gap = difference(outputs_of(patched, passes), outputs_of(stock, passes))
+        ours, theirs = ([output for one in passes for output in one.of(model)] for model in (patched, stock))
+        gap = difference(ours, theirs)
     assert gap.within(1e-5), gap
     stock.save_pretrained(tmp_path / "stock")
     patched.save_pretrained(tmp_path / "patched")
     for path in sorted((tmp_path / "stock").iterdir()):
         assert (tmp_path / "patched" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert _owners(stock, patched) == set(getattr(presets, name).fingerprints) - {"SiglipAttention"}
+
+
+def _owners(stock: nn.Module, patched: nn.Module) -> set[str]:
+    """The classes of modeling code in which something was fused: those that have to be pinned."""
+    modules = [(stock.get_submodule(path), path) for path, *_ in report(patched).fused]
+    return {
+        type(
+            stock.get_submodule(path.rpartition(".")[0]) if type(one).__module__.startswith("torch.") else one
+        ).__name__
+        for one, path in modules
+    }
+
+
+def _gemma3_that_sees() -> Any:
+    return Gemma3Config(text_config=TEXT | {"head_dim": 8}, vision_config=dict(VISION), mm_tokens_per_image=4)
+
+
+def test_the_vision_tower_of_gemma3_is_fused_and_pinned(tmp_path: Path) -> None:
+    cls = transformers.Gemma3ForConditionalGeneration
+    folder = save_tiny(_gemma3_that_sees(), tmp_path / "checkpoint", model_class=cls)
+    stock, patched = (
+        cls.from_pretrained(folder).eval(),
+        cls.from_pretrained(folder, patcher=presets.GEMMA3_FUSED_PROJECTIONS).eval(),
+    )
+
+    assert _owners(stock, patched) == set(presets.GEMMA3_FUSED_PROJECTIONS.fingerprints)
+    pixels = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (model.get_image_features(pixels) for model in (patched, stock))
+    torch.testing.assert_close(ours.pooler_output, theirs.pooler_output, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -237,7 +270,8 @@ def test_the_installed_code_is_one_that_it_is_pinned_to(name: str) -> None:
     home = importlib.import_module(getattr(transformers, architecture).__module__)
 
     for key, pins in getattr(presets, name).fingerprints.items():
-        assert fingerprint(getattr(home, key)) in pins, key
+        own = home if hasattr(home, key) else importlib.import_module("transformers.models.siglip.modeling_siglip")
+        assert fingerprint(getattr(own, key)) in pins, key
 
 
 @pytest.fixture
@@ -297,6 +331,25 @@ def test_a_namesake_in_the_file_of_another_model_is_not_judged(edited: Callable[
     stock = transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=presets.LLAMA_FUSED_PROJECTIONS)
 
     assert len(report(stock).fused) == 4
+
+
+def test_a_model_within_the_model_is_judged_where_there_is_one() -> None:
+    pinned = presets.GEMMA3_FUSED_PROJECTIONS
+    drifted = pinned.replace(fingerprints={**pinned.fingerprints, "SiglipAttention": "0" * 16})
+
+    with pytest.raises(PresetDriftError, match=r"modeling_siglip\.SiglipAttention: pinned 0+, found 1cc0"):
+        transformers.Gemma3ForConditionalGeneration._from_config(_gemma3_that_sees(), patcher=drifted)
+    text = transformers.Gemma3ForCausalLM._from_config(Gemma3TextConfig(**TEXT, head_dim=8), patcher=drifted)
+    assert len(report(text).fused) == 4
+
+
+def test_a_class_that_is_gone_has_drifted() -> None:
+    """A release that renames what a fusion rewrites: the fusion still finds it, and the pin says nothing of it."""
+    pinned = presets.LLAMA_FUSED_PROJECTIONS
+    renamed = pinned.replace(fingerprints={**pinned.fingerprints, "LlamaOfAnotherName": "0" * 16})
+
+    with pytest.raises(PresetDriftError, match=r"LlamaOfAnotherName: pinned 0+, and there is no such class"):
+        transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=renamed)
 
 
 # --- finding -------------------------------------------------------------------------------------------------------

@@ -77,12 +77,13 @@ GEMMA3_FUSED_PROJECTIONS = Patcher(
     fingerprints={
         "Gemma3Attention": "b58db9078fb3f8ed",
         "Gemma3MLP": "923411af8433b1dd",
+        "SiglipAttention": "1cc0a052bef4f401",
     },
 )
 """Gemma 3 with queries, keys and values as one projection, gate and up as another.
 
-For training and serving on one device. In the vision-language model the text tower is meant; the vision tower is
-fused as well where it can be. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte, grouped
+For training and serving on one device. In the vision-language model the attention of the vision tower is fused as
+well. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte, grouped
 heads included.
 """
 
