@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tests.coverage_inputs import Pass, chosen_passes, outputs_of
 from tests.coverage_models import class_named, randomize, small_configs
@@ -111,9 +112,11 @@ class Reference:
     def load(self, folder: str, **options: Any) -> Any:
         """The model from a folder, with what can be compared: eager attention, and experts one after the other."""
         options = {"attn_implementation": "eager"} | options
-        if self.model_class._can_set_experts_implementation():
-            options["experts_implementation"] = "eager"
-        return self.model_class.from_pretrained(self.path / folder, **options).eval()
+        model = self.model_class.from_pretrained(self.path / folder, **options).eval()
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+                part.set_experts_implementation("eager")
+        return model
 
     def run(self, model: nn.Module, passes: list[Pass] | None = None) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -31,7 +31,7 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
         given = _given(call, parameters)
         for parameter in assumptions.none:
             value = given.get(parameter)
-            if value is None and certainly and _passes_more(call):
+            if value is None and certainly and _may_pass(call, caller, parameter):
                 return f"nothing shows that {type(parent).__name__} doesn't pass {parameter}"
             if value is None or (isinstance(value, ast.Constant) and value.value is None):
                 continue
@@ -150,10 +150,13 @@ def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
     return given
 
 
-def _passes_more(call: ast.Call) -> bool:
-    """Whether a call passes arguments that its source doesn't name."""
-    stars = [argument for argument in call.args if isinstance(argument, ast.Starred)]
-    return bool(stars) or any(keyword.arg is None for keyword in call.keywords)
+def _may_pass(call: ast.Call, caller: ast.FunctionDef, parameter: str) -> bool:
+    """Whether a call may pass a parameter in arguments that its source doesn't name."""
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return True
+    # What the caller has a name for isn't among the others that it was given.
+    names = [*caller.args.posonlyargs, *caller.args.args, *caller.args.kwonlyargs]
+    return any(keyword.arg is None for keyword in call.keywords) and parameter not in {one.arg for one in names}
 
 
 #: What a part of a joined projection still has.

@@ -117,7 +117,7 @@ CALLED = {
     "set behind": ("for layer in self.layers:\n    x = layer(x, state)\nstate = x", True),
     "set for the next": ("for layer in self.layers:\n    x = layer(x, state)\n    state = x", False),
     "set before": ("state = x\nfor layer in self.layers:\n    x = layer(x, state)", False),
-    "given whatever comes": ("for layer in self.layers:\n    x = layer(x, **kwargs)", False),
+    "given whatever else comes": ("for layer in self.layers:\n    x = layer(x, **kwargs)", True),
     "given all that comes": ("for layer in self.layers:\n    x = layer(*kwargs.values())", False),
     "given something": ("for layer in self.layers:\n    x = layer(x, state=x)", False),
 }
@@ -150,6 +150,26 @@ def test_how_the_layers_of_a_list_are_called_is_followed(name: str, tmp_path: Pa
     reason = passes(modules, "encoder.layers.1", Assumptions(none=("state",)), certainly=True)
 
     assert (reason == "") is is_none, reason
+
+
+def test_a_model_that_is_given_whatever_comes_may_be_given_anything(tmp_path: Path) -> None:
+    source = (
+        "from torch import nn\n\n\n"
+        "class Decoder(nn.Module):\n"
+        "    def forward(self, x, state=None):\n"
+        "        return x\n\n\n"
+        "class Wrapper(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.decoder = Decoder()\n\n"
+        "    def forward(self, x, **kwargs):\n"
+        "        return self.decoder(x, **kwargs)\n"
+    )
+    modules = dict(module_of(source, tmp_path).Wrapper().named_modules())
+
+    reason = passes(modules, "decoder", Assumptions(none=("state",)), certainly=True)
+
+    assert reason == "nothing shows that Wrapper doesn't pass state"
 
 
 def test_layers_that_are_passed_nothing_on_are_fused() -> None:
