@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Difference", "difference", "first_difference", "imprecise"]
+__all__ = ["PRECISION", "Difference", "Precision", "difference", "first_difference", "precisions"]
 
 
 class Difference(NamedTuple):
@@ -22,9 +22,14 @@ class Difference(NamedTuple):
     relative: float
     scale: float  # the largest magnitude in the reference
 
+    @property
+    def share(self) -> float:
+        """Of the reference's magnitude, or of 1 where that is smaller."""
+        return self.absolute / max(1.0, self.scale)
+
     def within(self, tolerance: float) -> bool:
         """Whether it is no more than `tolerance` of the reference's magnitude, or of 1 where that is smaller."""
-        return self.absolute <= tolerance * max(1.0, self.scale)  # false for nan
+        return self.share <= tolerance  # false for nan
 
 
 def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
@@ -58,20 +63,23 @@ def first_difference(
 ) -> str | None:
     """The path of the first module, of those that both models have, whose inputs are equal and whose outputs differ.
 
-    In the order in which the calls of stock return, so that of nested modules the innermost is named.
+    In the order in which the calls of stock return, so that of nested modules the innermost is named. Where every
+    module by itself is within the tolerance, and only the whole isn't, it is the one to which most of it is due.
     """
     theirs, mine = _calls(stock, run), _calls(ours, run)
     seen: dict[str, int] = {}
+    most, due = 0.0, None
     for path, (inputs, outputs) in theirs:
         number = seen[path] = seen.get(path, -1) + 1
         calls = [call for name, call in mine if name == path]
         if number >= len(calls) or not outputs:
             continue
-        if difference(calls[number][0], inputs).within(tolerance) and not difference(calls[number][1], outputs).within(
-            tolerance
-        ):
+        before, after = difference(calls[number][0], inputs), difference(calls[number][1], outputs)
+        if before.within(tolerance) and not after.within(tolerance):
             return path
-    return None
+        if (grown := after.share - before.share) > most:
+            most, due = grown, path
+    return due
 
 
 def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[str, Call]]:
@@ -117,44 +125,59 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 _DELICATE = ("mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum")
 
 
+#: How much less exact than stock's a module may be. Rounding an intermediate value besides the result makes errors
+#: about 1.4 times as large (the square root of 2); a module that keeps its upcasts is as exact as stock's.
+PRECISION = 1.2
+
+
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the delicate operations that run in half precision, and those that don't."""
+    """Notes the delicate operations that run in half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.half: set[str] = set()
-        self.full: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.strip("_")
-        if name in _DELICATE and isinstance(result, torch.Tensor):
-            (self.half if result.dtype in (torch.bfloat16, torch.float16) else self.full).add(name)
+        half = isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        if half and name in _DELICATE:
+            self.half.add(name)
         return result
 
 
-def imprecise(
+class Precision(NamedTuple):
+    """How exactly a module computes."""
+
+    path: str
+    operations: tuple[str, ...]  #: delicate ones that it does in half precision and stock doesn't
+    ratio: float  #: its error to that of stock
+
+    @property
+    def lost(self) -> bool:
+        """Whether an upcast was lost: it does in half precision what stock doesn't, and is less exact for it."""
+        return bool(self.operations) and self.ratio > PRECISION
+
+
+def precisions(
     ours: nn.Module, stock: nn.Module, paths: Iterable[str], run: Callable[[nn.Module], object]
-) -> tuple[str, tuple[str, ...], float] | None:
-    """The first module that lost an upcast: it does in half precision what stock does in float32, and is less exact.
+) -> Iterator[Precision]:
+    """How exactly modules compute that stand in for stock's, those of `paths` that can be run by themselves.
 
-    Each module gets the inputs that its stock counterpart gets; the error of both is measured against the stock module
-    in float64, root mean square over all elements. Rounding the result once and an intermediate value once more makes
-    errors that differ by a factor of about 1.4, whence the limit of 1.2; a module that keeps its upcasts is as exact
-    as stock's.
-
-    Returns:
-        The path, the operations, and the ratio of the errors.
+    Each module gets the largest inputs that its stock counterpart gets; the error of both is measured against the
+    stock module in float64, root mean square over all elements.
     """
     wanted = {stock.get_submodule(path): path for path in paths}
-    inputs: dict[str, tuple[Any, Any]] = {}
+    inputs: dict[str, tuple[int, Any, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs.setdefault(wanted[module], (copy.copy(args), dict(kwargs)))
+        size = sum(tensor.numel() for tensor in _tensors(output))
+        if size > inputs.get(wanted[module], (0,))[0]:
+            inputs[wanted[module]] = size, copy.copy(args), dict(kwargs)
 
     with _hooked((module, note) for module in wanted), torch.no_grad():
         run(stock)
-    for path, (args, kwargs) in inputs.items():
+    for path, (_, args, kwargs) in inputs.items():
         reference, other, mine = stock.get_submodule(path), _Operations(), _Operations()
         try:
             with torch.no_grad():
@@ -165,10 +188,10 @@ def imprecise(
                     found = _result(ours.get_submodule(path), args, kwargs)
         except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
             continue
-        lost = tuple(sorted((mine.half & other.full) - other.half))
-        if lost and (error := _error(found, exact)) > 1.2 * (base := _error(theirs, exact)):
-            return path, lost, error / base if base else math.inf
-    return None
+        error, base = _error(found, exact), _error(theirs, exact)
+        yield Precision(
+            path, tuple(sorted(mine.half - other.half)), error / base if base else math.inf if error else 1.0
+        )
 
 
 def _cast(value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["NoInputsError", "Pass", "chosen_passes", "layers_of", "outputs_of"]
+__all__ = ["NoInputsError", "Pass", "chosen_passes"]
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,17 @@ class Pass:
     def of(self, model: nn.Module) -> list[torch.Tensor]:
         """All floating-point tensors that the call gives."""
         torch.manual_seed(0)
+        arguments = _fitted(self.arguments, model)
         model = model.get_submodule(self.path)
         call = model if self.method == "forward" else getattr(model, self.method)
         cached = {"use_cache": False} if "use_cache" in _parameters(model, self.method) else {}
         found: list[torch.Tensor] = []
-        _collect(call(**_fresh(self.arguments), **cached), found)
+        _collect(call(**arguments, **cached), found)
         return found
-
-    def of_dtype(self, dtype: torch.dtype) -> Pass:
-        """The same call with floating-point inputs of another type."""
-        arguments = {
-            name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            for name, value in self.arguments.items()
-        }
-        return Pass(self.method, arguments, self.path)
 
 
 class NoInputsError(Exception):
     """Stock runs with nothing that was tried."""
-
-
-def outputs_of(model: nn.Module, passes: list[Pass]) -> list[torch.Tensor]:
-    return [output for one in passes for output in one.of(model)]
 
 
 def chosen_passes(model: Any) -> list[Pass]:
@@ -59,7 +48,7 @@ def chosen_passes(model: Any) -> list[Pass]:
     Raises:
         NoInputsError: there is none; what the first one says.
     """
-    layers = layers_of(model)
+    layers = _layers_of(model)
     reached: set[str] = set()
     chosen: list[Pass] = []
     first: Exception | None = None
@@ -90,7 +79,7 @@ def chosen_passes(model: Any) -> list[Pass]:
     return chosen
 
 
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """What the fusions are about: layers with weights."""
     return {
         path: module
@@ -104,9 +93,22 @@ def _noting(path: str, reached: set[str]) -> Any:
     return lambda *_: reached.add(path)
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: dict[str, Any]) -> dict[str, Any]:
     """A copy, for models that write into what they are given; one tensor given twice stays one."""
     return {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in value.items()}
+
+
+def _fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A copy on the device of the model's weights, and of their type where a model is in half precision."""
+    weight = next((each for each in model.parameters() if each.is_floating_point()), None)
+    if weight is None:
+        return _fresh(arguments)
+    return {
+        name: value.clone().to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in arguments.items()
+    }
 
 
 def _parameters(model: Any, method: str) -> dict[str, inspect.Parameter]:
@@ -185,7 +187,10 @@ def _text(model: Any, taken: dict[str, Any], generator: torch.Generator) -> dict
 
 
 def _sees(taken: dict[str, Any]) -> bool:
-    return any(name in taken for name in ("pixel_values", "pixel_values_videos", "images", "image", "hidden_states"))
+    return any(
+        name in taken
+        for name in ("pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches")
+    )
 
 
 def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -215,6 +220,8 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     flat = random(2 * patches, channels * depth * patch * patch)
     yield {"pixel_values": flat, "image_grid_thw": grid, "grid_thw": grid, "hidden_states": flat}
     yield {"pixel_values": flat, "image_grid_hws": grid[:, 1:], "grid_thw": grid}
+    cut = random(2 * patches, channels, patch, patch)
+    yield {"pixel_values": cut, "image_grid_thw": grid, "grid_thw": grid}
     # patches with their places
     count = max(1, height // patch) * max(1, width // patch)
     places = torch.tensor([[max(1, height // patch), max(1, width // patch)]] * 2)
@@ -226,6 +233,9 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     if positions.shape[1] == count:
         pixels = random(2, count, channels * patch * patch)
         yield {"pixel_values": pixels, "pixel_position_ids": positions, "image_position_ids": positions}
+    rows_and_columns = torch.stack([down + 1, across + 1], -1).expand(2, -1, -1).float()
+    flattened = torch.cat([rows_and_columns, random(2, rows_and_columns.shape[1], channels * patch * patch)], -1)
+    yield {"flattened_patches": flattened}
     # several pictures or frames each
     for frames in dict.fromkeys([1, 2, 3, _number(vision, "num_frames", "frames_per_clip", default=4), 5]):
         video = random(2, frames, channels, height, width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,10 +41,10 @@ class Probe:
         if self.counted is None:
             return outputs
         mask = self.counted
-        return [output[mask] if output.shape[:2] == mask.shape else output for output in outputs]
+        return [output[mask.to(output.device)] if output.shape[:2] == mask.shape else output for output in outputs]
 
     def _stepwise(self, model: nn.Module) -> list[torch.Tensor]:
-        ids = self.run.arguments["input_ids"]
+        ids = self.run.arguments["input_ids"].to(next(model.parameters()).device)
         first = ids.shape[1] - self.steps
         call: Any = model
         result = call(input_ids=ids[:, :first], use_cache=True)
@@ -57,13 +58,25 @@ class Probe:
 @contextmanager
 def _without_memory(model: nn.Module) -> Iterator[None]:
     """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
+    before = [
+        (module, [(name, value, _content(value)) for name, value in vars(module).items()])
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
         for module, attributes in before:
             vars(module).clear()
-            vars(module).update(attributes)
+            for name, value, content in attributes:
+                if content is not None:
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
+
+
+def _content(value: Any) -> dict[Any, Any] | None:
+    return dict(value) if type(value) in (dict, OrderedDict) else None
 
 
 def probes_for(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:

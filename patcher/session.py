@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -31,7 +32,17 @@ from patcher.strictness import (
 )
 from patcher.values import Intent, forget_indices, keep_new_weights
 
-__all__ = ["Session", "check_pins", "finish_by_hand", "layers_in_force", "process_wide", "set_process_wide"]
+__all__ = [
+    "Session",
+    "check_pins",
+    "finish_by_hand",
+    "layers_in_force",
+    "process_wide",
+    "set_process_wide",
+    "unpatched",
+]
+
+T = TypeVar("T")
 
 # --- what is in force ----------------------------------------------------------------------------------------------
 
@@ -52,7 +63,21 @@ def set_process_wide(patcher: Patcher) -> None:
 def registry_layer() -> Layer | None:
     """The process-wide registry as a layer, if anything is registered."""
     current = _process_wide
-    return None if current is None else Layer(current, "monkey_patching")
+    return None if current is None or _UNPATCHED.get() else Layer(current, "monkey_patching")
+
+
+#: whether the process-wide registry is left out
+_UNPATCHED: ContextVar[bool] = ContextVar("patcher_unpatched", default=False)
+
+
+def unpatched(call: Callable[[], T]) -> T:
+    """What a call gives where no patcher is in force but those it brings: stock, to compare with."""
+
+    def alone() -> T:
+        _UNPATCHED.set(True)
+        return call()
+
+    return Context().run(alone)  # an empty context: no `applied()` around us either
 
 
 def layers_in_force(patcher: Any) -> tuple[list[Layer], list[Layer]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, Verification, VerificationError, verify
+from patcher.comparing import first_difference
+from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.replacements import JOINED, OWN, JoinedMLP, With
 from tests.tiny import (
     save_tiny,
@@ -41,6 +45,15 @@ VIT = ViTConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
     architectures=["ViTForImageClassification"],
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models are so small here that threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +76,6 @@ RIGHT: dict[str, tuple[Any, Patcher, set[str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("config", "patcher", "unchecked"), RIGHT.values(), ids=RIGHT.keys())
 def test_what_is_right_passes_at_every_stage(config: Any, patcher: Patcher, unchecked: set[str]) -> None:
     found = verify(config, patcher)
@@ -96,7 +108,30 @@ def test_half_precision_is_compared_module_by_module(llama: Path) -> None:
     (precision,) = [stage for stage in found.stages if stage.name == "precision"]
 
     assert found.failures == ()
-    assert dict(precision.figures) == {"modules compared with float64": 2.0}
+    assert dict(precision.figures) == {"modules compared with float64": 2.0, "of": 2.0}
+
+
+def test_in_half_precision_all_towers_are_reached() -> None:
+    found = verify(tiny_llava_config(), Patcher(fusions=["qkv", "patch_embeddings"]), **HALF)
+    (precision,) = [stage for stage in found.stages if stage.name == "precision"]
+
+    assert found.failures == ()
+    assert dict(precision.figures) == {"modules compared with float64": 3.0, "of": 3.0}
+
+
+def test_what_is_in_force_around_it_is_not_in_stock(llama: Path) -> None:
+    with Patcher({"LlamaRMSNorm": NoNorm}).applied():
+        inside = verify(llama, OWN)
+    register_patch_mapping({"LlamaRMSNorm": NoNorm})
+    try:
+        registered = verify(llama, OWN)
+    finally:
+        clear_patch_mapping()
+
+    for found in (inside, registered):
+        with pytest.raises(VerificationError, match=r"outputs: .* begins in .*input_layernorm \(NoNorm in place of"):
+            found.raise_on_failure()
+    assert verify(llama, OWN).passed
 
 
 # --- what is wrong -------------------------------------------------------------------------------------------------
@@ -191,6 +226,28 @@ class LostUpcast(LlamaRMSNorm):
         return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
 
 
+class LostUpcastOfSoftmax(LlamaAttention):
+    """Written out, where stock uses sdpa."""
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if (cache := kwargs.get("past_key_values")) is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
+        length = k.shape[-2]
+        places = torch.arange(length)
+        later = places > places[length - q.shape[-2] :, None]
+        scores = (q @ k.transpose(-1, -2) * self.scaling).masked_fill(later, torch.finfo(q.dtype).min)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
+        exponents = (scores - scores.amax(-1, keepdim=True)).exp()
+        found = exponents / exponents.sum(-1, keepdim=True) @ v
+        return self.o_proj(found.transpose(1, 2).flatten(2)), None
+
+
 class NoGradient(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).detach() + x * 0
@@ -209,6 +266,8 @@ class ForgetsOnSteps(LlamaMLP):
 
 
 class LooksAtPadding(LlamaAttention):
+    """Without a mask sdpa is causal, and padding is a token as any other."""
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(hidden_states, *args, **{**kwargs, "attention_mask": None})
 
@@ -261,7 +320,9 @@ WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
     "a stale buffer": (LLAMA, Patcher({"LlamaRotaryEmbedding": StaleBuffer}), {},
         r"outputs: .* it begins in model\.rotary_emb \(StaleBuffer"),
     "an upcast lost": (LLAMA, Patcher({"LlamaRMSNorm": LostUpcast}), HALF,
-        r"precision: it begins in model\.layers\.0\.input_layernorm \(LostUpcast.*mean.*rsqrt in bfloat16.*float32"),
+        r"precision: it begins in model\.layers\.0\.input_layernorm \(LostUpcast.*rsqrt in torch\.bfloat16"),
+    "an upcast of softmax lost": (LLAMA, Patcher({"LlamaAttention": LostUpcastOfSoftmax}), HALF,
+        r"precision: it begins in model\.layers\.0\.self_attn \(LostUpcastOfSoftmax.*exp, sum in .*bfloat16"),
     "no gradient": (LLAMA, Patcher({"LlamaMLP": NoGradient}), {},
         r"gradients: they differ for .*model\.layers\.\{0\.\.1\}\.mlp\.down_proj\.weight"),
     "wrong order on save": (LLAMA, WRONG_ORDER, {},
@@ -270,8 +331,8 @@ WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         r"outputs: on a prompt, then token by token the patched model raises ValueError: made for prompts only"),
     "steps are wrong": (LLAMA, Patcher({"LlamaMLP": ForgetsOnSteps}), {},
         r"outputs: on a prompt, then token by token .* it begins in model\.layers\.0\.mlp \(ForgetsOnSteps"),
-    "padding is looked at": (LLAMA, Patcher({"LlamaAttention": LooksAtPadding}), {"attn_implementation": "eager"},
-        r"outputs: .* it begins in model\.layers\.0\.self_attn \(LooksAtPadding"),
+    "padding is looked at": (LLAMA, Patcher({"LlamaAttention": LooksAtPadding}), {},
+        r"outputs: on a padded batch .* it begins in model\.layers\.0\.self_attn \(LooksAtPadding"),
     "it does not load": (LLAMA, Patcher({"LlamaMLP": With}), {},
         r"load: PatchedWeightsError: (.|\n)*adapter"),
     "nothing is matched": (LLAMA, Patcher({"LlamaMPL": OWN.class_mapping["LlamaMLP"]}), {},
@@ -298,6 +359,24 @@ def test_a_lost_upcast_is_within_the_tolerance_of_half_precision() -> None:
 
     assert stages["outputs"].passed
     assert not stages["precision"].passed
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most() -> None:
+    stock = nn.Sequential(*(Times(1) for _ in range(4)))
+    ours = nn.Sequential(*(Times(1 + part) for part in (4e-6, 4e-6, 8e-6, 4e-6)))
+    x = torch.linspace(-2, 2, 9)
+
+    assert first_difference(ours, stock, lambda model: model(x), 1e-5) == "2"
+    assert first_difference(stock, stock, lambda model: model(x), 1e-5) is None
 
 
 # --- the value -----------------------------------------------------------------------------------------------------
@@ -335,6 +414,19 @@ def test_progress_is_on_stderr_and_only_if_asked_for(llama: Path, capfd: pytest.
     shown = capfd.readouterr()
     assert "verifying" in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize(("moment", "shown"), [(0, True), (1000, False)])
+def test_a_terminal_shows_progress_once_it_takes_more_than_a_moment(
+    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: float, shown: bool
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal then
+    monkeypatch.setattr("patcher.verification.MOMENT", moment)
+
+    verify(llama, OWN)
+    assert ("verifying: " in capfd.readouterr().err) is shown
+    verify(llama, OWN, progress=False)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

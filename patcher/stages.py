@@ -1,0 +1,328 @@
+"""What `patcher.verify` checks, one stage after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from patcher.comparing import PRECISION, Difference, difference, first_difference, precisions
+from patcher.inputs import NoInputsError
+from patcher.matching import compress
+from patcher.patcher import Patcher
+from patcher.probes import Probe, probes_for, token_rows
+from patcher.record import record_of
+from patcher.saving import original_state_dict
+from patcher.session import unpatched
+
+__all__ = ["TOLERANCES", "Run", "Stage"]
+
+#: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller): some
+#: hundred roundings of float32, which sums of a few thousand products in another order make; and about four of the
+#: half-precision types, whose layers round each result but sum in float32.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+#: Eager attention against sdpa is an equally good way to compute the same: twice that is allowed as well.
+FLOORS = 2.0
+#: Gradients go through the network twice.
+GRADIENTS = 10.0
+NEW_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing that was checked.
+
+    Attributes:
+        name: load, outputs, precision, generation, gradients, save, reload.
+        passed: whether it holds; also where nothing could be checked, and `message` says why.
+        figures: (what, value) of what was measured.
+        tolerance: the largest value of the first figure that passes, None where equality is asked for.
+        message: what is wrong, and where; or why nothing was checked.
+        checked: whether anything was.
+    """
+
+    name: str
+    passed: bool
+    figures: tuple[tuple[str, float], ...] = ()
+    tolerance: float | None = None
+    message: str = ""
+    checked: bool = True
+
+
+class Run:
+    """One verification under way."""
+
+    def __init__(
+        self,
+        cls: type[PreTrainedModel],
+        folder: Any,
+        patcher: Patcher,
+        dtype: torch.dtype,
+        seed: int,
+        options: Mapping[str, Any],
+        scratch: Path,
+        step: Callable[[str], None],
+    ) -> None:
+        self.cls, self.folder, self.patcher, self.dtype, self.seed = cls, folder, patcher, dtype, seed
+        self.options, self.scratch, self.step = dict(options), scratch, step
+        self.replaced = 0
+        self.floor: float | None = None
+        self.stock: Any = None
+        self.ours: Any = None
+        self.probes: list[Probe] = []
+        self.reference: dict[str, list[torch.Tensor]] = {}
+
+    def stages(self) -> Iterator[Stage]:
+        self.step("loading stock")
+        self.stock = self._stock()
+        self.step("loading patched")
+        try:
+            self.ours = self._load(self.folder, patcher=self.patcher, **self.options)
+        except Exception as error:  # stock could be loaded: it is the patcher
+            yield Stage("load", False, message=_said(error))
+            return
+        record = record_of(self.ours)
+        self.replaced = len({item.path for item in record.replaced} | set(record.fused)) if record else 0
+        yield Stage("load", True, (("modules replaced", float(self.replaced)),))
+        self.step("inputs")
+        checks: list[tuple[str, Callable[[], Stage]]] = [("save", self._save)]
+        try:
+            self.probes = probes_for(self.stock, token_rows(self.folder, self.stock, self.options, self.seed))
+        except NoInputsError as error:  # what wasn't compared is not the same
+            yield Stage("outputs", False, message=f"stock runs on nothing that was tried, the first says: {error}")
+        else:
+            checks = self._checks()
+        for name, check in checks:
+            self.step(name)
+            try:
+                yield check()
+            except Exception as error:  # stock went through it, or it would have been left out
+                yield Stage(name, False, message=_said(error))
+
+    def _checks(self) -> list[tuple[str, Callable[[], Stage]]]:
+        return [
+            ("outputs", self._outputs),
+            ("precision", self._precision),
+            ("generation", self._generation),
+            ("gradients", self._gradients),
+            ("save", self._save),
+            ("reload", self._reload),
+        ]
+
+    def _load(self, folder: Any, **options: Any) -> Any:
+        loaded: Any = self.cls
+        return loaded.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
+
+    def _stock(self, **more: Any) -> Any:
+        return unpatched(lambda: self._load(self.folder, **{**self.options, **more}))
+
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0))
+
+    # --- outputs ---------------------------------------------------------------------------------------------------
+
+    def _outputs(self) -> Stage:
+        with torch.no_grad():
+            self.reference = {probe.name: probe.outputs_of(self.stock) for probe in self.probes}
+        self.floor = self._stock_against_stock()
+        worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
+        for probe in self.probes:
+            expected = self.reference[probe.name]
+            try:
+                with torch.no_grad():
+                    found = probe.outputs_of(self.ours)
+            except Exception as error:
+                return Stage("outputs", False, message=f"on {probe.name} the patched model raises {_said(error)}")
+            gap = difference(found, expected)
+            if expected and found and found[0].shape == expected[0].shape and expected[0].dim() > 1:
+                agreement.append((found[0].argmax(-1) == expected[0].argmax(-1)).float().mean())
+            if gap.share >= worst.share:
+                worst = gap
+            if wrong is None and not gap.within(self.tolerance):
+                wrong = probe, gap
+        figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
+        if agreement:
+            figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
+        allowed = self.tolerance * max(1.0, worst.scale)
+        message = ""
+        if wrong is not None:
+            probe, gap = wrong
+            begins = first_difference(self.ours, self.stock, probe.outputs_of, self.tolerance)
+            message = f"on {probe.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
+        return Stage("outputs", wrong is None, tuple(figures), allowed, message)
+
+    def _blame(self, path: str | None) -> str:
+        if path is None:
+            return "in no module that both have does it begin"
+        mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
+        kind = mine.__qualname__ if mine is theirs else f"{mine.__qualname__} in place of {theirs.__qualname__}"
+        return f"it begins in {path or 'the model itself'} ({kind})"
+
+    def _stock_against_stock(self) -> float | None:
+        """Relative to the magnitude of the outputs, as tolerances are."""
+        if "attn_implementation" in self.options or self.stock.config._attn_implementation != "sdpa":
+            return None
+        try:
+            eager = self._stock(attn_implementation="eager")
+            with torch.no_grad():
+                gaps = [difference(probe.outputs_of(eager), self.reference[probe.name]) for probe in self.probes]
+        except Exception:  # stock has no eager attention, or it takes other inputs
+            return None
+        return max(gap.share for gap in gaps)
+
+    def _precision(self) -> Stage:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return _unchecked("precision", f"{self.dtype} loses nothing by an upcast that is left out")
+        record = record_of(self.ours)
+        by_class: dict[tuple[type, type], str] = {}
+        for item in record.replaced if record else ():
+            by_class.setdefault((item.original, item.replacement), item.path)
+        for path, (original, fused) in (record.fused if record else {}).items():
+            by_class.setdefault((original, fused), path)
+        if not by_class:
+            return _unchecked("precision", "nothing is replaced")
+
+        def run(model: torch.nn.Module) -> None:
+            for probe in self.probes:
+                probe.outputs_of(model)
+
+        compared = 0
+        for found in precisions(self.ours, self.stock, by_class.values(), run):
+            compared += 1
+            if found.lost:
+                text = f"{', '.join(found.operations)} in {self.dtype}, which stock doesn't"
+                figures = (("error / stock's", found.ratio),)
+                return Stage("precision", False, figures, PRECISION, f"{self._blame(found.path)}: {text}")
+        return Stage("precision", True, (("modules compared with float64", float(compared)), ("of", len(by_class))))
+
+    # --- generation and gradients ----------------------------------------------------------------------------------
+
+    def _generation(self) -> Stage:
+        probe = next(
+            (probe for probe in self.probes if "input_ids" in probe.run.arguments and not probe.run.path), None
+        )
+        if probe is None or not self.stock.can_generate():
+            return _unchecked("generation", "the model generates nothing from text")
+        ids = probe.run.arguments["input_ids"].to(self.stock.device)
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "output_scores": True}
+        options |= {"return_dict_in_generate": True, "eos_token_id": None, "disable_compile": True}
+        with torch.no_grad():
+            try:
+                expected = self.stock.generate(input_ids=ids, **options)
+            except Exception as error:
+                return _unchecked("generation", f"stock raises {_said(error)}")
+            found = self.ours.generate(input_ids=ids, **options)
+        length = min(len(expected.scores), len(found.scores))
+        tokens = [sequence.sequences[0][-len(sequence.scores) :].tolist() for sequence in (expected, found)]
+        same = next((place for place in range(length) if tokens[0][place] != tokens[1][place]), length)
+        figures = (("tokens equal", float(same)), ("of", float(len(expected.scores))))
+        if same == len(expected.scores) == len(found.scores):
+            return Stage("generation", True, figures)
+        best = expected.scores[min(same, length - 1)][0].float().topk(2).values
+        margin, noise = float(best[0] - best[1]), 2 * self.tolerance * max(1.0, float(best[0].abs()))
+        if same < length and margin <= noise:
+            return Stage("generation", True, figures, message=f"then two tokens are equally likely (by {margin:.1g})")
+        text = f"token {same + 1} of {len(expected.scores)} is another, which stock prefers by {margin:.3g}"
+        return Stage("generation", False, figures, message=text)
+
+    def _gradients(self) -> Stage:
+        probe = next((probe for probe in self.probes if not probe.steps), None)
+        if probe is None or any(not parameter.is_floating_point() for parameter in self.stock.parameters()):
+            return _unchecked("gradients", "the weights are no floating-point numbers")
+        try:
+            expected = self._gradients_of(self.stock, probe)
+        except Exception as error:
+            return _unchecked("gradients", f"stock can't be trained: {_said(error)}")
+        found = self._gradients_of(self.ours, probe)
+        allowed = GRADIENTS * self.tolerance
+        gaps = {
+            key: difference([found[key]] if key in found else [], [gradient]) for key, gradient in expected.items()
+        }
+        wrong = [key for key, gap in gaps.items() if gap.absolute > allowed * max(gap.scale, self._typical(expected))]
+        worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
+        figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
+        text = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
+        return Stage("gradients", not wrong, figures, allowed, text)
+
+    @staticmethod
+    def _typical(gradients: Mapping[str, torch.Tensor]) -> float:
+        """What is small beside this is rounding: the median of the largest gradient of each tensor."""
+        largest = sorted(float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
+        return largest[len(largest) // 2] if largest else 1.0
+
+    def _gradients_of(self, model: Any, probe: Probe) -> dict[str, torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        generator = torch.Generator().manual_seed(self.seed)
+        loss = torch.zeros(())
+        for output in probe.outputs_of(model):
+            if output.requires_grad:
+                weights = torch.randn(output.shape, generator=generator).to(output.device)
+                loss = loss + (output.float() * weights).mean().cpu()
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        model.zero_grad(set_to_none=True)
+        return original_state_dict(model, gradients)
+
+    # --- files -----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> Stage:
+        try:
+            self.stock.save_pretrained(self.scratch / "stock")
+        except Exception as error:
+            return _unchecked("save", f"stock can't be saved: {_said(error)}")
+        self.ours.save_pretrained(self.scratch / "patched")
+        expected, found = _saved(self.scratch / "stock"), _saved(self.scratch / "patched")
+        wrong = [f"{key} is missing" for key in compress(expected.keys() - found.keys())]
+        wrong += [f"{key} is not in the original" for key in compress(found.keys() - expected.keys())]
+        differing = [key for key in expected.keys() & found.keys() if not _equal_bytes(expected[key], found[key])]
+        wrong += [f"{key} differs" for key in compress(sorted(differing))]
+        names = [sorted(path.name for path in (self.scratch / one).iterdir()) for one in ("stock", "patched")]
+        if not wrong and names[0] != names[1]:
+            wrong.append(f"the files are {', '.join(names[1])} in place of {', '.join(names[0])}")
+        figures = (("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing))))
+        return Stage("save", not wrong, figures, message="; ".join(wrong))
+
+    def _reload(self) -> Stage:
+        if not (self.scratch / "patched").exists():
+            return _unchecked("reload", "nothing was saved")
+        # Where the files were, and how they became quantized, is behind us.
+        options = {name: self.options[name] for name in ("attn_implementation", "device_map") if name in self.options}
+        again = unpatched(lambda: self._load(self.scratch / "patched", **options))
+        with torch.no_grad():
+            gaps = [difference(probe.outputs_of(again), self.reference[probe.name]) for probe in self.probes]
+        worst = max(gaps)
+        allowed = TOLERANCES[self.dtype]
+        passed = all(gap.within(allowed) for gap in gaps)
+        text = "" if passed else f"stock computes something else with what was saved, by {worst.absolute:.3g}"
+        return Stage("reload", passed, (("max abs", worst.absolute),), allowed * max(1.0, worst.scale), text)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _unchecked(name: str, why: str) -> Stage:
+    return Stage(name, True, message=f"not checked: {why}", checked=False)
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a dict
+    return tensors
+
+
+def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
