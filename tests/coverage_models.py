@@ -64,7 +64,9 @@ def architectures() -> dict[str, Architecture]:
             if new_folders_only and folder in (folders if kind == "other" else before):
                 continue
             for name in names if isinstance(names, list | tuple) else [names]:
-                found.setdefault(name, Architecture(name, kind, model_type))
+                known = found.setdefault(name, Architecture(name, kind, model_type))
+                if known.kind == kind and _is_named_after(name, model_type) > _is_named_after(name, known.model_type):
+                    found[name] = Architecture(name, kind, model_type)  # others use its class as well
                 folders.add(folder)
 
     for kind, tables in KINDS.items():
@@ -74,6 +76,10 @@ def architectures() -> dict[str, Architecture]:
         add("vision", getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES", {}), new_folders_only=True)
     add("other", modeling_auto.MODEL_MAPPING_NAMES, new_folders_only=True)
     return found
+
+
+def _is_named_after(name: str, model_type: str) -> bool:
+    return name.lower().startswith(model_type.replace("_", "").replace("-", ""))
 
 
 @torch.no_grad()
