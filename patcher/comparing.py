@@ -63,8 +63,8 @@ def first_difference(
 ) -> str | None:
     """The path of the first module, of those that both models have, whose inputs are equal and whose outputs differ.
 
-    In the order in which the calls of stock return, so that of nested modules the innermost is named. Where every
-    module by itself is within the tolerance, and only the whole isn't, it is the one to which most of it is due.
+    In the order in which the calls of stock return, so that of nested modules the innermost is named. Where small
+    differences add up until they are more than the tolerance, it is the module that has added most so far.
     """
     theirs, mine = _calls(stock, run), _calls(ours, run)
     seen: dict[str, int] = {}
@@ -75,10 +75,10 @@ def first_difference(
         if number >= len(calls) or not outputs:
             continue
         before, after = difference(calls[number][0], inputs), difference(calls[number][1], outputs)
-        if before.within(tolerance) and not after.within(tolerance):
-            return path
         if (grown := after.share - before.share) > most:
             most, due = grown, path
+        if before.within(tolerance) and not after.within(tolerance):
+            return due
     return due
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Concatenate, LlamaForCausalLM, T5Config, ViTConfig, WeightConverter
+from transformers import Concatenate, LlamaForCausalLM, T5Config, ViTConfig, WeightConverter, WhisperConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.models.bert.modeling_bert import BertSelfOutput
 from transformers.models.llama.modeling_llama import (
@@ -40,6 +40,12 @@ from tests.tiny import (
 T5 = T5Config(
     vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, is_gated_act=True, pad_token_id=0,
     decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
+)  # fmt: skip
+WHISPER = WhisperConfig(
+    vocab_size=128, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+    decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16, max_source_positions=64,
+    max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    suppress_tokens=None, begin_suppress_tokens=None, architectures=["WhisperForConditionalGeneration"],
 )  # fmt: skip
 VIT = ViTConfig(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
@@ -117,6 +123,14 @@ def test_in_half_precision_all_towers_are_reached() -> None:
 
     assert found.failures == ()
     assert dict(precision.figures) == {"modules compared with float64": 3.0, "of": 3.0}
+
+
+def test_in_half_precision_inputs_are_too() -> None:
+    """Whisper takes sounds as they are; most other models cast what they are given."""
+    found = verify(WHISPER, Patcher(fusions="qkv"), **HALF)
+
+    assert found.failures == ()
+    assert found.replaced > 0
 
 
 def test_what_is_in_force_around_it_is_not_in_stock(llama: Path) -> None:
@@ -372,10 +386,10 @@ class Times(nn.Module):
 
 def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most() -> None:
     stock = nn.Sequential(*(Times(1) for _ in range(4)))
-    ours = nn.Sequential(*(Times(1 + part) for part in (4e-6, 4e-6, 8e-6, 4e-6)))
+    ours = nn.Sequential(*(Times(1 + part) for part in (1e-6, 7e-6, 2e-6, 2e-6)))
     x = torch.linspace(-2, 2, 9)
 
-    assert first_difference(ours, stock, lambda model: model(x), 1e-5) == "2"
+    assert first_difference(ours, stock, lambda model: model(x), 1e-5) == "1"
     assert first_difference(stock, stock, lambda model: model(x), 1e-5) is None
 
 
