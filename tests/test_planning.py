@@ -571,11 +571,12 @@ def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tm
 
 
 LARGE = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from patcher import Patcher, plan
+from tests.memory import peak
 
 
 class OwnMoE(DeepseekV3MoE):
@@ -591,7 +592,7 @@ assert planned.ok, planned.problems
 assert len(planned.replaced) + len(planned.fused) == 58
 assert (planned.missing, planned.left_over) == ((), ())
 assert len(str(planned)) < 30_000
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+print(seconds, peak() / 2**30)
 """
 
 

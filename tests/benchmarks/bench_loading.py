@@ -38,14 +38,15 @@ print(json.dumps(time.perf_counter() - started))
 """
 
 PEAK = """
-import json, resource, sys
+import json, sys
+from tests.memory import peak
 from tests.replacements import JOINED
 from transformers import AutoModelForCausalLM, logging
 logging.disable_progress_bar()
 import torch
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.bfloat16, **{arguments})
-print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+print(json.dumps((peak() - before) / 2**20))
 """
 
 

@@ -164,14 +164,15 @@ def test_a_real_model_of_experts_gives_the_same_and_comes_back_whole(smollm2_moe
 
 
 PEAK = """
-import resource, sys
+import sys
 from transformers import MixtralForCausalLM
 from patcher import Patcher
 import patcher.fusions.sequential_experts
+from tests.memory import peak
 patcher = Patcher(fusions="sequential_experts")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 MixtralForCausalLM.from_pretrained(sys.argv[1], patcher=patcher)
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+print(peak() - before)
 """
 
 
