@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PRECISION", "Difference", "Precision", "difference", "first_difference", "precisions"]
+__all__ = ["PRECISION", "Difference", "Precision", "difference", "first_difference", "noting_calls", "precisions"]
 
 
 class Difference(NamedTuple):
@@ -94,6 +94,19 @@ def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[s
     with _hooked((module, note(path)) for path, module in model.named_modules()), torch.no_grad():
         run(model)
     return calls
+
+
+@contextmanager
+def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
+    """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
+
+    def note(path: str) -> Callable[..., None]:
+        parts = path.split(".")
+        around = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+        return lambda *_: reached.update(around)
+
+    with _hooked((module, note(path)) for path, module in model.named_modules(remove_duplicate=False)):
+        yield
 
 
 @contextmanager

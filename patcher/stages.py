@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from patcher.comparing import PRECISION, Difference, difference, first_difference, precisions
+from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
 from patcher.inputs import NoInputsError
 from patcher.matching import compress
 from patcher.patcher import Patcher
@@ -86,8 +86,7 @@ class Run:
         except Exception as error:  # stock could be loaded: it is the patcher
             yield Stage("load", False, message=_said(error))
             return
-        record = record_of(self.ours)
-        self.replaced = len({item.path for item in record.replaced} | set(record.fused)) if record else 0
+        self.replaced = len(self._patched())
         yield Stage("load", True, (("modules replaced", float(self.replaced)),))
         self.step("inputs")
         checks: list[tuple[str, Callable[[], Stage]]] = [("save", self._save)]
@@ -132,10 +131,11 @@ class Run:
             self.reference = {probe.name: probe.outputs_of(self.stock) for probe in self.probes}
         self.floor = self._stock_against_stock()
         worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
+        reached: set[str] = set()
         for probe in self.probes:
             expected = self.reference[probe.name]
             try:
-                with torch.no_grad():
+                with torch.no_grad(), noting_calls(self.ours, reached):
                     found = probe.outputs_of(self.ours)
             except Exception as error:
                 return Stage("outputs", False, message=f"on {probe.name} the patched model raises {_said(error)}")
@@ -155,7 +155,14 @@ class Run:
             probe, gap = wrong
             begins = first_difference(self.ours, self.stock, probe.outputs_of, self.tolerance)
             message = f"on {probe.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
-        return Stage("outputs", wrong is None, tuple(figures), allowed, message)
+        elif missed := sorted(self._patched() - reached):  # what wasn't compared is not the same
+            message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
+        return Stage("outputs", not message, tuple(figures), allowed, message)
+
+    def _patched(self) -> set[str]:
+        """The paths of the modules that were replaced or fused."""
+        record = record_of(self.ours)
+        return {item.path for item in record.replaced} | set(record.fused) if record else set()
 
     def _blame(self, path: str | None) -> str:
         if path is None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Concatenate, LlamaForCausalLM, T5Config, ViTConfig, WeightConverter, WhisperConfig
+from transformers import Concatenate, EsmConfig, LlamaForCausalLM, T5Config, ViTConfig, WeightConverter, WhisperConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.models.bert.modeling_bert import BertSelfOutput
+from transformers.models.esm.modeling_esm import EsmContactPredictionHead
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -267,6 +268,13 @@ class NoGradient(LlamaMLP):
         return super().forward(x).detach() + x * 0
 
 
+class NeverCalled(EsmContactPredictionHead):
+    """Wrong, where no output tells: ESM has a method of its own that calls it, which isn't `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs) * 2
+
+
 class RaisesOnSteps(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] == 1:
@@ -307,6 +315,9 @@ class SwappedHalves(ConversionOps):
 
 
 LLAMA, MIXTRAL, BERT = tiny_llama_config(), tiny_mixtral_config(), tiny_bert_config()
+ESM = EsmConfig(vocab_size=33, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                max_position_embeddings=64, pad_token_id=1, mask_token_id=32, position_embedding_type="rotary",
+                architectures=["EsmForMaskedLM"])  # fmt: skip
 WRONG_ORDER = Patcher(
     {"LlamaMLP": JoinedMLP},
     extra_weight_conversions=WeightConverter(
@@ -347,6 +358,8 @@ WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         r"outputs: on a prompt, then token by token .* it begins in model\.layers\.0\.mlp \(ForgetsOnSteps"),
     "padding is looked at": (LLAMA, Patcher({"LlamaAttention": LooksAtPadding}), {},
         r"outputs: on a padded batch .* it begins in model\.layers\.0\.self_attn \(LooksAtPadding"),
+    "never called": (ESM, Patcher({"EsmContactPredictionHead": NeverCalled}), {},
+        r"outputs: no input .* reaches esm\.contact_head, so it wasn't compared"),
     "it does not load": (LLAMA, Patcher({"LlamaMLP": With}), {},
         r"load: PatchedWeightsError: (.|\n)*adapter"),
     "nothing is matched": (LLAMA, Patcher({"LlamaMPL": OWN.class_mapping["LlamaMLP"]}), {},
