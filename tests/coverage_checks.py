@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.coverage_inputs import Pass, chosen_passes, outputs_of
+from patcher.inputs import Pass, chosen_passes
 from tests.coverage_models import class_named, randomize, small_configs
 from tests.coverage_truth import calls_of, modules_with_tied_weights, patch_projections, stacks
 
@@ -118,9 +118,9 @@ class Reference:
                 part.set_experts_implementation("eager")
         return model
 
-    def run(self, model: nn.Module, passes: list[Pass] | None = None) -> list[torch.Tensor]:
+    def run(self, model: nn.Module) -> list[torch.Tensor]:
         with torch.no_grad():
-            return outputs_of(model, self.passes if passes is None else passes)
+            return outputs_of(model, self.passes)
 
 
 def _check_size(model_class: Any, config: Any) -> None:
@@ -239,12 +239,11 @@ def _compare(
 
 def _exactly(reference: Reference, patcher: Any, row: dict[str, Any]) -> str:
     """The comparison where rounding is no excuse: in float64, by the size of the numbers."""
-    passes = [one.of_dtype(torch.float64) for one in reference.passes]
     torch.set_default_dtype(torch.float64)  # for what modeling code makes itself
     try:
         stock, model = (reference.load("checkpoint", dtype=torch.float64, patcher=one) for one in (None, patcher))
-        outputs = relative(reference.run(stock, passes), reference.run(model, passes))
-        gradients = gradient_distance(gradients_of(stock, passes), gradients_of(model, passes)) or 0.0
+        outputs = relative(reference.run(stock), reference.run(model))
+        gradients = gradient_distance(*(gradients_of(one, reference.passes) for one in (stock, model))) or 0.0
     finally:
         torch.set_default_dtype(torch.float32)
     row["relative_float64"] = outputs
@@ -280,6 +279,10 @@ def _patch_by_patch(stock: nn.Module, model: nn.Module, row: dict[str, Any]) -> 
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def outputs_of(model: nn.Module, passes: list[Pass]) -> list[torch.Tensor]:
+    return [output for one in passes for output in one.of(model)]
 
 
 def distance(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:

@@ -277,7 +277,8 @@ class StackAgain(ConversionOps):
             pieces = [_one(input_dict.pop(prefix + part.cut.pieces.format(i))) for i in range(part.cut.shape[0])]
             stack = torch.stack(pieces)
             del pieces
-            tensors[part.pattern] = stack.transpose(1, 2).contiguous() if part.cut.transposed else stack
+            # In a list, as operations are given what is read: some take it as such, whatever they find in it.
+            tensors[part.pattern] = [stack.transpose(1, 2).contiguous() if part.cut.transposed else stack]
         for operation in reversed(cut.operations):
             tensors = operation.reverse_op.convert(
                 tensors,
