@@ -62,6 +62,15 @@ def with_conversions(cls, patcher):
 '''
 
 _METHODS = {
+    "is_custom_code": (
+        '''
+@classmethod
+def is_custom_code(cls):
+    """No: what transformers does to checkpoints of the shipped classes, by name, holds for those here."""
+    return False
+''',
+        "the conversions of transformers, of parts of a model too, are those of the original",
+    ),
     "from_pretrained": (
         '''
 @classmethod

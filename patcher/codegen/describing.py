@@ -14,13 +14,15 @@ from patcher.codegen.checkpoints import module_classes
 from patcher.codegen.config import PatchConfig
 from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.executing import MADE
-from patcher.codegen.fused import join_projections, list_experts
+from patcher.codegen.fused import join_projections
+from patcher.codegen.listed import list_experts
+from patcher.codegen.owners import Owners
 from patcher.codegen.patches import create_patch_from_external
 from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
 from patcher.resolution import Resolution, resolve, skeleton
-from patcher.seams import WeightTransform
 
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
@@ -47,26 +49,22 @@ def from_patcher(
     if config is None:
         config = model_class.config_class()
     replaced = _replaced_classes(patcher, shipped, described)
-    fused: dict[str, type[nn.Module]] = {}
-    transforms: tuple[WeightTransform, ...] = ()
+    resolution: Resolution | None = None
+    own: dict[str, type[nn.Module]] = {}
     if patcher.fusions:  # otherwise no model has to be built
         resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
-        fused = _fused_classes(patcher, resolution, model_class, config, shipped, described)
-        transforms = resolution.fusion_transforms
-    own = {name: cls for name, cls in fused.items() if not issubclass(cls, (JoinedProjections, ListedExperts))}
+        own = _classes_of_others(resolution, model_class, config, shipped, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
     dependencies = Dependencies(described, shipped, targets)
     for name, cls in sorted(replaced.items()):
         _replace(described, name, cls, dependencies, "")
-    for name, cls in sorted(fused.items()):
-        if issubclass(cls, JoinedProjections):
-            join_projections(described, vars(shipped)[name], cls)
-        elif issubclass(cls, ListedExperts):
-            list_experts(described, vars(shipped)[name], cls)
-        else:
-            _replace(described, name, cls, dependencies, "fused")
+    for name, cls in sorted(own.items()):
+        _replace(described, name, cls, dependencies, "fused")
+    if resolution is not None:
+        _write_fused(resolution, patcher, model_class, config, shipped, described, dependencies)
     if not described.patches:
         raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
+    transforms = resolution.fusion_transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     if converted or declared or _has_conversions(model_class, config):
@@ -105,30 +103,67 @@ def _replaced_classes(patcher: Patcher, shipped: ModuleType, described: PatchCon
     return found
 
 
-def _fused_classes(
-    patcher: Patcher,
+#: What is written by itself: fused classes of the families, and the convolutions that one of them takes.
+_WRITTEN = (JoinedProjections, ListedExperts, LinearPatchEmbedding)
+
+
+def _write_fused(
     resolution: Resolution,
+    patcher: Patcher,
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
     shipped: ModuleType,
     described: PatchConfig,
-) -> dict[str, type[nn.Module]]:
-    """Class of the module -> its fused class: a file has one forward for a class, so all objects must be fused."""
-    found: dict[str, type[nn.Module]] = {}
-    own = module_classes(shipped)
+    dependencies: Dependencies,
+) -> None:
+    """The code of what the families of this package fuse."""
     if not resolution.fused:
         refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
         raise CodegenError(
             f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
             f"{model_class.__name__}{': ' + refused if refused else ''}."
         )
+    owners = Owners(described, skeleton(model_class, config), module_classes(shipped))
+    by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
     for path, cls in resolution.fused.items():
+        if issubclass(cls, LinearPatchEmbedding):
+            owner, part = owners.part(path, resolution.fused, resolution.refused)
+            if all(helper.source.name != cls.__name__ for helper in described.helpers):
+                names = dependencies.bring(cls, f"from_patcher(), for {cls.__name__},")
+                described.add_helper(cls, "patches of images, multiplied by one matrix", names)
+            name = part.removeprefix("self.")
+            owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
+        elif issubclass(cls, _WRITTEN):
+            by_class.setdefault(resolution.originals[path], {})[path] = cls
+    for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
+        _check_home(next(iter(fused)), original, shipped, described)
+        write = list_experts if issubclass(next(iter(fused.values())), ListedExperts) else join_projections
+        write(described, owners, original, fused, resolution.refused)
+    owners.write()
+
+
+def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchConfig) -> None:
+    if module_classes(shipped).get(original.__name__) is not original:
+        raise CodegenError(
+            f"{described.where}: a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
+            f"not defined in {shipped.__name__}. Call from_patcher() with a model of that module."
+        )
+
+
+def _classes_of_others(
+    resolution: Resolution,
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    shipped: ModuleType,
+    described: PatchConfig,
+) -> dict[str, type[nn.Module]]:
+    """Class of the module -> the class of a fusion that isn't ours: it takes its place, so that of all its objects."""
+    found: dict[str, type[nn.Module]] = {}
+    for path, cls in resolution.fused.items():
+        if issubclass(cls, _WRITTEN):
+            continue
         original = resolution.originals[path]
-        if own.get(original.__name__) is not original:
-            raise CodegenError(
-                f"{described.where}: a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-                f"not defined in {shipped.__name__}. Call from_patcher() with a model of that module."
-            )
+        _check_home(path, original, shipped, described)
         if found.setdefault(original.__name__, cls) is not cls:
             raise CodegenError(
                 f"{described.where}: {original.__name__} is fused in more than one way in {model_class.__name__}, "

@@ -1,4 +1,9 @@
-"""Classes that a fusion has rewritten, as patches of the class that they were made from."""
+"""Classes whose projections are joined, as code: the class itself changed, or a class that inherits from it.
+
+The class itself is changed where all its objects are fused. Where only some are (one class for self and for cross
+attention), or where the rewritten forward decides call by call, the fused forward stands in a class that inherits from
+it, and whoever builds the objects makes them of that class.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import ast
 import inspect
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,11 +19,10 @@ from torch import nn
 from patcher import matching
 from patcher.codegen.checkpoints import import_torch
 from patcher.codegen.config import PatchConfig
-from patcher.errors import CodegenError
+from patcher.codegen.owners import Owners
+from patcher.fusions.rewrite import Joined
 
-__all__ = ["join_projections", "list_experts"]
-
-# --- projections that are joined -----------------------------------------------------------------------------------
+__all__ = ["add_helper_once", "as_subclass", "class_node", "join_projections", "subclasses"]
 
 _JOIN = '''
 def joined_linear(module, names, joined):
@@ -40,55 +45,135 @@ def joined_linear(module, names, joined):
     setattr(module, f"{joined}_sizes", sizes)
 '''
 
+_PART = '''
+class JoinedPart:
+    """One of several projections that were joined, for code that looks at it: its rows, and what it computes."""
 
-def join_projections(described: PatchConfig, original: type[nn.Module], fused: Any) -> None:
-    """The rewritten methods of a class whose projections are joined, and its `__init__`."""
-    joined, name = fused._joined, original.__name__
-    listed = ", ".join(joined.projections)
-    node = _class_node(fused)
-    text = textwrap.dedent(inspect.getsource(fused)).splitlines(keepends=True)
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
-    rewritten = {method.name for method in methods}
-    for method in methods:
-        first = min([method.lineno, *(decorator.lineno for decorator in method.decorator_list)])
-        code = textwrap.dedent("".join(text[first - 1 : method.end_lineno]))
-        if f"super().{method.name}(" in code:
-            raise CodegenError(
-                f"{described.where}: whether {name}.{method.name} is fused is decided call by call, and a file has "
-                "one forward for a class. Load with the patcher itself."
-            )
-        described.override_method(f"{name}.{method.name}", code, f"{listed} are one {joined.name}")
-    _check_uses(described, original, joined.projections, rewritten)
-    wrapper = (
-        "def with_joined(original_init, self, *args, **kwargs):\n"
-        "    original_init(self, *args, **kwargs)\n"
-        f"    joined_linear(self, {list(joined.projections)!r}, {joined.name!r})\n"
-    )
-    described.modify_init(name, wrapper.replace("'", '"'), f"one {joined.name} in place of {listed}")
-    if all(helper.source.name != "joined_linear" for helper in described.helpers):
-        described.add_helper(_JOIN, "projections of one input as one")
-        import_torch(described, sys.modules[original.__module__])
+    def __init__(self, module, name, names, joined):
+        sizes = getattr(module, f"{joined}_sizes")
+        self.whole = getattr(module, joined)
+        self.start = sum(sizes[: names.index(name)])
+        self.in_features, self.out_features = self.whole.in_features, sizes[names.index(name)]
+        self.own_bias = getattr(module, f"{name}_bias", None)
+
+    @property
+    def weight(self):
+        return self._rows(self.whole.weight)
+
+    @property
+    def bias(self):
+        return self.own_bias if self.whole.bias is None else self._rows(self.whole.bias)
+
+    def __call__(self, features):
+        result = self.whole(features).narrow(-1, self.start, self.out_features)
+        return result if self.own_bias is None else result + self.own_bias
+
+    def _rows(self, whole):
+        rows = whole.narrow(0, self.start, self.out_features)
+        rows._is_hf_initialized = getattr(whole, "_is_hf_initialized", False)  # _init_weights asks for it
+        return rows
+'''
+
+_PROPERTY = '''
+@property
+def {name}(self):
+    """The rows of {name} in {joined}; {name} itself until they are joined."""
+    own = self._modules.get("{name}")
+    return JoinedPart(self, "{name}", {names}, "{joined}") if own is None else own
+'''
 
 
-def _check_uses(
-    described: PatchConfig, original: type[nn.Module], projections: tuple[str, ...], rewritten: set[str]
+def join_projections(
+    described: PatchConfig,
+    owners: Owners,
+    original: type[nn.Module],
+    fused: Mapping[str, Any],
+    refused: Mapping[str, str],
 ) -> None:
-    """Nothing else in the class, or in one that inherits from it, may look for what is joined."""
-    for cls in [original, *_subclasses(original)]:
-        for name, value in vars(cls).items():
-            inner = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
-            if not inspect.isfunction(inner) or name == "__init__" or (cls is original and name in rewritten):
-                continue
-            tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
-            used = {part.attr for part in ast.walk(tree) if isinstance(part, ast.Attribute)} & set(projections)
-            if used:
-                raise CodegenError(
-                    f"{described.where}: {cls.__name__}.{name} uses {', '.join(sorted(used))} as well, which the "
-                    "file would no longer have. Load with the patcher itself."
-                )
+    """The code of a class whose projections are joined.
+
+    Args:
+        described: the config that gets the patches.
+        owners: the classes that build its objects.
+        original: the class.
+        fused: path -> rewritten class, of the objects that are fused.
+        refused: path -> why an object isn't.
+    """
+    add_helper_once(described, "joined_linear", _JOIN, "projections of one input as one")
+    import_torch(described, sys.modules[original.__module__])
+    name, variants = original.__name__, list(dict.fromkeys(fused.values()))
+    alike = len(variants) == 1 and set(fused) == set(owners.instances(original)) and not subclasses(original)
+    codes = {cls: _methods(cls) for cls in variants}
+    if alike and not any(f"super().{method}(" in code for method, code in codes[variants[0]].items()):
+        joined: Joined = variants[0]._joined
+        listed = ", ".join(joined.projections)
+        for method, code in codes[variants[0]].items():
+            described.override_method(f"{name}.{method}", code, f"{listed} are one {joined.name}")
+        for part in joined.projections if _is_used(original, joined, set(codes[variants[0]])) else ():
+            described.override_method(f"{name}.{part}", _property(described, joined, part), "for others", new=True)
+        owners.add(name, _joining("self", joined), f"one {joined.name} in place of {listed}")
+        return
+    for number, cls in enumerate(variants, 1):
+        joined = cls._joined
+        listed = ", ".join(joined.projections)
+        new = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
+        rewritten = set(codes[cls])
+        leaves = any(f"super().{method}(" in code for method, code in codes[cls].items())
+        used = leaves or _is_used(original, joined, rewritten)
+        extra = [_property(described, joined, part) for part in joined.projections] if used else []
+        described.add_helper_after(
+            name, as_subclass(cls, new, name, extra), f"{name} with {listed} as one {joined.name}"
+        )
+        for path in (path for path, found in fused.items() if found is cls):
+            owner, part = owners.part(path, fused, refused)
+            statement = f"{part}.__class__ = {new}\n{_joining(part, joined)}"
+            owners.add(owner, statement, f"{listed} of {part.removeprefix('self.')} are one {joined.name}")
 
 
-def _subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
+def _joining(module: str, joined: Joined) -> str:
+    return f'joined_linear({module}, {_names(joined)}, "{joined.name}")'
+
+
+def _names(joined: Joined) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in joined.projections) + "]"
+
+
+def _property(described: PatchConfig, joined: Joined, name: str) -> str:
+    add_helper_once(described, "JoinedPart", _PART, "code that looks at one of several projections that are joined")
+    return _PROPERTY.format(name=name, names=_names(joined), joined=joined.name)
+
+
+def _methods(fused: type[nn.Module]) -> dict[str, str]:
+    """Name -> code of the methods that the rewriter has written."""
+    text = textwrap.dedent(inspect.getsource(fused)).splitlines(keepends=True)
+    found = {}
+    for method in class_node(fused).body:
+        if isinstance(method, ast.FunctionDef):
+            first = min([method.lineno, *(decorator.lineno for decorator in method.decorator_list)])
+            found[method.name] = textwrap.dedent("".join(text[first - 1 : method.end_lineno]))
+    return found
+
+
+def as_subclass(fused: type[nn.Module], name: str, base: str, members: list[str]) -> str:
+    """The text of a rewritten class, with the class that it was made from as its only base."""
+    node = class_node(fused)
+    lines = textwrap.dedent(inspect.getsource(fused)).splitlines(keepends=True)
+    first = node.body[1].lineno if len(node.body) > 1 else len(lines) + 1  # behind the docstring
+    first = min([first, *(decorator.lineno for decorator in getattr(node.body[1], "decorator_list", []))])
+    head = [f"class {name}({base}):\n", *lines[node.lineno : first - 1]]
+    inserted = [textwrap.indent(member.strip("\n") + "\n\n", "    ") for member in members]
+    return "".join([*head, *inserted, *lines[first - 1 :]])
+
+
+def class_node(cls: type) -> ast.ClassDef:
+    """The tree of the source of a class."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    return node
+
+
+def subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
+    """The classes of the same module that inherit from one."""
     return [
         other
         for other in matching.module_subclasses()
@@ -96,58 +181,26 @@ def _subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
     ]
 
 
-# --- experts that are listed ---------------------------------------------------------------------------------------
-
-_LIST = '''
-def list_stack(module, name):
-    """Put a list of linear layers in the place of a parameter that stacks their weights, `(experts, out, in)`."""
-    stack = module._parameters.pop(name).detach()
-    experts = nn.ModuleList()
-    for weight in stack:
-        linear = nn.Linear(stack.shape[2], stack.shape[1], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight.clone())
-        experts.append(linear)
-    setattr(module, name, experts)
-'''
+def add_helper_once(described: PatchConfig, name: str, text: str, description: str) -> None:
+    """Add a helper that several patches use."""
+    if all(helper.source.name != name for helper in described.helpers):
+        described.add_helper(text, description)
 
 
-def list_experts(described: PatchConfig, original: type[nn.Module], fused: Any) -> None:
-    """The class with a list of layers in the place of each stack, and the forward that goes expert by expert.
-
-    The whole class is replaced, because decorators of the original choose among forwards that need stacks.
-    """
-    if any(stack.transposed or stack.bias for stack in fused._stacks):
-        raise CodegenError(
-            f"{described.where}: the experts of {original.__name__} have biases or are transposed, which can't be "
-            "written as a file yet. Load with the patcher itself."
-        )
-    lines = textwrap.dedent(inspect.getsource(original)).splitlines(keepends=True)
-    (node,) = ast.parse("".join(lines)).body
-    assert isinstance(node, ast.ClassDef)
-    own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-    (rewritten,) = [item for item in _class_node(fused).body if isinstance(item, ast.FunctionDef)]
-    if "__init__" not in own or rewritten.name not in own or set(own) != {"__init__", rewritten.name}:
-        raise CodegenError(
-            f"{described.where}: {original.__name__} has other methods than __init__ and {rewritten.name}, or "
-            "inherits them; such experts can't be written as a file yet. Load with the patcher itself."
-        )
-    listing = [f'        list_stack(self, "{stack.name}")\n' for stack in fused._stacks]
-    listing.append(
-        "        self._is_hf_initialized = True  # _init_weights looks for stacks here; layers have their turn\n"
-    )
-    fused_lines = textwrap.dedent(inspect.getsource(fused)).splitlines(keepends=True)
-    forward = fused_lines[rewritten.lineno - 1 : rewritten.end_lineno]
-    old, init = own[rewritten.name], own["__init__"]
-    replaced = sorted([(old.lineno - 1, old.end_lineno, forward), (init.end_lineno, init.end_lineno, listing)])
-    for first, last, new in reversed(replaced):
-        lines[first:last] = new
-    code = "".join(lines[node.lineno - 1 :])
-    described.replace_class(original.__name__, code, "each expert is a plain linear layer, and runs by itself")
-    described.add_helper(_LIST, "stacked weights as layers")
-    import_torch(described, sys.modules[original.__module__])
-
-
-def _class_node(cls: type) -> ast.ClassDef:
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(node, ast.ClassDef)
-    return node
+def _is_used(original: type[nn.Module], joined: Joined, rewritten: set[str]) -> bool:
+    """Whether other code of the module may look for what is joined: other methods of the class, or other classes."""
+    (tree,) = [ast.parse(inspect.getsource(sys.modules[original.__module__]))]
+    for owner in tree.body:
+        for function in ast.walk(owner):
+            if not isinstance(function, ast.FunctionDef) or not function.args.args:
+                continue
+            mine = isinstance(owner, ast.ClassDef) and owner.name in {base.__name__ for base in original.__mro__}
+            if mine and (function.name == "__init__" or function.name in rewritten):
+                continue
+            this = function.args.args[0].arg
+            for part in ast.walk(function):
+                if not isinstance(part, ast.Attribute) or part.attr not in joined.projections:
+                    continue
+                if mine or not (isinstance(part.value, ast.Name) and part.value.id == this):
+                    return True
+    return False

@@ -15,25 +15,41 @@ class Unstack(ConversionOps):
     """Take a stack apart, one matrix for each expert.
 
     The target pattern names the first, `experts.up_proj.0.weight`; the others get their number in the place of the 0.
+
+    Args:
+        transposed: the matrices are (in, out), and those of the experts are to be (out, in).
     """
+
+    def __init__(self, transposed: bool = False) -> None:
+        self.transposed = transposed
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         (stack,) = input_dict.values()
-        (first,) = target_patterns
-        head, _, tail = first.rpartition(".0.")
+        head, _, tail = (full_layer_name or target_patterns[0]).rpartition(".0.")
         whole = stack[0] if isinstance(stack, list) else stack
-        return {f"{head}.{number}.{tail}": matrix for number, matrix in enumerate(whole.unbind())}
+        return {
+            f"{head}.{number}.{tail}": matrix.t().contiguous() if self.transposed else matrix
+            for number, matrix in enumerate(whole.unbind())
+        }
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return StackAgain()
+        return StackAgain(self.transposed)
 
 
 class StackAgain(ConversionOps):
     """The reverse of `Unstack`."""
+
+    def __init__(self, transposed: bool = False) -> None:
+        self.transposed = transposed
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
@@ -41,8 +57,10 @@ class StackAgain(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         names = sorted(input_dict, key=lambda name: [int(number) for number in re.findall(r"\.(\d+)\.", name)])
         matrices = [input_dict.pop(name) for name in names]
-        return {names[0]: torch.stack([item[0] if isinstance(item, list) else item for item in matrices])}
+        stack = torch.stack([item[0] if isinstance(item, list) else item for item in matrices])
+        name = target_patterns[0] if len(target_patterns) == 1 else names[0]
+        return {name: stack.transpose(1, 2).contiguous() if self.transposed else stack}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return Unstack()
+        return Unstack(self.transposed)

@@ -121,18 +121,21 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
     Rows that are joined as they come are a concatenation. Stacks that transformers merges from the tensors of the
     experts are merged by its own operations, and taken apart again.
     """
-    if isinstance(transform, WeightConverter) and len(transform.operations) == 1:
-        (operation,) = transform.operations
-        if isinstance(operation, JoinRows) and not any(step[3] for step in operation.steps):
-            return WeightConverter(
-                seams.source_patterns(transform), seams.target_patterns(transform), operations=[Concatenate(dim=0)]
-            )
-        if isinstance(operation, CutStacks) and operation.operations and len(operation.parts) == 1:
-            cut, (stack,) = operation.parts[0].cut, operation.targets
-            if cut is not None and not cut.transposed:
-                pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
-                merged = [_plain(inner) for inner in operation.operations]
-                return WeightConverter(list(operation.sources), pieces, operations=[*merged, Unstack()])
+    if not isinstance(transform, WeightConverter):
+        return transform
+    sources, targets = seams.source_patterns(transform), seams.target_patterns(transform)
+    operation, *more = transform.operations
+    if isinstance(operation, JoinRows) and not any(step[3] for step in operation.steps):
+        return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])
+    if isinstance(operation, CutStacks) and not more and len(operation.parts) == 1:
+        cut = operation.parts[0].cut
+        assert cut is not None
+        if not operation.operations:
+            return WeightConverter(sources, targets, operations=[Unstack(cut.transposed)])
+        (stack,) = operation.targets
+        pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
+        merged = [_plain(inner) for inner in operation.operations]
+        return WeightConverter(list(operation.sources), pieces, operations=[*merged, Unstack(cut.transposed)])
     return transform
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class LinearPatchEmbedding(nn.Module):
         self._input_dtype = self.linear.weight.dtype
 
     @classmethod
-    def of(cls, convolution: nn.Conv2d | nn.Conv3d) -> LinearPatchEmbedding:
+    def of(cls, convolution: nn.Conv2d | nn.Conv3d) -> Self:
         """The linear form of a convolution, with its weights."""
         weight, bias = convolution.weight, convolution._parameters["bias"]
         new = cls(
@@ -71,8 +71,6 @@ class LinearPatchEmbedding(nn.Module):
         new.linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
         if bias is not None:
             new.linear.bias = bias
-        if getattr(weight, "_is_hf_initialized", False):
-            seams.mark_initialized(new.linear.weight)
         return new.train(convolution.training)
 
     @property
@@ -206,7 +204,10 @@ class PatchEmbeddings(Fusion):
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
         assert isinstance(module, nn.Conv2d | nn.Conv3d)
-        return LinearPatchEmbedding.of(module)
+        new = LinearPatchEmbedding.of(module)
+        if getattr(module.weight, "_is_hf_initialized", False):
+            seams.mark_initialized(new.linear.weight)
+        return new
 
 
 def _might_be_meant(path: str, model: nn.Module) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,10 +19,11 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
-from patcher.codegen import PatchConfig, generate, write
+from patcher.codegen import PatchConfig, generate
 from patcher.fusions import Fusion
 from tests import replaced_elsewhere, tiny
 from tests.codegen import test_runtime
+from tests.codegen.comparing import assert_equal_models, logits
 from tests.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -40,22 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture
-def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes the file of a config and imports it."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names: list[str] = []
-
-    def load(config: PatchConfig) -> ModuleType:
-        config.target_file = f"generated_{tmp_path.name.replace('-', '_')}_{len(names)}.py"
-        names.append(write(config, tmp_path).stem)
-        return importlib.import_module(names[-1])
-
-    yield load
-    for name in names:
-        del sys.modules[name]
-
-
 def stock_class(model_type: str) -> type[PreTrainedModel]:
     names = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}
     cls: type[PreTrainedModel] = getattr(transformers, names.get(model_type, "BertForMaskedLM"))
@@ -64,26 +47,6 @@ def stock_class(model_type: str) -> type[PreTrainedModel]:
 
 def config_of(folder: Path) -> PretrainedConfig:
     return transformers.AutoConfig.from_pretrained(folder)
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(**tiny.tiny_inputs(model.config)).logits
-    return found
-
-
-def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
-    model.save_pretrained(folder)
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "generation_config.json"}
-
-
-def assert_equal_models(models: list[PreTrainedModel], stock: PreTrainedModel, folder: Path) -> None:
-    """Equal logits among the models; and each saves what the stock model saves, byte for byte."""
-    expected = logits(models[0])
-    original = saved(stock, folder / "stock")
-    for number, model in enumerate(models):
-        assert torch.equal(logits(model), expected), number
-        assert saved(model, folder / str(number)) == original, number
 
 
 # --- a config, as a Patcher ----------------------------------------------------------------------------------------

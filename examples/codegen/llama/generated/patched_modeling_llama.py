@@ -12,6 +12,8 @@
 #   saves one of the original
 # - override method LlamaPreTrainedModel.from_pretrained: checkpoints of the original are
 #   converted
+# - override method LlamaPreTrainedModel.is_custom_code: the conversions of transformers, of
+#   parts of a model too, are those of the original
 # - override method LlamaPreTrainedModel.save_pretrained: so is what is made by a call of
 #   the class
 # - add helper joined_linear: projections of one input as one
@@ -414,9 +416,10 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: _from_config, from_pretrained, save_pretrained
+# Methods patched: _from_config, from_pretrained, is_custom_code, save_pretrained
 #   _from_config: what is made without a checkpoint saves one of the original
 #   from_pretrained: checkpoints of the original are converted
+#   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
 #   save_pretrained: so is what is made by a call of the class
 # ======================================================================
 @auto_docstring
@@ -446,6 +449,11 @@ class LlamaPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, *args, patcher=None, **kwargs):
         """Read a checkpoint of the shipped model."""
         return shipped_class(cls).from_pretrained(*args, patcher=with_conversions(cls, patcher), **kwargs)
+
+    @classmethod
+    def is_custom_code(cls):
+        """No: what transformers does to checkpoints of the shipped classes, by name, holds for those here."""
+        return False
 
     def save_pretrained(self, *args, **kwargs):
         """Write a checkpoint of the shipped model."""

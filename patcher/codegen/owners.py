@@ -1,0 +1,107 @@
+"""Where parts of a model are converted: at the end of the `__init__` of the class that builds them.
+
+A file has one class for a name, but a fusion decides module by module: `self.self_attn` of a decoder layer is fused,
+`self.encoder_attn`, an object of the same class, isn't. The class of the layer tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from patcher.codegen.config import PatchConfig
+from patcher.errors import CodegenError
+
+__all__ = ["Owners"]
+
+
+class Owners:
+    """The statements that the classes of a file run when they have built their parts.
+
+    Args:
+        described: the config that gets the patches.
+        model: the skeleton of the model that decides.
+        own: the classes of the file, by name.
+    """
+
+    def __init__(self, described: PatchConfig, model: nn.Module, own: Mapping[str, type[nn.Module]]) -> None:
+        self.described = described
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.own = own
+        self._statements: dict[str, list[str]] = {}
+        self._reasons: dict[str, list[str]] = {}
+
+    def instances(self, cls: type[nn.Module]) -> list[str]:
+        """The paths of the objects of exactly this class."""
+        return [path for path, module in self.modules.items() if type(module) is cls]
+
+    def add(self, name: str, statement: str, reason: str) -> None:
+        """Have the class `name` run a statement when it is built."""
+        statements = self._statements.setdefault(name, [])
+        if statement not in statements:
+            statements.append(statement)
+            if reason not in self._reasons.setdefault(name, []):
+                self._reasons[name].append(reason)
+
+    def part(self, path: str, chosen: Mapping[str, Any], refused: Mapping[str, str]) -> tuple[str, str]:
+        """The class that builds a module, and the expression by which it knows it.
+
+        Args:
+            path: the module.
+            chosen: path -> what is to become of it, of all modules that are converted.
+            refused: path -> why a module is left alone, for the message.
+
+        Raises:
+            CodegenError: no class of the file tells the module from others that stay as they are.
+        """
+        inner = path.split(".")
+        others: list[str] = []
+        for depth in range(len(inner) - 1, -1, -1):
+            start, rest = ".".join(inner[:depth]), inner[depth:]
+            cls = type(self.modules[start])
+            expression = self._expression(start, rest)
+            if self.own.get(cls.__name__) is not cls or not expression:
+                continue
+            places = [
+                f"{at}.{'.'.join(rest)}" if at else ".".join(rest)
+                for at, module in self.modules.items()
+                if isinstance(module, cls)
+            ]
+            others = [place for place in places if chosen.get(place) is not chosen[path]]
+            if not others:
+                return cls.__name__, expression
+        name = type(self.modules[path]).__name__
+        if others:
+            reason = f" ({refused[others[0]]})" if others[0] in refused else ""
+            problem = f"{others[0]} is not fused{reason}, and others of its class, {name}, are"
+        else:
+            problem = f"{path}, a {name}, is one of a list"
+        raise CodegenError(
+            f"{self.described.where}: {problem}: no class of {self.described.source_module} builds those that are, "
+            "and no others. Load with the patcher itself."
+        )
+
+    def _expression(self, start: str, parts: list[str]) -> str:
+        """How the module at `start` knows a part of it; empty for one of a list, whose length a config decides."""
+        text, at = "self", start
+        for part in parts:
+            if not part.isdigit():
+                text += f".{part}"
+            elif isinstance(self.modules[at], nn.Sequential):
+                text += f"[{part}]"
+            else:
+                return ""
+            at = f"{at}.{part}" if at else part
+        return text
+
+    def write(self) -> None:
+        """Add the patches."""
+        for name, statements in sorted(self._statements.items()):
+            lines = [
+                "def with_fused(original_init, self, *args, **kwargs):",
+                "    original_init(self, *args, **kwargs)",
+                *(f"    {line}" for statement in statements for line in statement.splitlines()),
+            ]
+            self.described.modify_init(name, "\n".join(lines), "; ".join(self._reasons[name]))

@@ -1,0 +1,197 @@
+"""The file of a runtime Patcher, over architectures and fusions: it computes and saves as the Patcher's models do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher import Patcher
+from patcher.codegen import PatchConfig
+from tests import tiny
+from tests.codegen.comparing import assert_equal_models, logits
+
+DECODER = tiny.DECODER_SIZES
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+T5: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+LATENT: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4}
+LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+GPT_OSS |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+IMAGES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 28}
+IMAGES |= {"num_attention_heads": 2, "patch_size": 14}
+
+TOKENS = torch.arange(3, 27).view(2, 12)
+PIXELS = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+BOTH_SIDES = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :5]}
+SOUND = {
+    "input_features": torch.randn(2, 80, 64, generator=torch.Generator().manual_seed(0)),
+    "decoder_input_ids": TOKENS[:, :5],
+}
+IMAGE = {"pixel_values": PIXELS}
+PAIRS = {"pixel_values": PIXELS, "input_ids": TOKENS}
+
+
+def text_config(name: str, **changes: Any) -> PretrainedConfig:
+    config: PretrainedConfig = getattr(transformers, name)(**DECODER | changes)
+    return config
+
+
+def clip() -> PretrainedConfig:
+    text = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "max_position_embeddings": 32, "eos_token_id": 26}
+    return transformers.CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=32)
+
+
+#: case -> model class, config, what is fused, and the inputs where token ids are not enough
+CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str, Any] | None]] = {
+    # projections of one input
+    "Llama": ("LlamaForCausalLM", lambda: text_config("LlamaConfig"), ["qkv"], None),
+    "Llama, gate and up": ("LlamaForCausalLM", lambda: text_config("LlamaConfig"), ["gate_up"], None),
+    "Llama, all, biases": (
+        "LlamaForCausalLM",
+        lambda: text_config("LlamaConfig", attention_bias=True, mlp_bias=True),
+        ["qkv", "gate_up"],
+        None,
+    ),
+    "Qwen2, biases of q, k and v": ("Qwen2ForCausalLM", lambda: text_config("Qwen2Config"), ["qkv", "gate_up"], None),
+    "Qwen3, norms of q and k": (
+        "Qwen3ForCausalLM",
+        lambda: text_config("Qwen3Config", head_dim=16),
+        ["qkv", "gate_up"],
+        None,
+    ),
+    "Gemma": ("GemmaForCausalLM", lambda: text_config("GemmaConfig", head_dim=16), ["qkv", "gate_up"], None),
+    "Phi": ("PhiForCausalLM", lambda: text_config("PhiConfig"), ["qkv"], None),
+    "OPT": (
+        "OPTForCausalLM",
+        lambda: transformers.OPTConfig(
+            vocab_size=128,
+            hidden_size=64,
+            word_embed_proj_dim=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        ["qkv"],
+        None,
+    ),
+    "BERT": ("BertForMaskedLM", tiny.tiny_bert_config, ["qkv"], None),
+    "T5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5), ["qkv"], BOTH_SIDES),
+    "T5 1.1, gate and up": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        ["gate_up"],
+        BOTH_SIDES,
+    ),
+    "T5 1.1, all": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        ["qkv", "gate_up"],
+        BOTH_SIDES,
+    ),
+    "BART": (
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64),
+        ["qkv"],
+        BOTH_SIDES,
+    ),
+    "Whisper, no bias of k": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+        ["qkv"],
+        SOUND,
+    ),
+    # patches of images
+    "ViT": ("ViTForImageClassification", lambda: transformers.ViTConfig(**IMAGES), ["patch_embeddings"], IMAGE),
+    "ViT, and qkv": (
+        "ViTForImageClassification",
+        lambda: transformers.ViTConfig(**IMAGES),
+        ["patch_embeddings", "qkv"],
+        IMAGE,
+    ),
+    "CLIP": ("CLIPModel", clip, ["patch_embeddings", "qkv"], PAIRS),
+    "SigLIP": (
+        "SiglipVisionModel",
+        lambda: transformers.SiglipVisionConfig(**IMAGES),
+        ["patch_embeddings", "qkv"],
+        IMAGE,
+    ),
+    "Qwen2-VL": ("Qwen2VLForConditionalGeneration", tiny.tiny_qwen2_vl_config, ["patch_embeddings"], None),
+    "Qwen2-VL, and its text": (
+        "Qwen2VLForConditionalGeneration",
+        tiny.tiny_qwen2_vl_config,
+        ["patch_embeddings", "qkv", "gate_up"],
+        None,
+    ),
+    # experts
+    "Mixtral": ("MixtralForCausalLM", tiny.tiny_mixtral_config, ["sequential_experts"], None),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM", tiny.tiny_qwen2_moe_config, ["sequential_experts"], None),
+    "Qwen3-MoE, and qkv": (
+        "Qwen3MoeForCausalLM",
+        lambda: text_config("Qwen3MoeConfig", **EXPERTS),
+        ["sequential_experts", "qkv"],
+        None,
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        lambda: text_config("DeepseekV3Config", **LATENT),
+        ["sequential_experts", "gate_up"],
+        None,
+    ),
+    "OLMoE": (
+        "OlmoeForCausalLM",
+        lambda: text_config("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+        ["sequential_experts"],
+        None,
+    ),
+    "gpt-oss, transposed, biases": (
+        "GptOssForCausalLM",
+        lambda: text_config("GptOssConfig", **GPT_OSS),
+        ["sequential_experts", "qkv"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_of_fusions_computes_and_saves_what_the_patcher_does(
+    case: str, imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    name, make, fusions, inputs = CASES[case]
+    cls: type[PreTrainedModel] = getattr(transformers, name)
+    patcher, config = Patcher(fusions=fusions), make()
+    folder = tiny.save_tiny(config, tmp_path / "checkpoint", model_class=cls)
+    described = PatchConfig.from_patcher(patcher, cls, config=config)
+    generated: Any = getattr(imported(described), name)
+    models = [cls.from_pretrained(folder, patcher=patcher), generated.from_pretrained(folder)]
+    assert type(models[1]) is generated
+    expected = {name: value.shape for name, value in models[0].named_parameters()}
+    assert {name: value.shape for name, value in models[1].named_parameters()} == expected
+
+    stock = cls.from_pretrained(folder)
+    assert_equal_models(models, stock, tmp_path / "saved", inputs)
+    torch.testing.assert_close(logits(models[1], inputs), logits(stock, inputs), atol=1e-4, rtol=0)
