@@ -29,8 +29,10 @@ INT8 = BitsAndBytesConfig(load_in_8bit=True)
 def main(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(name)
     text = " ".join(topics[topic] for topic in ("assert", "lambda", "while", "if", "return"))
-    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :256]
-    preset = presets.for_model(name)[0]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :192]
+    preset = next((found for found in presets.for_model(name) if "sequential_experts" in found.fusions), None)
+    if preset is None:
+        sys.exit(f"there is no preset that makes linear layers of the experts of {name}; `patcher presets` lists them")
     print(f"preset: {preset.name}")
 
     rows = []
@@ -43,15 +45,13 @@ def main(name: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, **arguments).eval()
         experts = [path for path, _, _ in report(model).fused] or _stacks(model)
         quantized = sum(
-            parameter.numel()
-            for path, parameter in model.named_parameters()
-            if path.startswith(tuple(experts)) and parameter.dtype == torch.int8
+            isinstance(module, nn.Linear) and module.weight.dtype == torch.int8
+            for path, module in model.named_modules()
+            if path.startswith(tuple(f"{expert}." for expert in experts))
         )
         size = model.get_memory_footprint() / 2**20
         rows.append((title, size, quantized, perplexity(model, ids)))
-        print(
-            f"{title:<12} {size:5.0f} MiB, {quantized:>11,} weights of experts in int8, perplexity {rows[-1][3]:.2f}"
-        )
+        print(f"{title:<12} {size:5.0f} MiB, {quantized:3} layers of experts in int8, perplexity {rows[-1][3]:.2f}")
         del model
 
     (_, whole, _, exact), (_, without, none, _), _, (_, small, all_of_them, rounded) = rows

@@ -206,6 +206,28 @@ def _owners(stock: nn.Module, patched: nn.Module) -> set[str]:
     }
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("_LINEAR_EXPERTS")])
+def test_quantizers_find_every_weight_of_an_expert(name: str) -> None:
+    architecture, make, _ = CASES[name]
+    stock, patched = (
+        getattr(transformers, architecture)._from_config(make(), patcher=patcher)
+        for patcher in (None, getattr(presets, name))
+    )
+    paths = [path for path, *_ in report(patched).fused]
+
+    assert all(_in_linear_layers(stock.get_submodule(path)) == 0 for path in paths)
+    assert all(
+        _in_linear_layers(patched.get_submodule(path))
+        == sum(each.numel() for each in stock.get_submodule(path).parameters())
+        for path in paths
+    )
+
+
+def _in_linear_layers(module: nn.Module) -> int:
+    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
 def _gemma3_that_sees() -> Any:
     return Gemma3Config(text_config=TEXT | {"head_dim": 8}, vision_config=dict(VISION), mm_tokens_per_image=4)
 

@@ -1,8 +1,9 @@
 """Experts as plain linear layers, for quantizers.
 
 Mixtures of experts keep the weights of all experts of a layer in one three-dimensional parameter, which quantizers of
-linear layers pass by: most of the model stays as large as it was. With these presets each expert is an `nn.Linear`.
-Measured with int8 of torchao on tiny models of each family: no weight of an expert is quantized without, all are with.
+linear layers pass by: most of the model stays as large as it was. With these presets experts are made of `nn.Linear`.
+`examples/quantize_experts.py` measures it: int8 of bitsandbytes makes a Mixtral of two experts, made of SmolLM2's
+weights, 1.07 times smaller without the preset and 1.77 times with it; perplexity goes from 18.8 to 19.3 and to 19.5.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ QWEN2_MOE_LINEAR_EXPERTS = Patcher(
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. The shared
 expert is made of linear layers already. Experts run one after the other, so without a quantizer this is slower than
-grouped kernels. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+grouped kernels. Measured: of the 14 billion weights of Qwen1.5-MoE-A2.7B, linear layers hold 11 % without and 98 %
+with it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 QWEN3_MOE_LINEAR_EXPERTS = Patcher(
@@ -37,8 +39,9 @@ QWEN3_MOE_LINEAR_EXPERTS = Patcher(
 """Qwen3-MoE with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run
-one after the other, so without a quantizer this is slower than grouped kernels. Measured: outputs within 1e-5 of
-stock in float32, checkpoints byte for byte.
+one after the other, so without a quantizer this is slower than grouped kernels. Measured: of the 15 billion weights
+of its default config, linear layers hold 4 % without and 98 % with it; outputs within 1e-5 of stock in float32,
+checkpoints byte for byte.
 """
 
 MIXTRAL_LINEAR_EXPERTS = Patcher(
@@ -52,8 +55,9 @@ MIXTRAL_LINEAR_EXPERTS = Patcher(
 """Mixtral with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run
-one after the other, so without a quantizer this is slower than grouped kernels. Measured: outputs within 1e-5 of
-stock in float32, checkpoints byte for byte.
+one after the other, so without a quantizer this is slower than grouped kernels. Measured: of the 47 billion weights
+of Mixtral-8x7B, linear layers hold 3 % without and 99.7 % with it; outputs within 1e-5 of stock in float32,
+checkpoints byte for byte.
 """
 
 DEEPSEEK_V3_LINEAR_EXPERTS = Patcher(
@@ -68,7 +72,8 @@ DEEPSEEK_V3_LINEAR_EXPERTS = Patcher(
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Dense layers
 and shared experts stay as they are. Experts run one after the other, so without a quantizer this is slower than
-grouped kernels. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+grouped kernels. Measured: of the 671 billion weights of DeepSeek-V3, linear layers hold 2 % without and 99.8 % with
+it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 GPT_OSS_LINEAR_EXPERTS = Patcher(
@@ -83,8 +88,8 @@ GPT_OSS_LINEAR_EXPERTS = Patcher(
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Its stacks
 are transposed, interleaved and have biases; the layers have biases too. Experts run one after the other, so without a
-quantizer this is slower than grouped kernels. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for
-byte.
+quantizer this is slower than grouped kernels. Measured: of the 117 billion weights of gpt-oss-120b, linear layers
+hold 1 % without and 99.5 % with it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 OLMOE_LINEAR_EXPERTS = Patcher(
@@ -98,6 +103,7 @@ OLMOE_LINEAR_EXPERTS = Patcher(
 """OLMoE with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run
-one after the other, so without a quantizer this is slower than grouped kernels. Measured: outputs within 1e-5 of
-stock in float32, checkpoints byte for byte.
+one after the other, so without a quantizer this is slower than grouped kernels. Measured: of the 13 billion weights
+of its default config, linear layers hold 3 % without and 99 % with it; outputs within 1e-5 of stock in float32,
+checkpoints byte for byte.
 """

@@ -1,8 +1,10 @@
 """Patch embeddings as one matrix product.
 
-A convolution whose stride is its kernel looks at each patch once: it is a linear layer over flattened patches, and
-several times faster as one, above all in three dimensions on CPUs and in half precision.
-`python -m tests.benchmarks` measures both.
+A convolution whose stride is its kernel looks at each patch once: it is a linear layer over flattened patches. Where
+the patches were cut before, as in the Qwen-VL family, that is faster as well: 2.6 times on two CPU cores in float32,
+and 4 to 8 times with the backward pass. Over whole images the convolution is as fast as the product already; there
+the gain is a layer that quantizers and adapters of linear layers know.
+`python -m tests.benchmarks.bench_patch_embeddings` measures both on your machine.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ QWEN2_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """Qwen2-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in
-float32, checkpoints byte for byte.
+For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
+for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -35,8 +37,9 @@ QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """Qwen2.5-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in
-float32, checkpoints byte for byte.
+For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
+for 1024 patches (its sizes are Qwen2-VL's), float32 on two CPU cores; outputs within 1e-5 of stock in float32,
+checkpoints byte for byte.
 """
 
 QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -49,8 +52,8 @@ QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """Qwen3-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in
-float32, checkpoints byte for byte.
+For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
+for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 GLM4V_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -65,7 +68,8 @@ GLM4V_LINEAR_PATCH_EMBEDDINGS = Patcher(
 """GLM-4V with the three-dimensional convolution of its patches as a linear layer.
 
 For whoever runs many images or videos, or quantizes linear layers only. Its convolution that merges patches is a
-linear layer too. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+linear layer too. Measured: 2.6 times as fast as Conv3d for 1024 patches of Qwen2-VL's size, float32 on two CPU cores;
+outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 VIT_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -78,8 +82,8 @@ VIT_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """ViT with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in float32,
-checkpoints byte for byte.
+For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
+outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 CLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -92,8 +96,8 @@ CLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """CLIP with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in float32,
-checkpoints byte for byte.
+For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
+outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
 SIGLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
@@ -106,6 +110,6 @@ SIGLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
 )
 """SigLIP with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images, or quantizes linear layers only. Measured: outputs within 1e-5 of stock in float32,
-checkpoints byte for byte.
+For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
+outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
