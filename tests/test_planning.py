@@ -650,7 +650,17 @@ def test_a_model_of_671_billion_parameters_is_planned_in_seconds(kind: str, scal
 # --- quantized checkpoints -----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_in_float8_is_planned_as_it_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "patcher",
+    [
+        Patcher({"Qwen2MoeRMSNorm": OwnQwenNorm}),
+        Patcher(fusions="qkv"),
+        Patcher(fusions="gate_up"),
+        Patcher(fusions="sequential_experts"),
+    ],
+    ids=["mapping", "qkv", "gate_up", "sequential_experts"],
+)
+def test_a_checkpoint_in_float8_is_planned_as_it_is_loaded(patcher: Patcher, tmp_path: Path) -> None:
     """A quantizer makes conversions of its own out of those that it finds, ours among them."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny(tiny_qwen2_moe_config(), tmp_path / "whole"))
     tensors: dict[str, torch.Tensor] = {}
@@ -663,4 +673,4 @@ def test_a_checkpoint_in_float8_is_planned_as_it_is_loaded(tmp_path: Path) -> No
     model.config.quantization_config = blocks
     model.config.save_pretrained(tmp_path / "fp8")
     save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    held(tmp_path / "fp8", AutoModelForCausalLM, Patcher({"Qwen2MoeRMSNorm": OwnQwenNorm}))
+    held(tmp_path / "fp8", AutoModelForCausalLM, patcher)
