@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from patcher import commands
-from patcher.codegen.cli import app as codegen
+from patcher.codegen.cli import codegen
 
 __all__ = ["app", "main"]
 
@@ -19,7 +19,7 @@ app.command()(commands.plan)
 app.command()(commands.verify)
 app.command()(commands.diff)
 app.command()(commands.fingerprint)
-app.add_typer(codegen, name="codegen")
+app.command()(codegen)
 
 
 @app.callback()

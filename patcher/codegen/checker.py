@@ -23,6 +23,7 @@ from patcher.codegen.writer import diff_path, final_text, output_folder, unified
 from patcher.errors import CodegenError
 
 SUFFIX = "_patch_gen_config.py"
+_IMPORTING = {__file__, importlib.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
@@ -125,9 +126,10 @@ def load_configs(module: str, name: str | None = None) -> list[PatchConfig]:
     except CodegenError:
         raise
     except Exception as error:
-        place = _place(error)
+        place, cause = _places(error, path)
         raise CodegenError(
             f"{place or module}: the config can't be imported: {type(error).__name__}: {error}"
+            + (f", at {cause}" if cause else "")
         ) from error
     mine = str(Path(loaded.__file__ or ""))
     own = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchConfig)}
@@ -148,15 +150,31 @@ def load_configs(module: str, name: str | None = None) -> list[PatchConfig]:
     return list({id(value): value for value in local}.values())
 
 
-def _place(error: BaseException) -> str:
+def _places(error: BaseException, path: Path) -> tuple[str, str]:
+    """The line of the config on which its import failed, and the line of another file that failed there."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    last = frames[-1] if frames and not frames[-1].filename.endswith("checker.py") else None
-    return f"{last.filename}:{last.lineno}" if last else ""
+    # Not those that import: this file's, and `importlib.import_module`.
+    places = [Location(f.filename, f.lineno or 1) for f in frames if f.filename not in _IMPORTING]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append(Location(error.filename, error.lineno or 1))
+    if not places:
+        return "", ""
+    # The config itself comes first, unless it is imported by a package: its files run before.
+    own = [place for place in places if Path(place.file) == path.resolve()] or places[:1]
+    return str(own[-1]), str(places[-1]) if places[-1] != own[-1] else ""
 
 
 def _import_name(name: str) -> ModuleType:
     with _on_path(Path.cwd()):
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a module that the config imports
+            raise CodegenError(
+                f"{name}: there is no module {error.name!r}. Give the name of a config's module, or the path of its "
+                "file, which ends in .py."
+            ) from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -9,15 +9,10 @@ import typer
 
 from patcher.errors import CodegenError
 
-app = typer.Typer(
-    help="Generate patched modeling files.\n\nFrom configs, and check them for drift.",
-    context_settings={"allow_interspersed_args": True},
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def codegen(
     module: Annotated[str | None, typer.Argument(help="The module of a config, or the path of its file.")] = None,
     output_dir: Annotated[
@@ -38,7 +33,10 @@ def codegen(
     formatted: Annotated[bool, typer.Option("--format", help="Run ruff over what is generated.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every patch.")] = False,
 ) -> None:
-    """Generate the modeling file of a config."""
+    """Generate patched modeling files.
+
+    From configs, and check them for drift.
+    """
     from patcher.codegen import commands  # takes a third of a second, which `--help` doesn't need
 
     try:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from patcher.codegen import check
 from patcher.codegen.checker import discover, load_configs, read_settings
-from patcher.codegen.cli import app
+from patcher.codegen.cli import app, codegen
 from patcher.errors import CodegenError
 from tests.codegen.test_writer import needs_ruff
 
@@ -140,6 +140,38 @@ def test_a_config_that_cannot_be_imported_is_a_failure(generated: Path, project:
     assert "configs/broken_patch_gen_config.py: can't be imported" in output
 
 
+#: what a config holds, and the line of it, and of a module that it imports, which the message names
+UNIMPORTABLE = {
+    "an import": ("x = 1\nimport nothing_of_this_name\n", "{config}:2: ", "'nothing_of_this_name'"),
+    "a name": ("\n\nnobody\n", "{config}:3: ", "name 'nobody' is not defined"),
+    "a syntax error": ("x = 1\ny = (\n", "{config}:2: ", "'(' was never closed (broken_patch_gen_config.py, line 2)"),
+    "an error in what it imports": (
+        "x = 1\nimport failing_beside_it\n",
+        "{config}:2: ",
+        "ZeroDivisionError: division by zero, at {beside}:4",
+    ),
+    "an error of a config method": (
+        "from patcher.codegen import PatchConfig\n\nPatchConfig('a.b', 'c.txt')\n",
+        "{config}:3: ",
+        "is no name of a Python file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNIMPORTABLE)
+@pytest.mark.parametrize("by", ["path", "name"])
+def test_a_config_that_cannot_be_imported_is_named_with_its_line(case: str, by: str, project: Path) -> None:
+    text, place, reason = UNIMPORTABLE[case]
+    config, beside = project / "broken_patch_gen_config.py", project / "failing_beside_it.py"
+    config.write_text(text)
+    beside.write_text("def f():\n    raise SystemError\n\n1 / 0\n")
+    code, output = run("broken_patch_gen_config.py" if by == "path" else "broken_patch_gen_config")
+    assert code == 1
+    assert output.startswith(f"error: {place.format(config=config)}")
+    assert reason.format(beside=beside) in output
+    assert not list(project.glob("**/generated"))
+
+
 def test_a_target_that_is_gone_is_a_failure(generated: Path, project: Path) -> None:
     (project / "lib" / "modeling_checked.py").write_text("def g(x):\n    return x\n")
     code, output = run("--check")
@@ -198,7 +230,8 @@ def test_the_list(project: Path) -> None:
     [
         ([], "Name a config, or use --list, --all or --check."),
         (["--fix"], "--fix belongs to --check."),
-        (["nothing_of_this_name"], "the config can't be imported: ModuleNotFoundError"),
+        (["nothing_of_this_name"], "nothing_of_this_name: there is no module 'nothing_of_this_name'. Give the name"),
+        (["tests.nothing_here"], "tests.nothing_here: there is no module 'tests.nothing_here'. Give the name"),
         (["gone.py"], "there is no such config. Give the path of a file, or the name of a module."),
         (["configs/one/one_patch_gen_config.py", "-c", "other"], "there is no PatchConfig named 'other'"),
         (["lib/modeling_checked.py"], "this module defines no PatchConfig. Write `config = PatchConfig(...)`."),
@@ -285,7 +318,7 @@ def test_a_module_with_several_configs(project: Path) -> None:
 def test_as_a_part_of_another_command(project: Path) -> None:
     """As the main command mounts it: options may stand before and behind the module."""
     main = typer.Typer()
-    main.add_typer(app, name="codegen")
+    main.command()(codegen)
     main.command("other")(lambda: None)
     result = CliRunner().invoke(main, ["codegen", "configs/one/one_patch_gen_config.py", "--dry-run"])
     assert result.exit_code == 0, result.output
