@@ -18,7 +18,7 @@ from patcher.matching import nearest
 from patcher.patcher import Patcher
 from patcher.tables import Shown, Table
 
-__all__ = ["Listing", "Pin", "checked", "combined", "listing", "pin_of"]
+__all__ = ["Listing", "Pin", "checked", "combined", "listing", "named", "pin_of"]
 
 
 def checked(model: str, options: dict[str, Any]) -> str:
@@ -198,13 +198,18 @@ class Pin(Shown):
         return "\n".join([*lines, "}"])
 
 
+def named(name: str) -> Patcher:
+    """The patcher of the name of a preset, or of `module:CONSTANT`."""
+    return constant(name) if ":" in name else preset(name)
+
+
 def pin_of(name: str) -> Pin:
     """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed.
 
     Raises:
         InvalidPatcherError: there is no such patcher, or it names no class of transformers.
     """
-    patcher = constant(name) if ":" in name else preset(name)
+    patcher = named(name)
     pinned = dict(patcher.fingerprints)
     names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())
     homes = _meant(patcher, homes_of(names))

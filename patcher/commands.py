@@ -129,18 +129,34 @@ def diff(
 
 def fingerprint(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="The name of a preset, or MODULE:CONSTANT.")],
+    model: Annotated[
+        str, typer.Option("--verify", metavar="MODEL", help="Verify it on this model first; no pin if that fails.")
+    ] = "",
+    revision: Revision = None,
+    remote: Remote = False,
     as_json: Json = False,
 ) -> None:
     """Print the pin of a preset.
 
-    For the transformers that is installed. Exits with 1 if the preset is pinned to other code.
+    For the transformers that is installed. Exits with 1 if the preset is pinned to other code; with --verify, if what
+    is verified on this code is not the same as stock.
     """
     with _answering():
-        from patcher.command_values import pin_of
+        from patcher.command_values import named, pin_of
 
-        pin = pin_of(preset)
-    _show(pin, as_json)
-    raise typer.Exit(0 if pin.holds else 1)
+        pin, passed = pin_of(preset), True
+        if model:
+            from patcher.command_values import checked
+            from patcher.verification import verify
+
+            options = _options(revision, remote)
+            checked(model, options)
+            verified = verify(model, named(preset).replace(fingerprints={}, transformers=""), **options)
+            typer.echo(str(verified), err=True)
+            passed = verified.passed
+    if passed:
+        _show(pin, as_json)
+    raise typer.Exit(0 if passed and (model or pin.holds) else 1)
 
 
 # --- what they share -----------------------------------------------------------------------------------------------

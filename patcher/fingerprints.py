@@ -159,14 +159,12 @@ def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[
         changed.append(f"  {name}: pinned {', '.join(patcher.fingerprints[name])}, and there is no such class")
     if changed:
         listed = "\n".join(changed)
-        option = f"--preset {patcher.name}" if patcher.name else "--patcher MODULE:CONSTANT"
         raise PresetDriftError(
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
-            f"Verify it on this code with `patcher verify MODEL {option} --unpinned`; then "
-            f"print the new pin with `patcher fingerprint {patcher.name or 'MODULE:CONSTANT'}`, and give it: "
-            "patcher.replace(fingerprints={...})."
+            f"`patcher fingerprint {patcher.name or 'MODULE:CONSTANT'} --verify MODEL` verifies it on this code and "
+            "prints the new pin; give it: patcher.replace(fingerprints={...})."
         )
 
 

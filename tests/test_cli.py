@@ -107,7 +107,7 @@ class Same(LlamaMLP):
     pass
 
 DOUBLED = Patcher({"LlamaMLP": Doubled}, name="doubled")
-SAME = Patcher({"LlamaMLP": Same})
+SAME = Patcher({"LlamaMLP": Same}, fingerprints={"LlamaMLP": "0" * 16})
 UNFIT = Patcher({"LlamaMLP": Unfit})
 MISSPELT = Patcher({"LlamaMPL": Doubled})
 PINNED = Patcher({"LlamaMLP": Doubled}, name="pinned", fingerprints={"LlamaMLP": "0" * 16, "LlamaGone": "1" * 16})
@@ -183,7 +183,7 @@ def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: l
 def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
     for command in ("plan", "verify"):
         told = json.loads(run(command, folder, "--patcher", "my_patches:DRIFTED", "--json").stdout)
-        assert "--unpinned" in json.dumps(told)
+        assert "`patcher fingerprint doubled --verify MODEL` verifies it on this code" in json.dumps(told)
     done = run("plan", folder, "--patcher", "my_patches:DRIFTED", "--unpinned", "--json")
     assert (done.exit_code, json.loads(done.stdout)["ok"]) == (0, True)
 
@@ -228,6 +228,20 @@ def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
         ("LlamaMLP", ["0" * 16]),
         ("LlamaGone", ["1" * 16]),
     ]
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> None:
+    done = run("fingerprint", "my_patches:SAME", "--verify", folder)
+    assert done.exit_code == 0, done.output
+    assert "the same as stock" in done.stderr
+    assert "fingerprints={\n" in done.stdout
+
+    done = run("fingerprint", "my_patches:DRIFTED", "--verify", folder)
+    assert done.exit_code == 1
+    assert "NOT the same as stock" in done.stderr
+    assert "fingerprints={" not in done.stdout
+    assert run("fingerprint", "my_patches:SAME", "--verify", folder / "none").exit_code == 2
 
 
 # --- presets -------------------------------------------------------------------------------------------------------
