@@ -325,14 +325,64 @@ def test_as_a_part_of_another_command(project: Path) -> None:
     assert "would create" in result.output
 
 
+#: what is typed, one after the other; the exit status; and what is printed, among other things
+TYPED: list[tuple[str, int, str]] = [
+    ("--list", 0, "{config}: modeling_checked -> patched_modeling_checked.py, 1 patches\n"),
+    ("{config} --dry-run", 0, "would create {file} ("),
+    ("{config} -v --diff", 0, "  replace function f: more\nwrote {file} and patched_modeling_checked.diff\n"),
+    ("{config} -o elsewhere -c config", 0, "wrote elsewhere/patched_modeling_checked.py\n"),
+    ("--all --dry-run", 0, "would leave as it is {file} ("),
+    ("--check", 0, "{config}: ok\n1 checked, 0 to mend\n"),
+    ("edit", 0, ""),
+    ("--check", 1, "-    return 0\n+    return x + 1\n"),
+    ("--check --fix", 0, "{config}: fixed\n1 checked, 0 to mend\n"),
+    ("{config} --check", 0, "{config}: ok\n1 checked, 0 to mend\n"),
+    ("--all --diff --verbose", 0, "wrote {file} and patched_modeling_checked.diff\n"),
+    (
+        "{config} --config-name other",
+        1,
+        "configs/one/one_patch_gen_config.py:1: there is no PatchConfig named 'other'.",
+    ),
+    ("gone.py", 1, "gone.py: there is no such config."),
+    ("--fix", 2, "--fix belongs to --check."),
+]
+
+
+@pytest.mark.slow
+def test_every_option_in_a_shell(project: Path) -> None:
+    file = project / "configs" / "one" / "generated" / "patched_modeling_checked.py"
+    for typed, status, expected in TYPED:
+        names = {"config": "configs/one/one_patch_gen_config.py", "file": file}
+        if typed == "edit":
+            file.write_text(file.read_text().replace("return x + 1", "return 0"))
+            continue
+        done = shell(project, *typed.format(**names).split())
+        assert done.returncode == status, (typed, done.stdout, done.stderr)
+        assert expected.format(**names) in done.stdout + done.stderr, typed
+    assert "return x + 1" in file.read_text()
+
+
+@needs_ruff
+def test_formatting_in_a_shell(project: Path) -> None:
+    config = project / "configs" / "one" / "one_patch_gen_config.py"
+    config.write_text(CONFIG.replace("x + 1", "x +   1"))
+    assert shell(project, str(config), "--format").returncode == 0
+    assert shell(project, str(config), "--format", "--check").returncode == 0
+    assert shell(project, str(config), "--check").returncode == 1
+
+
 def test_as_a_module(project: Path) -> None:
+    done = shell(project, "--list")
+    assert done.returncode == 0, done.stderr
+    assert "one_patch_gen_config.py" in done.stdout
+
+
+def shell(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = [str(Path(__file__).parents[2]), str(project / "lib"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", "patcher.codegen", "--list"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+    return subprocess.run(
+        [sys.executable, "-m", "patcher.codegen", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "TERM": "dumb", "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "one_patch_gen_config.py" in done.stdout
