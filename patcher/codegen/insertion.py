@@ -88,7 +88,7 @@ def insert(
     top = _added_imports(added, context) + _blocks(config, context) + _helpers(by_anchor, "", context)
     anchor = imports.last_import(module)
     if anchor is not None and top:
-        edits[anchor] = [*edits.get(anchor, [anchor]), *top]
+        edits[anchor] = [*edits.get(anchor, _rewritten(anchor, edits)), *top]
     outermost = {name.name.value: node for node in module.body for name in tree.definitions([node])}
     for name, helpers in by_anchor.items():
         if not name or name in fresh:
