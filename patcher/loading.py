@@ -24,7 +24,7 @@ from patcher.recorders import install_output_hooks
 from patcher.rehearsal import Rehearsal, RehearsedSignal
 from patcher.resolution import arrange, as_stock
 from patcher.saving import check_saving, original_state_dict
-from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class
+from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class, under_construction
 from patcher.session import Session, check_pins, finish_by_hand, layers_in_force
 from patcher.strictness import Complaints, judge_matches
 from patcher.values import Values, keeping_computed
@@ -195,8 +195,7 @@ def _from_config(
     patcher: Patcher | None = None,
     **kwargs: Any,
 ) -> Any:
-    scope = active_scope()
-    if patcher is None and scope is not None and (scope.is_sketch or scope.is_constructing):
+    if patcher is None and under_construction():
         cover_new_classes()  # a part of the model under construction, whose code may just have been imported
         return stock(cls, config, *args, **kwargs)
     layers, own = layers_in_force(patcher)

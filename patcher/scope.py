@@ -29,7 +29,7 @@ from patcher.errors import PatchConflictError, PatchConstructionError
 from patcher.materialize import Materialization, watching_parameters
 from patcher.patcher import Patcher
 
-__all__ = ["Built", "Layer", "Match", "Scope", "active_scope", "opened", "original_class"]
+__all__ = ["Built", "Layer", "Match", "Scope", "active_scope", "opened", "original_class", "under_construction"]
 
 _ACTIVE: ContextVar[Scope | None] = ContextVar("patcher_scope", default=None)
 
@@ -254,6 +254,12 @@ def active_scope() -> Scope | None:
     """The scope of this thread or task, if one is open."""
     scope = _ACTIVE.get()
     return scope if scope is not None and scope.open else None
+
+
+def under_construction() -> bool:
+    """Whether a model is being built here under a patcher, so that what is built now is a part of it."""
+    scope = active_scope()
+    return scope is not None and (scope.is_sketch or scope.is_constructing)
 
 
 @contextmanager

@@ -85,6 +85,8 @@ def from_pretrained(cls, *args, patcher=None, **kwargs):
 @classmethod
 def _from_config(cls, config, *args, patcher=None, **kwargs):
     """Build a model that saves as the shipped one does."""
+    if patcher is None and under_construction():  # a part of a model that has the conversions itself
+        return super()._from_config(config, *args, **kwargs)
     return shipped_class(cls)._from_config(config, *args, patcher=with_conversions(cls, patcher), **kwargs)
 ''',
         "what is made without a checkpoint saves one of the original",
@@ -112,6 +114,7 @@ def _load_and_save(described: PatchConfig, shipped: ModuleType) -> None:
     import_torch(described, shipped)
     described.add_import(package, names=[f"{stem} as shipped"])
     described.add_import("patcher", names=["report"])
+    described.add_import("patcher.scope", names=["under_construction"])
     described.add_helper(_SHIPPED)
     described.add_helper(_WITH)
     for name, cls in module_classes(shipped).items():

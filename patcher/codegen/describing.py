@@ -16,7 +16,7 @@ from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.executing import MADE
 from patcher.codegen.fused import join_projections
 from patcher.codegen.listed import list_experts
-from patcher.codegen.owners import Owners
+from patcher.codegen.owners import Owners, built_by_config
 from patcher.codegen.patches import create_patch_from_external
 from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
@@ -54,6 +54,7 @@ def from_patcher(
     if patcher.fusions:  # otherwise no model has to be built
         resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
         own = _classes_of_others(resolution, model_class, config, shipped, described)
+    _check_builders(resolution, replaced, model_class, config, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
     dependencies = Dependencies(described, shipped, targets)
     for name, cls in sorted(replaced.items()):
@@ -72,6 +73,27 @@ def from_patcher(
             patcher.replace(class_mapping={}, any_of=(), fusions=(), extra_weight_conversions=converted)
         )
     return described
+
+
+def _check_builders(
+    resolution: Resolution | None,
+    replaced: dict[str, type[nn.Module]],
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    described: PatchConfig,
+) -> None:
+    """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
+    modules = dict(skeleton(model_class, config).named_modules(remove_duplicate=False))
+    changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
+    changed.update(resolution.fused if resolution is not None else ())
+    for path in sorted(changed):
+        if part := built_by_config(modules, path):
+            name = type(modules[part]).__name__
+            raise CodegenError(
+                f"{described.where}: {path} changes, and {part} around it is built by from_config() of an Auto class, "
+                f"which gives the {name} of transformers, not that of the file. Call from_patcher() with {name}, or "
+                "load with the patcher itself."
+            )
 
 
 def _called(patcher: Patcher) -> str:

@@ -6,15 +6,47 @@ A file has one class for a name, but a fusion decides module by module: `self.se
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from patcher.codegen.config import PatchConfig
 from patcher.errors import CodegenError
 
-__all__ = ["Owners"]
+__all__ = ["Owners", "built_by_config"]
+
+
+def built_by_config(modules: Mapping[str, nn.Module], path: str) -> str:
+    """The path of a part around a module that is built by `AutoModel.from_config()`, or "".
+
+    That gives the class of transformers, whatever the file of its name holds.
+    """
+    parts = path.split(".") if path else []
+    for depth in range(1, len(parts) + 1):
+        builder = type(modules[".".join(parts[: depth - 1])])
+        if isinstance(modules[".".join(parts[:depth])], PreTrainedModel) and _asks_auto(builder, parts[depth - 1]):
+            return ".".join(parts[:depth])
+    return ""
+
+
+def _asks_auto(builder: type, name: str) -> bool:
+    """Whether the `__init__` of a class assigns what an Auto class builds to `self.<name>`."""
+    init = builder.__dict__.get("__init__")
+    if init is None:
+        return False
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))):
+        if not isinstance(node, ast.Assign):
+            continue
+        if any(isinstance(target, ast.Attribute) and target.attr == name for target in node.targets):
+            calls = [part.func for part in ast.walk(node.value) if isinstance(part, ast.Call)]
+            if any(isinstance(called, ast.Attribute) and called.attr == "from_config" for called in calls):
+                return True
+    return False
 
 
 class Owners:

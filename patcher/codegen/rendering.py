@@ -86,7 +86,11 @@ def _transform(transform: WeightTransform, described: PatchConfig, dependencies:
         lines.append(f"    operations=[{', '.join(operations)}],")
     lines.append(")")
     text = "\n".join(lines)
-    if identity(eval(text, namespace)) != identity(transform):
+    try:
+        made = eval(text, namespace)
+    except Exception as error:
+        raise _no_text(transform, described, f"its text would fail with {type(error).__name__}: {error}") from error
+    if identity(made) != identity(transform):
         raise _no_text(transform, described, "its text would make another one")
     return text
 
@@ -98,6 +102,17 @@ def _operation(
     dependencies: Dependencies,
     namespace: dict[str, Any],
 ) -> str:
+    def text_of(value: Any) -> str:
+        if isinstance(value, ConversionOps):  # an operation that runs others
+            if "model" in inspect.signature(value.convert).parameters:
+                name = type(value).__name__
+                raise _no_text(transform, described, f"{name} looks at parameters that only the original has")
+            return _operation(value, transform, described, dependencies, namespace)
+        if type(value) in (tuple, list):
+            items = ", ".join(text_of(item) for item in value)
+            return f"[{items}]" if type(value) is list else f"({items},)" if len(value) == 1 else f"({items})"
+        return repr(value)
+
     cls = type(operation)
     arguments = []
     for name, parameter in inspect.signature(cls).parameters.items():
@@ -108,7 +123,7 @@ def _operation(
         ):
             raise _no_text(transform, described, f"{cls.__name__} doesn't keep its argument {name!r}")
         if value != parameter.default:
-            arguments.append(f"{name}={value!r}")
+            arguments.append(f"{name}={text_of(value)}")
     dependencies.operation(cls, f"from_patcher(), for {describe(transform)},")
     text = f"{cls.__name__}({', '.join(arguments)})"
     namespace[cls.__name__] = cls

@@ -12,10 +12,11 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher import Patcher
+from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
 from tests import tiny
 from tests.codegen.comparing import assert_equal_models, logits
+from tests.coverage_models import small_configs
 
 DECODER = tiny.DECODER_SIZES
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
@@ -113,6 +114,18 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["qkv", "gate_up"],
         BOTH_SIDES,
     ),
+    "NomicBERT, which stock takes apart": (
+        "NomicBertForMaskedLM",
+        lambda: next(small_configs(transformers.NomicBertConfig)),
+        ["qkv", "gate_up"],
+        None,
+    ),
+    "xLSTM, classes behind a guard": (
+        "xLSTMForCausalLM",
+        lambda: next(small_configs(transformers.xLSTMConfig)),
+        ["qkv", "gate_up"],
+        {"input_ids": TOKENS, "use_cache": False},
+    ),
     "BART": (
         "BartForConditionalGeneration",
         lambda: transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64),
@@ -195,3 +208,67 @@ def test_the_file_of_fusions_computes_and_saves_what_the_patcher_does(
     stock = cls.from_pretrained(folder)
     assert_equal_models(models, stock, tmp_path / "saved", inputs)
     torch.testing.assert_close(logits(models[1], inputs), logits(stock, inputs), atol=1e-4, rtol=0)
+
+
+class OtherNorm(torch.nn.RMSNorm):
+    """Stands in for a norm."""
+
+
+#: what no file of one module can do: the patcher, the model, and what is said
+REFUSED: dict[str, tuple[Patcher, str, str]] = {
+    "a fused part that an Auto class builds": (
+        Patcher(fusions="gate_up"),
+        "Qwen3VLForConditionalGeneration",
+        r"model\.language_model\.layers\.0\.mlp changes, and model\.language_model around it is built by "
+        r"from_config\(\) of an Auto class, which gives the Qwen3VLTextModel of transformers, not that of the file\. "
+        r"Call from_patcher\(\) with Qwen3VLTextModel, or load with the patcher itself\.$",
+    ),
+    "a replaced part that an Auto class builds": (
+        Patcher({"Qwen3VLTextRMSNorm": OtherNorm}),
+        "Qwen3VLForConditionalGeneration",
+        r"model\.language_model around it is built by from_config\(\) of an Auto class",
+    ),
+    "a part of another module": (
+        Patcher(fusions="patch_embeddings"),
+        "LlavaForConditionalGeneration",
+        r"model\.vision_tower around it is built by from_config\(\) .* Call from_patcher\(\) with CLIPVisionModel",
+    ),
+    "one of a list, beside others": (
+        Patcher(fusions="patch_embeddings"),
+        "PvtV2ForImageClassification",
+        r"spatial_reduction is not fused, .*no class of .*modeling_pvt_v2 builds those that are, and no others",
+    ),
+    "an operation that looks at the original": (
+        Patcher(fusions="qkv"),
+        "Molmo2ForConditionalGeneration",
+        r"can't be written into the file: Split looks at parameters that only the original has",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_file_of_the_module_can_do_is_refused(case: str) -> None:
+    patcher, name, message = REFUSED[case]
+    cls: type[PreTrainedModel] | None = getattr(transformers, name, None)
+    if cls is None:
+        pytest.skip(f"this transformers has no {name}")
+    with pytest.raises(CodegenError, match=message):
+        PatchConfig.from_patcher(patcher, cls, config=next(small_configs(cls.config_class)))
+
+
+def test_a_part_that_the_checkpoint_lacks_is_initialised(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = clip()
+    folder = tiny.save_tiny(config, tmp_path / "checkpoint", model_class=transformers.CLIPModel)
+    weights = load_file(folder / "model.safetensors")
+    lacking = "text_model.encoder.layers.0.mlp.fc1.weight"
+    del weights[lacking]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    described = PatchConfig.from_patcher(Patcher(fusions="qkv"), transformers.CLIPModel, config=config)
+    model: Any = imported(described).CLIPModel.from_pretrained(folder)
+    stock = transformers.CLIPModel.from_pretrained(folder)
+    deviations = [float(one.state_dict()[lacking].std()) for one in (model, stock)]
+    assert deviations[0] == pytest.approx(deviations[1], rel=0.1)

@@ -26,6 +26,7 @@
 # - add import WeightConverter
 # - add import report
 # - add import shipped
+# - add import under_construction
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -75,6 +76,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 # [ADDED IMPORTS]
 from patcher import Patcher, report
+from patcher.scope import under_construction
 from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.llama import modeling_llama as shipped
 
@@ -443,6 +445,8 @@ class LlamaPreTrainedModel(PreTrainedModel):
     @classmethod
     def _from_config(cls, config, *args, patcher=None, **kwargs):
         """Build a model that saves as the shipped one does."""
+        if patcher is None and under_construction():  # a part of a model that has the conversions itself
+            return super()._from_config(config, *args, **kwargs)
         return shipped_class(cls)._from_config(config, *args, patcher=with_conversions(cls, patcher), **kwargs)
 
     @classmethod

@@ -28,6 +28,7 @@
 # - add import WeightConverter
 # - add import report
 # - add import shipped
+# - add import under_construction
 # ----------------------------------------------------------------------------------------
 #                🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨
 #           This file was automatically generated from src/transformers/models/mixtral/modular_mixtral.py.
@@ -85,6 +86,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 # [ADDED IMPORTS]
 from patcher import Patcher, report
 from patcher.codegen.operations import Unstack
+from patcher.scope import under_construction
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.mixtral import modeling_mixtral as shipped
 
@@ -502,6 +504,8 @@ class MixtralPreTrainedModel(PreTrainedModel):
     @classmethod
     def _from_config(cls, config, *args, patcher=None, **kwargs):
         """Build a model that saves as the shipped one does."""
+        if patcher is None and under_construction():  # a part of a model that has the conversions itself
+            return super()._from_config(config, *args, **kwargs)
         return shipped_class(cls)._from_config(config, *args, patcher=with_conversions(cls, patcher), **kwargs)
 
     @classmethod
