@@ -6,12 +6,13 @@ rows that it permutes for rotary embeddings), its own operations run inside of o
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -130,15 +131,17 @@ def converters_for(
     """
     groups: dict[tuple[Any, ...], list[tuple[str, Target]]] = {}
     routes_of: dict[tuple[Any, ...], tuple[Route, ...]] = {}
+    prefix_of: dict[tuple[Any, ...], str] = {}
     for target in targets:
         routes = _routes(target, origins)
         keys = [key for route in routes for key in route.keys]
         others = [name for route in routes for _, name in route.others]
         prefix = _common_prefix([target.name, *keys, *others])
         names = tuple(text.removeprefix(prefix) for text in (target.name, *keys))
-        kind = (names, tuple(text.removeprefix(prefix) for text in others), tuple(route.kind for route in routes))
+        kinds = tuple((route.first.removeprefix(prefix), *route.kind) for route in routes)
+        kind = (names, tuple(text.removeprefix(prefix) for text in others), kinds)
         groups.setdefault(kind, []).append((prefix, target))
-        routes_of[kind] = routes
+        routes_of[kind], prefix_of[kind] = routes, prefix
     every = {key for made in origins.values() for key in made.keys}
     converters = []
     for kind, members in groups.items():
@@ -146,7 +149,7 @@ def converters_for(
         other_tails: tuple[str, ...] = kind[1]
         head = _anchor([prefix for prefix, _ in members], tails, every, model.base_model_prefix)
         sources = [f"{head}{re.escape(text)}$" for text in tails]
-        operation = JoinRows(tuple(_numbered(routes_of[kind])), tail, other_tails)
+        operation = JoinRows(tuple(_numbered(routes_of[kind], prefix_of[kind])), tail, other_tails)
         targets_of = [rf"\1{text}" for text in (tail, *other_tails)]
         converters.append(WeightConverter(sources, targets_of, operations=[operation]))
     return converters
@@ -160,6 +163,7 @@ class Route:
         keys: the keys, as the renamings leave them.
         parts: (number of the part, the pattern under which the operations leave it).
         others: (pattern, parameter) of what the operations make besides, which is no part.
+        first: the parameter that the operations are named by in a stock load.
     """
 
     keys: tuple[str, ...]
@@ -167,6 +171,7 @@ class Route:
     converter: WeightConverter | None = None
     patterns: tuple[str, ...] = ()
     others: tuple[tuple[str, str], ...] = ()
+    first: str = ""
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -199,11 +204,26 @@ def _routes(target: Target, origins: Mapping[str, Made]) -> tuple[Route, ...]:
             raise NotConvertibleError(f"{describe(route.converter)} takes several tensors by one pattern")
         whole = origins[target.parts[route.parts[0][0]]].targets
         others = tuple((pattern, name) for pattern, name in whole if name not in target.parts)
-        routes[keys] = replace(route, others=others)
+        routes[keys] = replace(route, others=others, first=whole[0][1])
     return tuple(routes.values())
 
 
-def _numbered(routes: tuple[Route, ...]) -> Iterator[Step]:
+class Step(NamedTuple):
+    """What one route does, by the places of its sources and parts among those of the whole conversion."""
+
+    first: int
+    taken: int
+    #: (part, pattern) pairs
+    parts: tuple[tuple[int, str], ...]
+    operations: tuple[ConversionOps, ...]
+    #: the patterns that the operations were written with
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    #: the parameter that the operations are named by in a stock load, without what the layers don't share
+    name: str
+
+
+def _numbered(routes: tuple[Route, ...], prefix: str) -> Iterator[Step]:
     position, parts_before_others = 0, sum(len(route.parts) for route in routes)
     for route in routes:
         operations: tuple[ConversionOps, ...] = ()
@@ -216,12 +236,9 @@ def _numbered(routes: tuple[Route, ...]) -> Iterator[Step]:
         # What is no part gets a number behind the parts.
         others = tuple((parts_before_others + place, pattern) for place, (pattern, _) in enumerate(route.others))
         parts_before_others += len(others)
-        yield (position, len(route.keys), (*route.parts, *others), operations, sources, targets)
+        name = route.first.removeprefix(prefix)
+        yield Step(position, len(route.keys), (*route.parts, *others), operations, sources, targets, name)
         position += len(route.keys)
-
-
-#: (first source, how many, (part, pattern) pairs, operations, their source patterns, their target patterns)
-Step = tuple[int, int, tuple[tuple[int, str], ...], tuple[ConversionOps, ...], tuple[str, ...], tuple[str, ...]]
 
 
 class JoinRows(ConversionOps):
@@ -239,12 +256,12 @@ class JoinRows(ConversionOps):
         self.sizes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        inner = [repr(operation) for step in self.steps for operation in step[3]]
+        inner = [repr(operation) for step in self.steps for operation in step.operations]
         return f"JoinRows({', '.join(inner)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinRows:
         # A load copies a conversion for each tensor that it takes: only what may change is worth that.
-        steps = deepcopy(self.steps, memo) if any(step[3] for step in self.steps) else self.steps
+        steps = deepcopy(self.steps, memo) if any(step.operations for step in self.steps) else self.steps
         return JoinRows(steps, self.tail, self.others)
 
     @torch.no_grad()
@@ -254,11 +271,13 @@ class JoinRows(ConversionOps):
         source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str = "",
+        model: Any = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         pieces: dict[int, torch.Tensor] = {}
-        for first, count, parts, operations, inner_sources, inner_targets in self.steps:
-            outer = source_patterns[first : first + count]
+        head = full_layer_name.removesuffix(self.tail)
+        for first, taken, parts, operations, inner_sources, inner_targets, inner_name in self.steps:
+            outer = source_patterns[first : first + taken]
             if absent := [pattern for pattern in outer if not input_dict.get(pattern)]:
                 raise ValueError(f"{full_layer_name} lacks what {', '.join(absent)} takes")
             tensors: dict[str, Any]
@@ -271,7 +290,8 @@ class JoinRows(ConversionOps):
                         tensors,
                         source_patterns=list(inner_sources),
                         target_patterns=list(inner_targets),
-                        full_layer_name=full_layer_name,
+                        full_layer_name=f"{head}{inner_name}",
+                        model=_WithParts(model),
                         **kwargs,
                     )
             for part, pattern in parts:
@@ -281,7 +301,6 @@ class JoinRows(ConversionOps):
         ordered = ordered[: len(ordered) - len(self.others)]
         self.sizes = tuple(piece.shape[0] for piece in ordered)
         result = {full_layer_name: torch.cat(ordered) if len(ordered) > 1 else ordered[0]}
-        head = full_layer_name.removesuffix(self.tail)
         return result | {f"{head}{name}": piece for name, piece in zip(self.others, others, strict=True)}
 
     @property
@@ -305,21 +324,23 @@ class SplitRows(ConversionOps):
         source_patterns: list[str],
         target_patterns: list[str],
         full_layer_name: str = "",
+        model: Any = None,
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         head = full_layer_name.removesuffix(self.join.tail)
         pieces = list(torch.split(_one(input_dict[full_layer_name]), list(self.join.sizes)))
         pieces += [_one(input_dict[f"{head}{name}"]) for name in self.join.others]
         result: dict[str, torch.Tensor] = {}
-        for first, count, parts, operations, inner_sources, inner_targets in self.join.steps:
-            outer = target_patterns[first : first + count]
+        for first, taken, parts, operations, inner_sources, inner_targets, inner_name in self.join.steps:
+            outer = target_patterns[first : first + taken]
             tensors: dict[str, Any] = {pattern: pieces[part] for part, pattern in parts}
             for operation in reversed(operations):
                 tensors = operation.reverse_op.convert(
                     tensors,
                     source_patterns=list(inner_targets),
                     target_patterns=list(inner_sources),
-                    full_layer_name=full_layer_name,
+                    full_layer_name=f"{head}{inner_name}",
+                    model=_WithParts(model),
                     **kwargs,
                 )
             for inner, name in zip(inner_sources or ("",), outer, strict=True):
@@ -329,6 +350,20 @@ class SplitRows(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return JoinRows(self.join.steps, self.join.tail, self.join.others)
+
+
+class _WithParts:
+    """The model as operations that look at its parameters expect it: with the parts of what is joined."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        found: torch.Tensor = functools.reduce(getattr, name.split("."), self._model)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _one(value: Any) -> Any:

@@ -35,6 +35,7 @@ REPRESENTATIVES: dict[str, tuple[str, ...]] = {
     "LlavaForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # two towers
     "Qwen2VLForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # Conv3d, row 5 of the design
     "Glm4vForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),
+    "Molmo2ForConditionalGeneration": ("qkv", "gate_up"),  # joined on disk; stock cuts by the sizes of parameters
     "ViTForImageClassification": ("qkv", "patch_embeddings"),  # stock renames query, key and value
     "ConvNextForImageClassification": ("patch_embeddings",),  # several in one model
 }
