@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -85,3 +87,27 @@ def test_every_public_name_begins_with_an_example_or_says_what_it_is(name: str) 
     assert documentation
     if inspect.isfunction(getattr(patcher, name)):
         assert "```python" in documentation
+
+
+#: What users import from: everything else may change.
+PUBLIC = {"patcher", "patcher.codegen", "patcher.codegen.runtime", "patcher.fusions", "patcher.monkey_patching"}
+PUBLIC |= {"patcher.presets"}
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "examples").rglob("*.py"), *(ROOT / "notebooks").glob("*.ipynb")], ids=lambda path: path.name
+)
+def test_examples_get_by_with_public_names(path: Path) -> None:
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        text = "\n".join("".join(cell) for cell in cells)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "patcher":
+            names = {alias.name for alias in node.names}
+            assert node.module in PUBLIC, ast.unparse(node)
+            submodules = {module.rpartition(".")[2] for module in PUBLIC}
+            assert names <= {*importlib.import_module(node.module).__all__, *submodules}, ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            used = {alias.name for alias in node.names if alias.name.partition(".")[0] == "patcher"}
+            assert used <= PUBLIC, ast.unparse(node)

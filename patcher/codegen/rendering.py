@@ -18,7 +18,7 @@ from patcher import seams
 from patcher.codegen.config import PatchConfig
 from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.executing import CONVERSIONS
-from patcher.codegen.operations import Unstack
+from patcher.codegen.runtime import Unstack
 from patcher.conversions import RememberingConcatenate, describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows

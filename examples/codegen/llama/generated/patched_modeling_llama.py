@@ -76,7 +76,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 # [ADDED IMPORTS]
 from patcher import Patcher, report
-from patcher.scope import under_construction
+from patcher.codegen.runtime import under_construction
 from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.llama import modeling_llama as shipped
 

@@ -85,8 +85,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 # [ADDED IMPORTS]
 from patcher import Patcher, report
-from patcher.codegen.operations import Unstack
-from patcher.scope import under_construction
+from patcher.codegen.runtime import Unstack, under_construction
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.models.mixtral import modeling_mixtral as shipped
 

@@ -1,4 +1,9 @@
-"""Operations of weight conversions that generated files use, and that transformers lacks."""
+"""What generated files use while they run. They are shipped and kept, so these names stay.
+
+```python
+from patcher.codegen.runtime import Unstack, under_construction
+```
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
-__all__ = ["StackAgain", "Unstack"]
+from patcher.scope import under_construction
+
+__all__ = ["StackAgain", "Unstack", "under_construction"]
 
 
 class Unstack(ConversionOps):
