@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.codegen.config import PatchConfig
-from patcher.codegen.dependencies import Dependencies
+from patcher.codegen.dependencies import RUNTIME, Dependencies
 from patcher.codegen.executing import CONVERSIONS
 from patcher.codegen.rendering import render_conversions
 from patcher.errors import CodegenError
@@ -114,7 +114,7 @@ def _load_and_save(described: PatchConfig, shipped: ModuleType) -> None:
     import_torch(described, shipped)
     described.add_import(package, names=[f"{stem} as shipped"])
     described.add_import("patcher", names=["report"])
-    described.add_import("patcher.codegen.runtime", names=["under_construction"])
+    described.add_import(RUNTIME, names=["under_construction"])
     described.add_helper(_SHIPPED)
     described.add_helper(_WITH)
     for name, cls in module_classes(shipped).items():

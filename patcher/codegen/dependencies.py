@@ -24,7 +24,11 @@ from patcher.errors import CodegenError
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
 
-__all__ = ["Dependencies"]
+__all__ = ["RUNTIME", "Dependencies"]
+
+
+#: where generated files find what they need of this package
+RUNTIME = "patcher.codegen.runtime"
 
 
 @dataclass
@@ -57,9 +61,10 @@ class Dependencies:
         if self._is_known(name, cls):
             return
         self._known[name] = cls
-        if _importable(cls.__module__, cls):
-            self.config.add_import(cls.__module__, names=[name])
-            return
+        for home in (RUNTIME, cls.__module__):
+            if _importable(home, cls):
+                self.config.add_import(home, names=[name])
+                return
         if name_map := self.bring(cls, asked):
             raise CodegenError(
                 f"{self.config.where}: {asked} knows {', '.join(name_map.values())} by other names, "

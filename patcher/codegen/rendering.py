@@ -108,13 +108,20 @@ def _operation(
                 name = type(value).__name__
                 raise _no_text(transform, described, f"{name} looks at parameters that only the original has")
             return _operation(value, transform, described, dependencies, namespace)
+        if hasattr(value, "_asdict"):  # a named tuple
+            return bring(type(value), value._asdict())
         if type(value) in (tuple, list):
             items = ", ".join(text_of(item) for item in value)
             return f"[{items}]" if type(value) is list else f"({items},)" if len(value) == 1 else f"({items})"
         return repr(value)
 
+    def bring(cls: type, arguments: dict[str, Any]) -> str:
+        dependencies.operation(cls, f"from_patcher(), for {describe(transform)},")
+        namespace[cls.__name__] = cls
+        return f"{cls.__name__}({', '.join(f'{name}={text_of(value)}' for name, value in arguments.items())})"
+
     cls = type(operation)
-    arguments = []
+    arguments = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         value = getattr(operation, name, inspect.Parameter.empty)
         if value is inspect.Parameter.empty or parameter.kind not in (
@@ -123,11 +130,8 @@ def _operation(
         ):
             raise _no_text(transform, described, f"{cls.__name__} doesn't keep its argument {name!r}")
         if value != parameter.default:
-            arguments.append(f"{name}={text_of(value)}")
-    dependencies.operation(cls, f"from_patcher(), for {describe(transform)},")
-    text = f"{cls.__name__}({', '.join(arguments)})"
-    namespace[cls.__name__] = cls
-    return text
+            arguments[name] = value
+    return bring(cls, arguments)
 
 
 def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
@@ -140,7 +144,7 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
         return transform
     sources, targets = seams.source_patterns(transform), seams.target_patterns(transform)
     operation, *more = transform.operations
-    if isinstance(operation, JoinRows) and not any(step[3] for step in operation.steps):
+    if isinstance(operation, JoinRows) and not any(step.operations for step in operation.steps):
         return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])
     if isinstance(operation, CutStacks) and not more and len(operation.parts) == 1:
         cut = operation.parts[0].cut

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
+from patcher.fusions.joining import JoinRows, Step
+from patcher.fusions.patch_embeddings import FlattenPatches
 from patcher.scope import under_construction
 
-__all__ = ["StackAgain", "Unstack", "under_construction"]
+__all__ = ["FlattenPatches", "JoinRows", "StackAgain", "Step", "Unstack", "under_construction"]
 
 
 class Unstack(ConversionOps):

@@ -21,7 +21,16 @@ from patcher import seams
 from patcher.conversions import describe
 from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
 
-__all__ = ["Made", "NotConvertibleError", "Target", "check_convertible", "converters_for", "origins_of"]
+__all__ = [
+    "JoinRows",
+    "Made",
+    "NotConvertibleError",
+    "Step",
+    "Target",
+    "check_convertible",
+    "converters_for",
+    "origins_of",
+]
 
 
 class NotConvertibleError(Exception):
