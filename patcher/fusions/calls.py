@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,6 +15,22 @@ from patcher.fusions.rewrite import methods_with
 from patcher.fusions.tracing import Assumptions
 
 __all__ = ["passes", "touches"]
+
+_Answer = TypeVar("_Answer")
+
+
+def _known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """Remember what a function says of a class, as long as the class lives: a model has many modules of one class."""
+    known: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, _Answer]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def answer(cls: type[nn.Module], *arguments: Any) -> _Answer:
+        answers = known.setdefault(cls, {})
+        if arguments not in answers:
+            answers[arguments] = function(cls, *arguments)
+        return answers[arguments]
+
+    return answer
 
 
 def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions, *, certainly: bool = False) -> str:
@@ -26,7 +45,8 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
     parent = modules.get(parent_path)
     parameters = _parameters(modules[path])
     found = False
-    for call, caller in _calls(parent, path[len(parent_path) :].strip(".")) if parent is not None else ():
+    name, _, number = path[len(parent_path) :].strip(".").partition(".")
+    for call, caller in _calls(type(parent), name, bool(number)) if parent is not None else ():
         found = True
         given = _given(call, parameters)
         for parameter in assumptions.none:
@@ -102,27 +122,27 @@ def _parent_of(modules: Mapping[str, nn.Module], path: str) -> str:
     return parent_path
 
 
-def _calls(parent: nn.Module, name: str) -> Iterator[tuple[ast.Call, ast.FunctionDef]]:
-    """The calls of a child, or of the children in a list (`name` is `layers.0` then), and the methods they are in."""
+@_known_of_class
+def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call, ast.FunctionDef]]:
+    """The calls of a child, or of the children in a list of that name, and the methods they are in."""
     found: list[tuple[ast.Call, ast.FunctionDef]] = []
-    name, _, number = name.partition(".")
 
     def collect(node: ast.FunctionDef) -> bool:
-        elements = _elements(node, name) if number else set()
+        elements = _elements(node, name) if listed else set()
         for child in ast.walk(node):
             if not isinstance(child, ast.Call):
                 continue
             match child.func:
-                case ast.Attribute(value=ast.Name(), attr=called) if not number and called == name:
+                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
                     found.append((child, node))
                 case ast.Name(id=called) if called in elements:
                     found.append((child, node))
-                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if number and called == name:
+                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
                     found.append((child, node))
         return False
 
-    methods_with(type(parent), collect)
-    yield from found
+    methods_with(cls, collect)
+    return found
 
 
 def _elements(function: ast.FunctionDef, name: str) -> set[str]:
@@ -169,6 +189,13 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
     parent = modules.get(parent_path)
     if parent is None or not path:
         return ""
+    found = _modules_used(type(parent), name, group)
+    return f"{type(parent).__name__} uses {', '.join(found)} as a module" if found else ""
+
+
+@_known_of_class
+def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[str]:
+    """Where methods of a class use projections of its child as modules."""
     found: list[str] = []
 
     def collect(node: ast.FunctionDef) -> bool:
@@ -187,5 +214,5 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
         )
         return False
 
-    methods_with(type(parent), collect)
-    return f"{type(parent).__name__} uses {', '.join(found)} as a module" if found else ""
+    methods_with(cls, collect)
+    return found

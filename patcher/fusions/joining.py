@@ -6,7 +6,9 @@ rows that it permutes for rotary embeddings), its own operations run inside of o
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -309,7 +311,7 @@ class JoinRows(ConversionOps):
         others = ordered[len(ordered) - len(self.others) :]
         ordered = ordered[: len(ordered) - len(self.others)]
         self.sizes = tuple(piece.shape[0] for piece in ordered)
-        result = {full_layer_name: torch.cat(ordered) if len(ordered) > 1 else ordered[0]}
+        result = {full_layer_name: _joined(ordered)}
         return result | {f"{head}{name}": piece for name, piece in zip(self.others, others, strict=True)}
 
     @property
@@ -359,6 +361,31 @@ class SplitRows(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return JoinRows(self.join.steps, self.join.tail, self.join.others)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all pieces; a view of them where they lie one behind the other, as a mapped file may have them.
+
+    A load on the CPU only maps the file, so a copy would take most of the time and twice the memory.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    ends = itertools.accumulate((piece.nbytes for piece in pieces), initial=first.data_ptr())
+    if any(
+        type(piece) is not torch.Tensor
+        or piece.device.type != "cpu"
+        or piece.dtype != first.dtype
+        or piece.shape[1:] != first.shape[1:]
+        or not piece.is_contiguous()
+        or piece.data_ptr() != end
+        or not piece.nbytes
+        for piece, end in zip(pieces, ends, strict=False)
+    ):
+        return torch.cat(pieces)
+    memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
+    memory.pieces = pieces  # type: ignore[attr-defined]  # they hold the memory, as long as the view does
+    return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
 
 
 class _WithParts:
