@@ -251,7 +251,8 @@ class Run:
         gaps = {
             key: difference([found[key]] if key in found else [], [gradient]) for key, gradient in expected.items()
         }
-        wrong = [key for key, gap in gaps.items() if gap.absolute > allowed * max(gap.scale, self._typical(expected))]
+        typical = self._typical(expected)
+        wrong = [key for key, gap in gaps.items() if gap.absolute > allowed * max(gap.scale, typical)]
         worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
         figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
         text = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
