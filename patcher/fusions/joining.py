@@ -10,44 +10,19 @@ import ctypes
 import functools
 import itertools
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from patcher import seams
 from patcher.conversions import describe
-from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
+from patcher.fusions.anchoring import anchored, common_prefix
+from patcher.fusions.origins import Made, NotConvertibleError
+from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter
 
-__all__ = [
-    "JoinRows",
-    "Made",
-    "NotConvertibleError",
-    "Step",
-    "Target",
-    "check_convertible",
-    "converters_for",
-    "origins_of",
-]
-
-
-class NotConvertibleError(Exception):
-    """Why the checkpoint can't be turned into the joined layout."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """How a stock load makes one parameter: from which keys (as renamed), by which converter, as which target."""
-
-    keys: tuple[str, ...]
-    converter: WeightConverter | None = None
-    #: the converter's source pattern for each key, and all parameters that it makes, by target pattern
-    patterns: tuple[str, ...] = ()
-    targets: tuple[tuple[str, str], ...] = ()
+__all__ = ["JoinRows", "SplitRows", "Step", "Target", "check_convertible", "converters_for"]
 
 
 @dataclass(frozen=True)
@@ -56,67 +31,6 @@ class Target:
 
     name: str
     parts: tuple[str, ...]
-
-
-# --- where parameters come from ------------------------------------------------------------------------------------
-
-
-#: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
-_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Made]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def origins_of(model: PreTrainedModel) -> dict[str, Made]:
-    """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
-    state_dict = model.state_dict()
-    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
-    known = _known_origins.get(model)
-    if known is None or known[0] != shapes:
-        known = _known_origins[model] = (shapes, _origins(model, state_dict))
-    return dict(known[1])
-
-
-def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
-    conversions = seams.stock_conversions(model)
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    if not converters:
-        return {name: Made((name,)) for name in state_dict}
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    checkpoint = seams.stock_revert(model, dict(state_dict))
-    taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
-    origins: dict[str, Made] = {}
-    for key in sorted(checkpoint, key=seams.dot_natural_key):
-        between, _, _ = seams.rename_key(key, renamings)
-        renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)
-        if taker is None:
-            origins[renamed] = Made((between,))
-            continue
-        if renamed not in taken:
-            taken[renamed] = (seams.copy_transform(taker), [])
-        copy, sources = taken[renamed]
-        copy.add_tensor(renamed, key, pattern or "", checkpoint[key])
-        sources.append((between, pattern or ""))
-    for first, (converter, sources) in taken.items():
-        made = list(converter.convert(first, model=model, config=model.config))
-        patterns = list(converter.target_patterns)
-        targets = _by_pattern(first, made, patterns)
-        keys, by = tuple(key for key, _ in sources), tuple(pattern for _, pattern in sources)
-        for name in made:
-            origins[name] = Made(keys, converter, by, targets)
-    return origins
-
-
-def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple[str, str], ...]:
-    """(target pattern, parameter): operations name what they make by pattern."""
-    if len(made) == 1:
-        return ((patterns[0], made[0]),)
-    for name in made:
-        for pattern in patterns:
-            head, found, tail = name.partition(pattern)
-            if found and [f"{head}{other}{tail}" for other in patterns] == made:
-                return tuple(zip(patterns, made, strict=True))
-    return tuple((name, name) for name in made)
 
 
 # --- the conversions -----------------------------------------------------------------------------------------------
@@ -147,7 +61,7 @@ def converters_for(
         routes = _routes(target, origins)
         keys = [key for route in routes for key in route.keys]
         others = [name for route in routes for _, name in route.others]
-        prefix = _common_prefix([target.name, *keys, *others])
+        prefix = common_prefix([target.name, *keys, *others])
         names = tuple(text.removeprefix(prefix) for text in (target.name, *keys))
         kinds = tuple((route.first.removeprefix(prefix), *route.kind) for route in routes)
         kind = (names, tuple(text.removeprefix(prefix) for text in others), kinds)
@@ -158,8 +72,9 @@ def converters_for(
     for kind, members in groups.items():
         tail, *tails = kind[0]
         other_tails: tuple[str, ...] = kind[1]
-        head = _anchor([prefix for prefix, _ in members], tails, every, model.base_model_prefix)
-        sources = [f"{head}{re.escape(text)}$" for text in tails]
+        tails = [re.escape(text) for text in tails]
+        head = anchored([prefix for prefix, _ in members], tails, every, model.base_model_prefix)
+        sources = [f"{head}{text}$" for text in tails]
         operation = JoinRows(tuple(_numbered(routes_of[kind], prefix_of[kind])), tail, other_tails)
         targets_of = [rf"\1{text}" for text in (tail, *other_tails)]
         converters.append(WeightConverter(sources, targets_of, operations=[operation]))
@@ -404,58 +319,3 @@ class _WithParts:
 
 def _one(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
-
-
-# --- patterns ------------------------------------------------------------------------------------------------------
-
-
-def _common_prefix(names: list[str]) -> str:
-    """The longest beginning, up to a dot, that the names share."""
-    shared = []
-    for parts in zip(*(name.split(".") for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    shared = shared[: min(name.count(".") for name in names)]
-    return "".join(f"{part}." for part in shared)
-
-
-def _anchor(prefixes: list[str], tails: list[str], every: set[str], base: str) -> str:
-    """An expression, with one group, for these beginnings of names and no others that occur."""
-    wanted = set(prefixes)
-    by_template: dict[str, list[str]] = {}
-    for prefix in dict.fromkeys(prefixes):
-        by_template.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "#", prefix), []).append(prefix)
-    alternatives = []
-    for template, members in by_template.items():
-        body = re.escape(template).replace(re.escape("#"), r"\d+")
-        expression = re.compile(body)
-        found = {
-            key.removesuffix(tail)
-            for tail in tails
-            for key in every
-            if key.endswith(tail) and expression.fullmatch(key.removesuffix(tail))
-        }
-        alternatives += [body] if found <= wanted else [_listed(template, members)]
-    text = alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
-    if base:
-        # A checkpoint of the base model, or of a model with a head, has the same names with or without its prefix.
-        stem = f"{base}."
-        others = {key for key in every if not key.startswith(tuple(wanted))}
-        if all(prefix.startswith(stem) for prefix in wanted):
-            bare = [text.removeprefix(re.escape(stem)) for text in alternatives]
-            if not any(f"{prefix.removeprefix(stem)}{tail}" in others for prefix in wanted for tail in tails):
-                text = bare[0] if len(bare) == 1 else f"(?:{'|'.join(bare)})"
-                return rf"^((?:{re.escape(stem)})?{text})"
-        elif not any(f"{stem}{prefix}{tail}" in others for prefix in wanted for tail in tails):
-            return rf"^((?:{re.escape(stem)})?{text})"
-    return f"^({text})"
-
-
-def _listed(template: str, members: list[str]) -> str:
-    """The members by number where they have one number, otherwise each by itself."""
-    if template.count("#") == 1:
-        head, tail = template.split("#")
-        numbers = sorted(int(member.removeprefix(head).removesuffix(tail)) for member in members)
-        return f"{re.escape(head)}(?:{'|'.join(map(str, numbers))}){re.escape(tail)}"
-    return f"(?:{'|'.join(re.escape(member) for member in members)})"

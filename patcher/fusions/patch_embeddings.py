@@ -13,7 +13,8 @@ from torch import nn
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.joining import NotConvertibleError, Target, converters_for, origins_of
+from patcher.fusions.joining import Target, converters_for
+from patcher.fusions.origins import NotConvertibleError, origins_of
 from patcher.matching import search
 from patcher.seams import ConversionOps, PreTrainedModel, WeightTransform
 

@@ -14,7 +14,7 @@ from torch import nn
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.joining import Made, NotConvertibleError, origins_of
+from patcher.fusions.origins import Made, NotConvertibleError, origins_of
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from patcher.conversions import RememberingConcatenate, describe
-from patcher.fusions.joining import Made, NotConvertibleError
+from patcher.fusions.anchoring import anchored, common_prefix
+from patcher.fusions.origins import Made, NotConvertibleError
 from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
 
 __all__ = ["Cut", "unstacking"]
@@ -58,7 +59,7 @@ def unstacking(model: PreTrainedModel, cuts: Iterable[Cut], origins: Mapping[str
     converters = []
     for members in grouped.values():
         first = members[0]
-        head = _anchored([unit.prefix for unit in members], first.sources, every, model.base_model_prefix)
+        head = anchored([unit.prefix for unit in members], first.sources, every, model.base_model_prefix)
         target = first.parts[0].first.removeprefix(first.prefix)
         converters.append(
             WeightConverter(
@@ -122,13 +123,13 @@ class _Unit:
 def _unit(name: str, made: Made, cuts: Mapping[str, Cut]) -> _Unit:
     if made.converter is None:
         (key,) = made.keys
-        prefix = _common_prefix([key, name])
+        prefix = common_prefix([key, name])
         return _Unit(made, prefix, (re.escape(key.removeprefix(prefix)),), ("",), (Part("", name, cuts[name]),))
     parts = tuple(Part(pattern, target, cuts.get(target)) for pattern, target in made.targets)
     if not all(part.cut for part in parts):
         others = ", ".join(part.name for part in parts if part.cut is None)
         raise NotConvertibleError(f"{describe(made.converter)} makes {others} as well")
-    prefix = _common_prefix([*made.keys, *(part.name for part in parts)])
+    prefix = common_prefix([*made.keys, *(part.name for part in parts)])
     templates: dict[str, str] = {}
     for key, pattern in zip(made.keys, made.patterns, strict=True):
         template = re.sub(r"(?<![^.])\d+(?=\.|$)", "#", key.removeprefix(prefix))
@@ -144,42 +145,6 @@ def _unit(name: str, made: Made, cuts: Mapping[str, Cut]) -> _Unit:
         for pattern in inner
     )
     return _Unit(made, prefix, sources, inner, parts)
-
-
-def _common_prefix(names: list[str]) -> str:
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "".join(f"{part}." for part in shared)
-
-
-def _anchored(prefixes: list[str], tails: Iterable[str], every: set[str], base: str) -> str:
-    """An expression, with one group, for these beginnings of names and no others that occur."""
-    wanted = set(prefixes)
-    tails = list(tails)
-    by_template: dict[str, list[str]] = {}
-    for prefix in dict.fromkeys(prefixes):
-        by_template.setdefault(re.sub(r"(?<![^.])\d+(?=\.)", "#", prefix), []).append(prefix)
-    alternatives = []
-    for template, members in by_template.items():
-        body = re.escape(template).replace(re.escape("#"), r"\d+")
-        expressions = [re.compile(f"({body}){tail}") for tail in tails]
-        found = {match[1] for key in every for expression in expressions if (match := expression.fullmatch(key))}
-        alternatives += [body] if found <= wanted else [re.escape(member) for member in members]
-    text = alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
-    if not base:
-        return f"^({text})"
-    # A checkpoint of the base model, or of a model with a head, has the same names with or without its prefix.
-    stem = f"{base}."
-    inside = [prefix.startswith(stem) for prefix in prefixes]
-    if all(inside):
-        bare = [body.removeprefix(re.escape(stem)) for body in alternatives]
-        text = bare[0] if len(bare) == 1 else f"(?:{'|'.join(bare)})"
-    elif any(inside):
-        return f"^({text})"
-    return rf"^((?:{re.escape(stem)})?{text})"
 
 
 # --- operations ----------------------------------------------------------------------------------------------------

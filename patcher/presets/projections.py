@@ -1,7 +1,7 @@
 """Projections of one input as one matrix product.
 
 One large product has less overhead than two or three small ones, and it is one layer to quantize, shard or calibrate.
-What it gains on two CPU cores is small: a step of decoding SmolLM2-135M in bfloat16 takes 0.96 of stock's time.
+What it gains on two CPU cores is small: a step of decoding SmolLM2-135M in bfloat16 takes 0.97 of stock's time.
 `python -m tests.benchmarks.bench_projections` measures it on your machine.
 """
 
@@ -23,7 +23,7 @@ LLAMA_FUSED_PROJECTIONS = Patcher(
 """Llama with queries, keys and values as one projection, gate and up as another.
 
 For whoever decodes on one device, or quantizes and calibrates by layer. Measured: a step of decoding SmolLM2 in
-bfloat16 on two CPU cores takes 0.96 of stock's time; outputs within 1e-5 of stock in float32, checkpoints byte for
+bfloat16 on two CPU cores takes 0.97 of stock's time; outputs within 1e-5 of stock in float32, checkpoints byte for
 byte, grouped heads included.
 """
 

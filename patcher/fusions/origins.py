@@ -1,0 +1,87 @@
+"""Where the parameters of a stock model come from: which keys of a checkpoint, by which converter."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
+
+__all__ = ["Made", "NotConvertibleError", "origins_of"]
+
+
+class NotConvertibleError(Exception):
+    """Why the checkpoint can't be turned into the joined layout."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a stock load makes one parameter: from which keys (as renamed), by which converter, as which target."""
+
+    keys: tuple[str, ...]
+    converter: WeightConverter | None = None
+    #: the converter's source pattern for each key, and all parameters that it makes, by target pattern
+    patterns: tuple[str, ...] = ()
+    targets: tuple[tuple[str, str], ...] = ()
+
+
+#: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
+_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Made]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def origins_of(model: PreTrainedModel) -> dict[str, Made]:
+    """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
+    state_dict = model.state_dict()
+    shapes = {name: tensor.shape for name, tensor in state_dict.items()}
+    known = _known_origins.get(model)
+    if known is None or known[0] != shapes:
+        known = _known_origins[model] = (shapes, _origins(model, state_dict))
+    return dict(known[1])
+
+
+def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
+    conversions = seams.stock_conversions(model)
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    if not converters:
+        return {name: Made((name,)) for name in state_dict}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    checkpoint = seams.stock_revert(model, dict(state_dict))
+    taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
+    origins: dict[str, Made] = {}
+    for key in sorted(checkpoint, key=seams.dot_natural_key):
+        between, _, _ = seams.rename_key(key, renamings)
+        renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)
+        if taker is None:
+            origins[renamed] = Made((between,))
+            continue
+        if renamed not in taken:
+            taken[renamed] = (seams.copy_transform(taker), [])
+        copy, sources = taken[renamed]
+        copy.add_tensor(renamed, key, pattern or "", checkpoint[key])
+        sources.append((between, pattern or ""))
+    for first, (converter, sources) in taken.items():
+        made = list(converter.convert(first, model=model, config=model.config))
+        patterns = list(converter.target_patterns)
+        targets = _by_pattern(first, made, patterns)
+        keys, by = tuple(key for key, _ in sources), tuple(pattern for _, pattern in sources)
+        for name in made:
+            origins[name] = Made(keys, converter, by, targets)
+    return origins
+
+
+def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple[str, str], ...]:
+    """(target pattern, parameter): operations name what they make by pattern."""
+    if len(made) == 1:
+        return ((patterns[0], made[0]),)
+    for name in made:
+        for pattern in patterns:
+            head, found, tail = name.partition(pattern)
+            if found and [f"{head}{other}{tail}" for other in patterns] == made:
+                return tuple(zip(patterns, made, strict=True))
+    return tuple((name, name) for name in made)
