@@ -41,9 +41,14 @@ REPRESENTATIVES: dict[str, tuple[str, ...]] = {
 }
 
 
+#: what the oldest supported release of transformers doesn't have yet
+LATER = {"Molmo2ForConditionalGeneration"}
+KNOWN = architectures()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # whatever an architecture of transformers has to say
-@pytest.mark.parametrize("name", REPRESENTATIVES)
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if name in KNOWN or name not in LATER])
 def test_an_architecture_is_fused_and_stays_what_it_is(name: str) -> None:
     result = examine(name)
 
@@ -55,9 +60,7 @@ def test_an_architecture_is_fused_and_stays_what_it_is(name: str) -> None:
 
 
 def test_the_representatives_are_of_every_kind_and_every_family() -> None:
-    known = architectures()
-
-    kinds = {known[name].kind for name in REPRESENTATIVES}
+    kinds = {KNOWN[name].kind for name in REPRESENTATIVES if name in KNOWN or name not in LATER}
 
     assert kinds == {"causal-lm", "masked-lm", "encoder-decoder", "vision-language", "vision"}
     assert {family for families in REPRESENTATIVES.values() for family in families} == set(FAMILIES)
