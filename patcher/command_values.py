@@ -18,7 +18,7 @@ from patcher.matching import nearest
 from patcher.patcher import Patcher
 from patcher.tables import Shown, Table
 
-__all__ = ["Listing", "Pin", "checked", "combined", "listing", "named", "pin_of"]
+__all__ = ["Listing", "Pin", "checked", "combined", "listing", "named", "pin_of", "without_pins"]
 
 
 def checked(model: str, options: dict[str, Any]) -> str:
@@ -201,6 +201,11 @@ class Pin(Shown):
 def named(name: str) -> Patcher:
     """The patcher of the name of a preset, or of `module:CONSTANT`."""
     return constant(name) if ":" in name else preset(name)
+
+
+def without_pins(patcher: Patcher) -> Patcher:
+    """The patcher, to be tried on code that has changed."""
+    return patcher.replace(fingerprints={}, transformers="")
 
 
 def pin_of(name: str) -> Pin:

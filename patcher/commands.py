@@ -65,8 +65,7 @@ def plan(
 ) -> None:
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
     with _answering():
-        asked, options = _asked("plan", model, preset, fusion, constant, revision, remote)
-        asked = asked.replace(fingerprints={}, transformers="") if unpinned else asked
+        asked, options = _asked("plan", model, preset, fusion, constant, revision, remote, unpinned)
         from patcher.planning import plan
 
         planned = plan(model, asked, **options)
@@ -92,8 +91,7 @@ def verify(
     Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
     """
     with _answering():
-        asked, options = _asked("verify", model, preset, fusion, constant, revision, remote)
-        asked = asked.replace(fingerprints={}, transformers="") if unpinned else asked
+        asked, options = _asked("verify", model, preset, fusion, constant, revision, remote, unpinned)
         import torch
 
         from patcher.verification import verify
@@ -142,16 +140,15 @@ def fingerprint(
     is verified on this code is not the same as stock.
     """
     with _answering():
-        from patcher.command_values import named, pin_of
+        from patcher.command_values import checked, named, pin_of, without_pins
 
         pin, passed = pin_of(preset), True
         if model:
-            from patcher.command_values import checked
             from patcher.verification import verify
 
             options = _options(revision, remote)
             checked(model, options)
-            verified = verify(model, named(preset).replace(fingerprints={}, transformers=""), **options)
+            verified = verify(model, without_pins(named(preset)), **options)
             typer.echo(str(verified), err=True)
             passed = verified.passed
     if passed:
@@ -175,6 +172,7 @@ def _asked(
     constant: list[str] | None,
     revision: str | None,
     remote: bool,
+    unpinned: bool = False,
 ) -> tuple[Patcher, dict[str, Any]]:
     """The patcher that was asked for, and the options of a model that is there."""
     if not (preset or fusion or constant):
@@ -182,11 +180,11 @@ def _asked(
             f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
             "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
         )
-    from patcher.command_values import checked, combined
+    from patcher.command_values import checked, combined, without_pins
 
     patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
     checked(model, options)
-    return patcher, options
+    return without_pins(patcher) if unpinned else patcher, options
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from patcher import seams
 from patcher.matching import search
 from patcher.seams import Concatenate, ConversionOps, WeightTransform
 
-__all__ = ["RememberingConcatenate", "SplitBySizes", "describe", "filter_conversions", "identity", "joins"]
+__all__ = ["RememberingConcatenate", "SplitBySizes", "describe", "filter_conversions", "identity", "joins", "single"]
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
@@ -105,6 +105,11 @@ class RememberingConcatenate(Concatenate):
         return SplitBySizes(self.dim, self.sizes)
 
 
+def single(value: Any) -> Any:
+    """The tensor, of one that transformers may have handed on in a list."""
+    return value[0] if isinstance(value, list) else value
+
+
 class SplitBySizes(ConversionOps):
     """Cut a tensor at given sizes. The reverse of `RememberingConcatenate`."""
 
@@ -116,8 +121,7 @@ class SplitBySizes(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, list[torch.Tensor]]:
         (tensors,) = input_dict.values()
-        tensor = tensors[0] if isinstance(tensors, list) else tensors
-        pieces = torch.split(tensor, [size for _, size in self.sizes], dim=self.dim)
+        pieces = torch.split(single(tensors), [size for _, size in self.sizes], dim=self.dim)
         # The tensors were joined under their source patterns; those are this direction's target patterns.
         result: dict[str, list[torch.Tensor]] = {}
         for (pattern, _), piece in zip(self.sizes, pieces, strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 from patcher.errors import PatchConflictError
 
 __all__ = [
+    "common_prefix",
     "compress",
     "find_key",
     "hits",
@@ -124,6 +125,16 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     for candidate in sorted(set(candidates)):
         by_folded.setdefault(candidate.casefold(), candidate)
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
+
+
+def common_prefix(names: list[str]) -> str:
+    """The longest beginning, up to a dot, that the names share and that is the whole of none."""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "".join(f"{part}." for part in shared)
 
 
 def compress(keys: Iterable[str]) -> list[str]:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from patcher import seams
+from patcher.conversions import single
 from patcher.journals import Entry, journal_of
+from patcher.matching import common_prefix
 from patcher.seams import WeightConverter, WeightTransform
 
 __all__ = ["Outcome", "Route", "simulate"]
@@ -104,7 +106,7 @@ def simulate(
                     continue
                 else:
                     raise
-            head = _common_head([first, *made])
+            head = common_prefix([first, *made])
             ends = {name.removeprefix(head): shape for name, shape in made.items()}
             known[load.kind(first)] = (first.removeprefix(head), ends)
         for name, shape in made.items():
@@ -143,7 +145,7 @@ class _Load:
     def run(self, first: str, model: seams.PreTrainedModel, info: Any) -> dict[str, torch.Size]:
         assert self.converter is not None
         made = self.converter.convert(first, model=model, config=model.config, loading_info=info)
-        return {name: (tensor[0] if isinstance(tensor, list) else tensor).shape for name, tensor in made.items()}
+        return {name: single(tensor).shape for name, tensor in made.items()}
 
     def take_at_its_word(self, first: str) -> dict[str, torch.Size]:
         """What it makes by its patterns alone; the journal has it that it did."""
@@ -157,12 +159,3 @@ class _Load:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def _common_head(names: list[str]) -> str:
-    head: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        head.append(parts[0])
-    return "".join(f"{part}." for part in head)

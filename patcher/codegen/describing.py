@@ -14,7 +14,7 @@ from patcher.codegen.checkpoints import module_classes
 from patcher.codegen.config import PatchConfig
 from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.executing import MADE
-from patcher.codegen.fused import join_projections
+from patcher.codegen.fused import add_helper_once, join_projections
 from patcher.codegen.listed import list_experts
 from patcher.codegen.owners import Owners, built_by_config
 from patcher.codegen.patches import create_patch_from_external
@@ -49,12 +49,13 @@ def from_patcher(
     if config is None:
         config = model_class.config_class()
     replaced = _replaced_classes(patcher, shipped, described)
+    stock = skeleton(model_class, config)
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
-    if patcher.fusions:  # otherwise no model has to be built
+    if patcher.fusions:  # otherwise there is nothing to resolve
         resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
-        own = _classes_of_others(resolution, model_class, config, shipped, described)
-    _check_builders(resolution, replaced, model_class, config, described)
+        own = _classes_of_others(resolution, stock, shipped, described)
+    _check_builders(resolution, replaced, stock, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
     dependencies = Dependencies(described, shipped, targets)
     for name, cls in sorted(replaced.items()):
@@ -62,13 +63,14 @@ def from_patcher(
     for name, cls in sorted(own.items()):
         _replace(described, name, cls, dependencies, "fused")
     if resolution is not None:
-        _write_fused(resolution, patcher, model_class, config, shipped, described, dependencies)
+        _write_fused(resolution, patcher, stock, shipped, described, dependencies)
     if not described.patches:
         raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
     transforms = resolution.fusion_transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
-    if converted or declared or _has_conversions(model_class, config):
+    # Stock conversions transformers gives to its own classes only, and so not to those of a file.
+    if converted or declared or seams.stock_conversions(stock, legacy=False):
         described.add_conversions(
             patcher.replace(class_mapping={}, any_of=(), fusions=(), extra_weight_conversions=converted)
         )
@@ -78,12 +80,11 @@ def from_patcher(
 def _check_builders(
     resolution: Resolution | None,
     replaced: dict[str, type[nn.Module]],
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
+    stock: PreTrainedModel,
     described: PatchConfig,
 ) -> None:
     """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
-    modules = dict(skeleton(model_class, config).named_modules(remove_duplicate=False))
+    modules = dict(stock.named_modules(remove_duplicate=False))
     changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
     changed.update(resolution.fused if resolution is not None else ())
     for path in sorted(changed):
@@ -132,8 +133,7 @@ _WRITTEN = (JoinedProjections, ListedExperts, LinearPatchEmbedding)
 def _write_fused(
     resolution: Resolution,
     patcher: Patcher,
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
+    stock: PreTrainedModel,
     shipped: ModuleType,
     described: PatchConfig,
     dependencies: Dependencies,
@@ -143,16 +143,15 @@ def _write_fused(
         refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
         raise CodegenError(
             f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
-            f"{model_class.__name__}{': ' + refused if refused else ''}."
+            f"{type(stock).__name__}{': ' + refused if refused else ''}."
         )
-    owners = Owners(described, skeleton(model_class, config), module_classes(shipped))
+    owners = Owners(described, stock, module_classes(shipped))
     by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
     for path, cls in resolution.fused.items():
         if issubclass(cls, LinearPatchEmbedding):
             owner, part = owners.part(path, resolution.fused, resolution.refused)
-            if all(helper.source.name != cls.__name__ for helper in described.helpers):
-                names = dependencies.bring(cls, f"from_patcher(), for {cls.__name__},")
-                described.add_helper(cls, "patches of images, multiplied by one matrix", names)
+            names = dependencies.bring(cls, f"from_patcher(), for {cls.__name__},")
+            add_helper_once(described, cls.__name__, cls, "patches of images, multiplied by one matrix", names)
             name = part.removeprefix("self.")
             owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
         elif issubclass(cls, _WRITTEN):
@@ -174,8 +173,7 @@ def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, descr
 
 def _classes_of_others(
     resolution: Resolution,
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
+    stock: PreTrainedModel,
     shipped: ModuleType,
     described: PatchConfig,
 ) -> dict[str, type[nn.Module]]:
@@ -188,10 +186,10 @@ def _classes_of_others(
         _check_home(path, original, shipped, described)
         if found.setdefault(original.__name__, cls) is not cls:
             raise CodegenError(
-                f"{described.where}: {original.__name__} is fused in more than one way in {model_class.__name__}, "
+                f"{described.where}: {original.__name__} is fused in more than one way in {type(stock).__name__}, "
                 "and a file has one way for a class. Load with the patcher itself."
             )
-    for path, module in skeleton(model_class, config).named_modules():
+    for path, module in stock.named_modules():
         if found.get(type(module).__name__) is not None and path not in resolution.fused:
             reason = resolution.refused.get(path, "")
             raise CodegenError(
@@ -215,8 +213,3 @@ def _replace(
         return
     asked = f"from_patcher(), for {cls.__qualname__},"
     described.replace_class(name, cls, description, dependencies.bring(cls, asked))
-
-
-def _has_conversions(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    # transformers gives these to its own classes only, and so not to those of a file.
-    return bool(seams.stock_conversions(skeleton(model_class, config), legacy=False))

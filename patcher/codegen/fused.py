@@ -22,7 +22,7 @@ from patcher.codegen.config import PatchConfig
 from patcher.codegen.owners import Owners
 from patcher.fusions.rewrite import Joined
 
-__all__ = ["add_helper_once", "as_subclass", "class_node", "join_projections", "subclasses"]
+__all__ = ["add_helper_once", "as_subclass", "becomes_one_class", "class_node", "join_projections"]
 
 _JOIN = '''
 def joined_linear(module, names, joined):
@@ -102,7 +102,7 @@ def join_projections(
     add_helper_once(described, "joined_linear", _JOIN, "projections of one input as one")
     import_torch(described, sys.modules[original.__module__])
     name, variants = original.__name__, list(dict.fromkeys(fused.values()))
-    alike = len(variants) == 1 and set(fused) == set(owners.instances(original)) and not subclasses(original)
+    alike = becomes_one_class(owners, original, fused)
     codes = {cls: _methods(cls) for cls in variants}
     if alike and not any(f"super().{method}(" in code for method, code in codes[variants[0]].items()):
         joined: Joined = variants[0]._joined
@@ -172,24 +172,26 @@ def class_node(cls: type) -> ast.ClassDef:
     return node
 
 
-def subclasses(cls: type[nn.Module]) -> list[type[nn.Module]]:
-    """The classes of the same module that inherit from one."""
-    return [
-        other
+def becomes_one_class(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> bool:
+    """Whether all objects of a class become those of one other, and no class of its module inherits from it."""
+    inherited = any(
+        other is not original and issubclass(other, original) and other.__module__ == original.__module__
         for other in matching.module_subclasses()
-        if other is not cls and issubclass(other, cls) and other.__module__ == cls.__module__
-    ]
+    )
+    return len(set(fused.values())) == 1 and set(fused) == set(owners.instances(original)) and not inherited
 
 
-def add_helper_once(described: PatchConfig, name: str, text: str, description: str) -> None:
+def add_helper_once(
+    described: PatchConfig, name: str, helper: Any, description: str, name_map: Mapping[str, str] | None = None
+) -> None:
     """Add a helper that several patches use."""
-    if all(helper.source.name != name for helper in described.helpers):
-        described.add_helper(text, description)
+    if all(known.source.name != name for known in described.helpers):
+        described.add_helper(helper, description, name_map)
 
 
 def _is_used(original: type[nn.Module], joined: Joined, rewritten: set[str]) -> bool:
     """Whether other code of the module may look for what is joined: other methods of the class, or other classes."""
-    (tree,) = [ast.parse(inspect.getsource(sys.modules[original.__module__]))]
+    tree = ast.parse(inspect.getsource(sys.modules[original.__module__]))
     for owner in tree.body:
         for function in ast.walk(owner):
             if not isinstance(function, ast.FunctionDef) or not function.args.args:

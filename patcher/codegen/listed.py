@@ -13,7 +13,7 @@ from torch import nn
 
 from patcher.codegen.checkpoints import import_torch
 from patcher.codegen.config import PatchConfig
-from patcher.codegen.fused import add_helper_once, as_subclass, class_node, subclasses
+from patcher.codegen.fused import add_helper_once, as_subclass, becomes_one_class, class_node
 from patcher.codegen.owners import Owners
 from patcher.fusions.stacks import Stack
 
@@ -67,7 +67,7 @@ def list_experts(
     """
     import_torch(described, sys.modules[original.__module__])
     name, variants = original.__name__, list(dict.fromkeys(fused.values()))
-    alike = len(variants) == 1 and set(fused) == set(owners.instances(original)) and not subclasses(original)
+    alike = becomes_one_class(owners, original, fused)
     text = _replacement(described, original, variants[0]) if alike else ""
     if text:
         described.replace_class(name, text, _WHY)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
+from patcher.conversions import single
 from patcher.fusions.joining import JoinRows, Step
 from patcher.fusions.patch_embeddings import FlattenPatches
 from patcher.scope import under_construction
@@ -41,9 +42,8 @@ class Unstack(ConversionOps):
         full_layer_name: str = "",
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
-        (stack,) = input_dict.values()
+        whole = single(*input_dict.values())
         head, _, tail = (full_layer_name or target_patterns[0]).rpartition(".0.")
-        whole = stack[0] if isinstance(stack, list) else stack
         return {
             f"{head}.{number}.{tail}": matrix.t().contiguous() if self.transposed else matrix
             for number, matrix in enumerate(whole.unbind())
@@ -65,8 +65,7 @@ class StackAgain(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         names = sorted(input_dict, key=lambda name: [int(number) for number in re.findall(r"\.(\d+)\.", name)])
-        matrices = [input_dict.pop(name) for name in names]
-        stack = torch.stack([item[0] if isinstance(item, list) else item for item in matrices])
+        stack = torch.stack([single(input_dict.pop(name)) for name in names])
         name = target_patterns[0] if len(target_patterns) == 1 else names[0]
         return {name: stack.transpose(1, 2).contiguous() if self.transposed else stack}
 

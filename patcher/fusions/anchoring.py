@@ -5,17 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["anchored", "common_prefix"]
-
-
-def common_prefix(names: list[str]) -> str:
-    """The longest beginning, up to a dot, that the names share and that is the whole of none."""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "".join(f"{part}." for part in shared)
+__all__ = ["anchored"]
 
 
 def anchored(prefixes: Iterable[str], tails: Iterable[str], every: set[str], base: str) -> str:

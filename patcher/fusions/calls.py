@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from patcher.fusions.rewrite import methods_with
+from patcher.fusions.rewrite import known_of_class, methods_with
 from patcher.fusions.tracing import Assumptions
 
 __all__ = ["passes", "touches"]
-
-_Answer = TypeVar("_Answer")
-
-
-def _known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Remember what a function says of a class, as long as the class lives: a model has many modules of one class."""
-    known: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, _Answer]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def answer(cls: type[nn.Module], *arguments: Any) -> _Answer:
-        answers = known.setdefault(cls, {})
-        if arguments not in answers:
-            answers[arguments] = function(cls, *arguments)
-        return answers[arguments]
-
-    return answer
 
 
 def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions, *, certainly: bool = False) -> str:
@@ -122,7 +103,7 @@ def _parent_of(modules: Mapping[str, nn.Module], path: str) -> str:
     return parent_path
 
 
-@_known_of_class
+@known_of_class
 def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call, ast.FunctionDef]]:
     """The calls of a child, or of the children in a list of that name, and the methods they are in."""
     found: list[tuple[ast.Call, ast.FunctionDef]] = []
@@ -193,7 +174,7 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
     return f"{type(parent).__name__} uses {', '.join(found)} as a module" if found else ""
 
 
-@_known_of_class
+@known_of_class
 def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[str]:
     """Where methods of a class use projections of its child as modules."""
     found: list[str] = []

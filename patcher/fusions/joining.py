@@ -7,7 +7,6 @@ rows that it permutes for rotary embeddings), its own operations run inside of o
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from patcher.conversions import describe
-from patcher.fusions.anchoring import anchored, common_prefix
-from patcher.fusions.origins import Made, NotConvertibleError
+from patcher.conversions import describe, single
+from patcher.fusions.anchoring import anchored
+from patcher.fusions.origins import AsStock, Made, NotConvertibleError
+from patcher.matching import common_prefix
 from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter
 
 __all__ = ["JoinRows", "SplitRows", "Step", "Target", "check_convertible", "converters_for"]
@@ -217,11 +217,11 @@ class JoinRows(ConversionOps):
                         source_patterns=list(inner_sources),
                         target_patterns=list(inner_targets),
                         full_layer_name=f"{head}{inner_name}",
-                        model=_WithParts(model),
+                        model=AsStock(model),
                         **kwargs,
                     )
             for part, pattern in parts:
-                pieces[part] = _one(tensors[pattern])
+                pieces[part] = single(tensors[pattern])
         ordered = [pieces[part] for part in sorted(pieces)]
         others = ordered[len(ordered) - len(self.others) :]
         ordered = ordered[: len(ordered) - len(self.others)]
@@ -254,8 +254,8 @@ class SplitRows(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         head = full_layer_name.removesuffix(self.join.tail)
-        pieces = list(torch.split(_one(input_dict[full_layer_name]), list(self.join.sizes)))
-        pieces += [_one(input_dict[f"{head}{name}"]) for name in self.join.others]
+        pieces = list(torch.split(single(input_dict[full_layer_name]), list(self.join.sizes)))
+        pieces += [single(input_dict[f"{head}{name}"]) for name in self.join.others]
         result: dict[str, torch.Tensor] = {}
         for first, taken, parts, operations, inner_sources, inner_targets, inner_name in self.join.steps:
             outer = target_patterns[first : first + taken]
@@ -266,11 +266,11 @@ class SplitRows(ConversionOps):
                     source_patterns=list(inner_targets),
                     target_patterns=list(inner_sources),
                     full_layer_name=f"{head}{inner_name}",
-                    model=_WithParts(model),
+                    model=AsStock(model),
                     **kwargs,
                 )
             for inner, name in zip(inner_sources or ("",), outer, strict=True):
-                result[name] = _one(tensors[inner]).contiguous()
+                result[name] = single(tensors[inner]).contiguous()
         return result
 
     @property
@@ -301,21 +301,3 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
     memory.pieces = pieces  # type: ignore[attr-defined]  # they hold the memory, as long as the view does
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
-
-
-class _WithParts:
-    """The model as operations that look at its parameters expect it: with the parts of what is joined."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = functools.reduce(getattr, name.split("."), self._model)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def _one(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value

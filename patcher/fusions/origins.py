@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +15,7 @@ from torch import nn
 from patcher import seams
 from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
 
-__all__ = ["Made", "NotConvertibleError", "origins_of"]
+__all__ = ["AsStock", "Made", "NotConvertibleError", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -85,3 +89,26 @@ def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple
             if found and [f"{head}{other}{tail}" for other in patterns] == made:
                 return tuple(zip(patterns, made, strict=True))
     return tuple((name, name) for name in made)
+
+
+class AsStock:
+    """A fused model as stock's operations expect it, which look at parameters: with the parts of what is joined.
+
+    Args:
+        model: the model.
+        shapes: parameters that it doesn't have in any form, and their shapes.
+    """
+
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> None:
+        self._model = model
+        self._shapes = shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        if name in self._shapes:
+            return torch.empty(self._shapes[name], device="meta")
+        # Not `Module.get_parameter`, for which a joined part is no module.
+        found: torch.Tensor = functools.reduce(getattr, name.split("."), self._model)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from patcher import seams
+from patcher.conversions import single
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
 from patcher.fusions.joining import Target, converters_for
@@ -239,7 +240,7 @@ class FlattenPatches(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         ((name, value),) = input_dict.items()
-        tensor = value[0] if isinstance(value, list) else value
+        tensor = single(value)
         self.shape = tensor.shape
         return {name: tensor.flatten(1)}
 
@@ -260,7 +261,7 @@ class UnflattenPatches(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         ((name, value),) = input_dict.items()
-        tensor = value[0] if isinstance(value, list) else value
+        tensor = single(value)
         return {name: tensor.view(self.shape)}
 
     @property

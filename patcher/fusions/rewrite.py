@@ -19,6 +19,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import linecache
 import sys
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -37,7 +38,7 @@ from torch import nn
 from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in
 from patcher.indentation import dedented, indented
 
-__all__ = ["Joined", "Method", "compile_subclass", "method_of", "rewritten"]
+__all__ = ["Joined", "Method", "compile_subclass", "known_of_class", "method_of", "methods_with", "rewritten"]
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"
@@ -318,30 +319,42 @@ def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]
     return [method_of(cls, name) for name, tree in _trees(cls).items() if wanted(tree)]
 
 
-#: class -> its methods' trees, as long as the class lives: a model has many modules of one class
-_known_trees: weakref.WeakKeyDictionary[type[nn.Module], dict[str, ast.FunctionDef]] = weakref.WeakKeyDictionary()
+_Answer = TypeVar("_Answer")
 
 
+def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """Remember what a function says of a class, as long as the class lives: a model has many modules of one class."""
+    known: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, _Answer]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def answer(cls: type[nn.Module], *arguments: Any) -> _Answer:
+        answers = known.setdefault(cls, {})
+        if arguments not in answers:
+            answers[arguments] = function(cls, *arguments)
+        return answers[arguments]
+
+    return answer
+
+
+@known_of_class
 def _trees(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    known = _known_trees.get(cls)
-    if known is None:
-        known = {}
-        seen: set[str] = set()
-        for base in cls.__mro__:
-            if base is nn.Module:
-                break
-            for name, value in vars(base).items():
-                if name in seen or not callable(value) or isinstance(value, type):
-                    continue
-                seen.add(name)
-                # What builds and initialises the module meets the parts, or runs before they are joined.
-                if name.startswith("__") or name == "_init_weights":
-                    continue
-                tree = _tree_of(value)
-                if tree is not None:
-                    known[name] = tree
-        _known_trees[cls] = known
-    return known
+    """The trees of the methods that its objects have."""
+    trees: dict[str, ast.FunctionDef] = {}
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for name, value in vars(base).items():
+            if name in seen or not callable(value) or isinstance(value, type):
+                continue
+            seen.add(name)
+            # What builds and initialises the module meets the parts, or runs before they are joined.
+            if name.startswith("__") or name == "_init_weights":
+                continue
+            tree = _tree_of(value)
+            if tree is not None:
+                trees[name] = tree
+    return trees
 
 
 def _tree_of(value: Any) -> ast.FunctionDef | None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from patcher.conversions import RememberingConcatenate, describe
-from patcher.fusions.anchoring import anchored, common_prefix
-from patcher.fusions.origins import Made, NotConvertibleError
+from patcher.conversions import RememberingConcatenate, describe, single
+from patcher.fusions.anchoring import anchored
+from patcher.fusions.origins import AsStock, Made, NotConvertibleError
+from patcher.matching import common_prefix
 from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
 
 __all__ = ["Cut", "unstacking"]
@@ -194,13 +195,13 @@ class CutStacks(ConversionOps):
                 source_patterns=list(self.sources),
                 target_patterns=list(self.targets),
                 full_layer_name=f"{prefix}{self.parts[0].name}",
-                model=_AsStock(model, prefix, self.parts),
+                model=AsStock(model, _shapes(prefix, self.parts)),
                 **kwargs,
             )
         result: dict[str, torch.Tensor] = {}
         for part in self.parts:
             # The only one may have any name: operations disagree about what a group in a pattern becomes.
-            stack = _one(tensors.pop(part.pattern) if len(self.parts) > 1 else next(iter(tensors.values())))
+            stack = single(tensors.pop(part.pattern) if len(self.parts) > 1 else next(iter(tensors.values())))
             assert part.cut is not None
             if tuple(stack.shape) != part.cut.shape:
                 raise ValueError(f"{prefix}{part.name} has the shape {tuple(stack.shape)}, not {part.cut.shape}")
@@ -239,7 +240,7 @@ class StackAgain(ConversionOps):
         tensors: dict[str, Any] = {}
         for part in cut.parts:
             assert part.cut is not None
-            pieces = [_one(input_dict.pop(prefix + part.cut.pieces.format(i))) for i in range(part.cut.shape[0])]
+            pieces = [single(input_dict.pop(prefix + part.cut.pieces.format(i))) for i in range(part.cut.shape[0])]
             stack = torch.stack(pieces)
             del pieces
             # In a list, as operations are given what is read: some take it as such, whatever they find in it.
@@ -250,7 +251,7 @@ class StackAgain(ConversionOps):
                 source_patterns=list(cut.targets),
                 target_patterns=list(cut.sources),
                 full_layer_name=f"{prefix}{cut.parts[0].name}",
-                model=_AsStock(model, prefix, cut.parts),
+                model=AsStock(model, _shapes(prefix, cut.parts)),
                 **kwargs,
             )
         result: dict[str, Any] = {}
@@ -268,29 +269,13 @@ def _numbered(tensors: Mapping[str, Any], pattern: str) -> list[torch.Tensor]:
     """What operations have left under `pattern` with numbers in the place of its star, in order."""
     expression = re.compile(re.escape(pattern).replace(re.escape("*"), r"(\d+)"))
     found = sorted((int(match[1]), name) for name in tensors if (match := expression.fullmatch(name)))
-    return [_one(tensors[name]) for _, name in found]
-
-
-def _one(value: Any) -> Any:
-    return value[0] if isinstance(value, list) else value
+    return [single(tensors[name]) for _, name in found]
 
 
 def _remembering(operation: ConversionOps) -> ConversionOps:
     return RememberingConcatenate(operation.dim) if type(operation) is Concatenate else operation
 
 
-class _AsStock:
-    """The model as operations that look at its parameters expect it: with its stacks."""
-
-    def __init__(self, model: Any, prefix: str, parts: tuple[Part, ...]) -> None:
-        self._model = model
-        self._shapes = {prefix + part.name: part.cut.shape for part in parts if part.cut}
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        if name in self._shapes:
-            return torch.empty(self._shapes[name], device="meta")
-        found: torch.Tensor = self._model.get_parameter(name)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+def _shapes(prefix: str, parts: tuple[Part, ...]) -> dict[str, tuple[int, ...]]:
+    """The stacks that the model no longer has."""
+    return {prefix + part.name: part.cut.shape for part in parts if part.cut}

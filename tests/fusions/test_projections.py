@@ -41,6 +41,7 @@ from patcher import (
 from patcher.fusions.qkv import QKV as Family  # noqa: N811
 from tests.tiny import (
     DECODER_SIZES,
+    ENCODER_DECODER_SIZES,
     build_tiny,
     randomize,
     save_tiny,
@@ -53,20 +54,6 @@ from tests.tiny import (
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
 QKV = Patcher(fusions="qkv")
-ENCODER_DECODER: dict[str, Any] = {
-    "vocab_size": 128,
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
 T5_SIZES: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 
 CASES = [
@@ -165,11 +152,11 @@ def test_a_model_made_from_scratch_has_the_values_of_stock(
 @pytest.mark.parametrize(
     ("model_class", "config", "parents"),
     [
-        (BartForConditionalGeneration, BartConfig(**ENCODER_DECODER, max_position_embeddings=64), ".self_attn"),
+        (BartForConditionalGeneration, BartConfig(**ENCODER_DECODER_SIZES, max_position_embeddings=64), ".self_attn"),
         (T5ForConditionalGeneration, T5Config(**T5_SIZES, decoder_start_token_id=0), ".SelfAttention"),
         (
             WhisperForConditionalGeneration,
-            WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+            WhisperConfig(**ENCODER_DECODER_SIZES, max_source_positions=32, max_target_positions=64),
             ".self_attn",
         ),
     ],
@@ -198,7 +185,7 @@ def test_self_attention_is_fused_and_cross_attention_is_not(
 
 
 def test_a_fused_module_used_for_cross_attention_after_all_is_right() -> None:
-    stock = BartForConditionalGeneration(BartConfig(**ENCODER_DECODER, max_position_embeddings=64)).eval()
+    stock = BartForConditionalGeneration(BartConfig(**ENCODER_DECODER_SIZES, max_position_embeddings=64)).eval()
     fused = QKV.apply(stock)
     inputs, others = torch.randn(1, 5, 64), torch.randn(1, 7, 64)
 
