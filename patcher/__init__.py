@@ -19,11 +19,11 @@ if TYPE_CHECKING:
         UnmatchedPatchError,
         VerificationError,
     )
-    from patcher.loading import install
+    from patcher.loading.hooks import install
     from patcher.patcher import Patcher
     from patcher.planning import Plan, plan
     from patcher.reporting import Report, report
-    from patcher.resolution import Resolution
+    from patcher.resolution.resolution import Resolution
     from patcher.verification import Verification, verify
 
 __all__ = [
@@ -55,10 +55,10 @@ _HOMES = {
     "Patcher": "patcher.patcher",
     "Plan": "patcher.planning",
     "Report": "patcher.reporting",
-    "Resolution": "patcher.resolution",
+    "Resolution": "patcher.resolution.resolution",
     "Verification": "patcher.verification",
     "diff": "patcher.diffing",
-    "install": "patcher.loading",
+    "install": "patcher.loading.hooks",
     "plan": "patcher.planning",
     "report": "patcher.reporting",
     "verify": "patcher.verification",
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         value = getattr(importlib.import_module("patcher.errors"), name)
     else:
-        importlib.import_module("patcher.loading").install()
+        importlib.import_module("patcher.loading.hooks").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

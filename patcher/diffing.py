@@ -14,14 +14,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import seams
 from patcher.composing import composed
+from patcher.construction.in_force import InForce
 from patcher.errors import InvalidPatcherError
-from patcher.loading import install
+from patcher.loading.hooks import install
+from patcher.loading.record import record_of
 from patcher.matching import compress
 from patcher.model_classes import config_of, model_class_of
 from patcher.patcher import Patcher
-from patcher.record import record_of
-from patcher.resolution import Resolution, resolve_layers
-from patcher.scope import Layer
+from patcher.resolution.resolution import Resolution, resolve_in_force
 from patcher.tables import Shown
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def diff(
         raise InvalidPatcherError(
             f"diff needs a patcher for {model!r}, which isn't loaded; write diff(model, Patcher(...))."
         )
-    layers = [Layer(patcher, "diff()")] if patcher is not None else record.layers() if record is not None else []
+    in_force = (InForce(patcher, "diff()"),) if patcher is not None else record.in_force if record is not None else ()
     if isinstance(model, type) and issubclass(model, PreTrainedModel):
         if model.config_class is None:
             raise InvalidPatcherError(f"{model.__name__} has no config class; write diff(config, patcher).")
@@ -162,12 +162,12 @@ def diff(
     else:
         config = config_of(model, options)
         cls = model_class_of(config, model_class, model, options)
-    return Diff(cls.__name__, tuple(_classes(resolve_layers(layers, cls, config))))
+    return Diff(cls.__name__, tuple(_classes(resolve_in_force(in_force, cls, config))))
 
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
     fusions = {path: str(fusion) for fusion, paths in resolution.by_fusion.items() for path in paths}
-    changed = {path: (resolution.shipped[path], cls, "") for path, cls in resolution.replaced.items()}
+    changed = {path: (resolution.original_classes[path], cls, "") for path, cls in resolution.replaced.items()}
     changed |= {path: (resolution.originals[path], cls, fusions[path]) for path, cls in resolution.fused.items()}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(changed, key=seams.dot_natural_key):

@@ -71,3 +71,15 @@ class CodegenError(PatcherError):
 
 class PatcherWarning(UserWarning):
     """What `strict=False` says in place of `UnmatchedPatchError` and `PatchedWeightsError`."""
+
+
+def warn(text: str) -> None:
+    """Warn at the line of whoever called this package, or transformers, which called this package."""
+    import sys
+    import warnings
+
+    level, frame = 1, sys._getframe(0)
+    inside = ("patcher", "transformers", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, PatcherWarning, stacklevel=level)

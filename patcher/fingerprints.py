@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from patcher import matching
-from patcher.errors import PresetDriftError
+from patcher.errors import PresetDriftError, warn
 from patcher.patcher import Patcher
 
 __all__ = ["check", "check_built", "fingerprint", "homes_of"]
@@ -181,3 +182,15 @@ def _found(cls: type[nn.Module]) -> str:
         return fingerprint(cls)
     except (OSError, SyntaxError) as error:
         return f"nothing ({error})"
+
+
+def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
+    """The fingerprints decide, the release alone is worth a warning."""
+    check(patcher, model_class)
+    if patcher.transformers and not SpecifierSet(patcher.transformers).contains(
+        transformers.__version__, prereleases=True
+    ):
+        warn(
+            f"The patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on transformers "
+            f"{patcher.transformers}, installed is {transformers.__version__}."
+        )

@@ -27,9 +27,9 @@ from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
 from patcher import matching
-from patcher.loading import applied, install
+from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
+from patcher.loading.hooks import applied, install
 from patcher.patcher import Patcher
-from patcher.session import process_wide, set_process_wide
 
 __all__ = [
     "apply_monkey_patches",
@@ -82,14 +82,14 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
                 f"which inherits from {bases}"
             )
     with _writing:
-        current = dict(process_wide().class_mapping)
+        current = dict(registered_patcher().class_mapping)
         taken = [key for key in mapping if key in current]
         if taken and not overwrite:
             raise ValueError(
                 f"'{taken[0]}' has a patch registered already, {current[taken[0]].__name__}. "
                 "Pass overwrite=True to replace it."
             )
-        set_process_wide(Patcher({**current, **mapping}, strict=False))
+        set_registered_patcher(Patcher({**current, **mapping}, strict=False))
 
 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
     """
     wanted = [keys] if isinstance(keys, str) else list(keys)
     with _writing:
-        current = dict(process_wide().class_mapping)
+        current = dict(registered_patcher().class_mapping)
         for key in wanted:
             if key not in current:
                 close = matching.nearest(key, current)
@@ -113,18 +113,18 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
                     f"'{key}' was not found in monkey patch mapping cache. "
                     f"Cannot unregister what is not registered.{hint}"
                 )
-        set_process_wide(Patcher({key: cls for key, cls in current.items() if key not in wanted}, strict=False))
+        set_registered_patcher(Patcher({key: cls for key, cls in current.items() if key not in wanted}, strict=False))
 
 
 def get_patch_mapping() -> dict[str, type[nn.Module]]:
     """A copy of what is registered."""
-    return dict(process_wide().class_mapping)
+    return dict(registered_patcher().class_mapping)
 
 
 def clear_patch_mapping() -> None:
     """Take everything out."""
     with _writing:
-        set_process_wide(Patcher(strict=False))
+        set_registered_patcher(Patcher(strict=False))
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def apply_patches() -> Iterator[None]:
         model = BertModel(BertConfig())
     ```
     """
-    with applied(process_wide(), origin="monkey_patching"):
+    with applied(registered_patcher(), origin=REGISTRY):
         yield
 
 
@@ -149,7 +149,7 @@ def patch_output_recorders(model: nn.Module) -> None:
 
     Recorders are put on the model itself, never on its class. A model that was built under a patcher needs no call.
     """
-    mapping = process_wide().class_mapping
+    mapping = registered_patcher().class_mapping
 
     def patched(recorder: Any) -> Any:
         if isinstance(recorder, OutputRecorder):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from patcher.resolution import Resolution
+    from patcher.resolution.resolution import Resolution
 
 __all__ = ["Patcher"]
 
@@ -339,7 +339,7 @@ class Patcher:
         Raises:
             UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
         """
-        from patcher.loading import applied
+        from patcher.loading.hooks import applied
 
         return applied(self)
 
@@ -357,7 +357,7 @@ class Patcher:
             InvalidPatcherError: the model is quantized or its weights are offloaded.
             PatchedWeightsError: a weight can't be given back, or is missing for the replacement.
         """
-        from patcher.applying import apply
+        from patcher.loading.applying import apply
 
         return apply(self, model)
 
@@ -372,7 +372,7 @@ class Patcher:
             PatchConflictError: two fusions claim one module, or a fusion claims a replaced one.
             PatchConstructionError: a replacement can't be built.
         """
-        from patcher.resolution import resolve
+        from patcher.resolution.resolution import resolve
 
         return resolve(self, model_class, config)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +12,23 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import seams
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.in_force import in_force_for
 from patcher.conversions import describe
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.headers import Headers, headers_of, headers_of_mapping
 from patcher.journals import Journal, journal_of
-from patcher.loading import rehearse
+from patcher.loading.checks import Diagnostics
+from patcher.loading.hooks import dry_run
+from patcher.loading.load import Constructed, DryRun, Load, Loaded, Request, Selected
+from patcher.loading.record import PatchRecord
 from patcher.matching import compress
 from patcher.model_classes import PLACES, config_of, model_class_of
 from patcher.patcher import Patcher
-from patcher.record import PatchRecord
-from patcher.rehearsal import Rehearsal
 from patcher.reporting import rows_of_classes
-from patcher.resolution import skeleton
-from patcher.scope import Scope
+from patcher.resolution.resolution import skeleton
 from patcher.signatures import misfits
-from patcher.simulation import Route
+from patcher.simulation import Outcome, Route
 from patcher.tables import Shown, Table, folded
 
 __all__ = ["Plan", "plan"]
@@ -168,39 +168,23 @@ def plan(
             f"plan takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
             'write plan(model, Patcher({"LlamaMLP": MyMLP})).'
         )
-    with _uncollected():
-        return _planned(model, patcher, model_class, checkpoint, options)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nearly all that is made here is needed to the end: looking for garbage meanwhile takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _planned(model: Any, patcher: Patcher, model_class: Any, checkpoint: Any, options: dict[str, Any]) -> Plan:
     config = config_of(model, options)
     headers = _headers(model, checkpoint, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    rehearsal = Rehearsal(cls, unknown, has_checkpoint=headers is not None)
-    error: PatcherError | None = None
-    try:
-        rehearse(rehearsal, patcher, tensors, config=config, **_for_the_load(options))
-    except PatcherError as raised:
-        error = raised
-    layers = rehearsal.layers
+    asked = DryRun(unknown, has_checkpoint=headers is not None)
+    load, error = dry_run(cls, patcher, tensors, asked, config=config, **_for_the_load(options))
+    constructed = _constructed(load)
+    asked_for = constructed.request if constructed is not None else load
+    in_force = asked_for.in_force if isinstance(asked_for, Request) else in_force_for(patcher)[0]
+    modules = _modules(constructed, cls, config, ClassRules(in_force))
     return Plan(
-        model=(type(rehearsal.model) if rehearsal.model is not None else cls).__name__,
+        model=(type(constructed.model) if constructed is not None else cls).__name__,
         checkpoint=headers.where if headers is not None else "",
-        patchers=tuple((repr(layer.patcher), layer.origin) for layer in layers) or ((repr(patcher), "patcher="),),
-        **_plan(rehearsal, cls, config, error, any_size=bool(options.get("ignore_mismatched_sizes"))),
+        patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
+        **modules,
+        **_conversions_and_weights(load, unknown),
+        **_judgement(load, error, modules["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
     )
 
 
@@ -238,39 +222,51 @@ def _completed(
     return tensors, frozenset(unknown)
 
 
-def _plan(
-    rehearsal: Rehearsal,
-    cls: type[PreTrainedModel],
-    config: PretrainedConfig,
-    error: PatcherError | None,
-    any_size: bool,
+def _constructed(load: Load | None) -> Constructed | None:
+    selected = load.selected if isinstance(load, Loaded) else load
+    constructed = selected.constructed if isinstance(selected, Selected) else selected
+    return constructed if isinstance(constructed, Constructed) else None
+
+
+def _modules(
+    constructed: Constructed | None, cls: type[PreTrainedModel], config: PretrainedConfig, rules: ClassRules
 ) -> dict[str, Any]:
-    """The fields of a plan that a rehearsal fills."""
-    record, info, model = rehearsal.record, rehearsal.info, rehearsal.model
-    if record is not None and model is not None:
-        replaced = {
-            item.path: (item.original, item.replacement) for item in record.replaced if item.path not in record.fused
-        }
-        unfit = misfits(model, replaced)
+    """The fields of a plan that say what becomes of the modules."""
+    if constructed is not None:
+        record, model = constructed.record, constructed.model
+        replaced = record.classes_of_replaced()
     else:  # it was never built: what would have been replaced is told from the stock model
-        record = PatchRecord(cls, ())
-        stock = skeleton(cls, config)
-        replaced = _meant(stock, rehearsal.scope)
-        unfit = misfits(stock, replaced, built=False)
-    weights = _collapsed(rehearsal.outcome.routes)
-    keys_of: dict[str, tuple[str, ...]] = {}
-    for keys, _, text in weights:
-        keys_of[text] = (*keys_of.get(text, ()), *keys)
-    added = {describe(journal.transform): journal for item in rehearsal.tracked if (journal := journal_of(item))}
-    kept = [describe(item.transform if isinstance(item, Journal) else item) for item in record.conversions]
+        record, model = PatchRecord(cls, ()), skeleton(cls, config)
+        replaced = _named(model, rules)
     return {
         "replaced": rows_of_classes(replaced),
         "fused": rows_of_classes(record.fused),
         "refused": tuple(record.refused.items()),
-        "conversions_dropped": tuple((describe(transform), text) for transform, text in rehearsal.arranged.dropped),
+        "misfits": misfits(model, replaced, built=constructed is not None),
+    }
+
+
+def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict[str, Any]:
+    """The fields of a plan that say what becomes of the checkpoint."""
+    selected = load.selected if isinstance(load, Loaded) else load
+    if not isinstance(selected, Selected):
+        return {}
+    outcome, info = (load.outcome, load.info) if isinstance(load, Loaded) else (Outcome(), None)
+    weights = _collapsed(outcome.routes)
+    keys_of: dict[str, tuple[str, ...]] = {}
+    for keys, _, text in weights:
+        keys_of[text] = (*keys_of.get(text, ()), *keys)
+    added = {describe(journal.transform): journal for item in selected.traced if (journal := journal_of(item))}
+    fields: dict[str, Any] = {
+        "conversions_dropped": tuple((describe(transform), text) for transform, text in selected.conversions.dropped),
         "conversions_added": tuple(
             (text, keys_of.get(text) or tuple(compress(journal.renamed))) for text, journal in added.items()
         ),
+    }
+    if not isinstance(load, Loaded):
+        return fields
+    kept = [describe(item.transform if isinstance(item, Journal) else item) for item in load.record.conversions]
+    return fields | {
         "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
         "weights": weights,
         "missing": _ordered(info.missing_keys),
@@ -278,32 +274,39 @@ def _plan(
         "wrong_shape": tuple(
             (name, str(tuple(found)), str(tuple(expected))) for name, found, expected in sorted(info.mismatched_keys)
         ),
-        "new_weights": record.new_weights,
-        "dropped_weights": record.dropped_weights,
-        "unknown_shapes": sum(key in rehearsal.unknown for route in rehearsal.outcome.routes for key in route.keys),
-        "misfits": unfit,
-        "problems": (*_problems(rehearsal, error, any_size), *map(_misfit_text, unfit)),
-        "warnings": tuple(rehearsal.complaints.texts),
+        "new_weights": load.record.new_weights,
+        "dropped_weights": load.record.dropped_weights,
+        "unknown_shapes": sum(key in unknown for route in outcome.routes for key in route.keys),
     }
 
 
-def _problems(rehearsal: Rehearsal, error: PatcherError | None, any_size: bool) -> list[str]:
-    """What the load would raise, the first error first."""
-    errors = [*rehearsal.complaints.errors, *([error] if error is not None else [])]
-    problems = [str(each) for each in errors]
-    info = rehearsal.info
-    if not problems and info.conversion_errors:
+def _judgement(
+    load: Load | None,
+    error: PatcherError | None,
+    misfits_found: Iterable[tuple[str, str, str, str]],
+    *,
+    any_size: bool,
+) -> dict[str, Any]:
+    """What the load would raise, the first error first, and what it would warn of."""
+    diagnostics = load.diagnostics if isinstance(load, Loaded) else None
+    constructed = _constructed(load)
+    if diagnostics is None:
+        diagnostics = constructed.diagnostics if constructed is not None else Diagnostics()
+    problems = [str(each) for each in (*diagnostics.errors, *([error] if error is not None else []))]
+    info = load.info if isinstance(load, Loaded) else None
+    if not problems and info is not None and info.conversion_errors:
         reasons = [f"  {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
         problems.append(
             "\n".join(["Conversions fail, for which transformers would raise a RuntimeError:", *reasons[:8]])
         )
-    if not problems and info.mismatched_keys and not any_size:
+    if not problems and info is not None and info.mismatched_keys and not any_size:
         shapes = [
             f"  {name}: found {tuple(found)}, expected {tuple(expected)}"
             for name, found, expected in sorted(info.mismatched_keys)
         ]
         problems.append("\n".join(["Shapes differ, and transformers would raise a RuntimeError:", *shapes[:8]]))
-    return problems
+    problems += map(_misfit_text, misfits_found)
+    return {"problems": tuple(problems), "warnings": diagnostics.warnings}
 
 
 def _misfit_text(misfit: tuple[str, str, str, str]) -> str:
@@ -311,12 +314,12 @@ def _misfit_text(misfit: tuple[str, str, str, str]) -> str:
     return f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
 
 
-def _meant(model: PreTrainedModel, scope: Scope) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
+def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
     """path -> class and replacement, of the modules that the mapping names."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         try:
-            match = scope.match(type(module))
+            match = rules.match(type(module))
         except PatchConflictError:
             continue
         if match is not None and match.replacement is not type(module):

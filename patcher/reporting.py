@@ -12,8 +12,8 @@ from patcher import seams
 from patcher.conversions import describe
 from patcher.errors import InvalidPatcherError
 from patcher.journals import Journal
+from patcher.loading.record import PatchRecord, record_of
 from patcher.matching import compress
-from patcher.record import PatchRecord, record_of
 from patcher.tables import Shown, Table, folded
 
 if TYPE_CHECKING:
@@ -124,13 +124,11 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
                 fired.append((describe(item.transform), count))
         else:
             fired.append((describe(item), 0))
-    added = [transform for patcher, _ in record.patchers for transform in patcher.extra_weight_conversions]
+    added = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
     return Report(
         model=type(model).__name__,
-        patchers=tuple((repr(patcher), origin) for patcher, origin in record.patchers),
-        replaced=rows_of_classes(
-            {item.path: (item.original, item.replacement) for item in record.replaced if item.path not in record.fused}
-        ),
+        patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
+        replaced=rows_of_classes(record.classes_of_replaced()),
         fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),

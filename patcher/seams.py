@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,11 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
     return copy
 
 
+def is_stock_operation(operation: ConversionOps) -> bool:
+    """Whether transformers itself brings the operation."""
+    return type(operation).__module__.startswith("transformers.")
+
+
 def take_over_use(used: WeightTransform, transform: WeightTransform) -> None:
     """Mark `transform` as used if its copy `used` was."""
     transform._was_used = used._was_used
@@ -272,12 +277,45 @@ def stock_conversions(
     model: PreTrainedModel, key_mapping: dict[str, str] | None = None, *, legacy: bool = True
 ) -> list[WeightTransform]:
     """The conversions that transformers has for the model, before any quantizer."""
-    return _stock_conversion_mapping(model, key_mapping, None, add_legacy=legacy)
+    return _stock_conversion_mapping(as_stock(model), key_mapping, None, add_legacy=legacy)
 
 
 # Before the hook stands in for them.
-_stock_conversion_mapping = conversion_mapping.get_model_conversion_mapping
-stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
+_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
+_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
+
+
+def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] | None = None) -> dict[str, Any]:
+    """Reverse the conversions of the model's load as transformers does, or these instead."""
+    if conversions is None and used_conversions(model) is None:
+        # It would ask for them itself, by the classes that the sub-models have now.
+        conversions = stock_conversions_from_scratch(model) or None
+        if conversions is None:
+            return dict(state_dict)
+    return dict(_stock_revert(model if conversions is None else _Converted(model, conversions), state_dict))
+
+
+class _Converted:
+    """A model as transformers' reversal sees it, with other conversions to reverse."""
+
+    def __init__(self, model: Any, conversions: list[Any]) -> None:
+        self._model = model
+        self._weight_conversions = conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def adapted_to_quantizer(
+    quantizer: Any, conversions: list[WeightTransform], model: PreTrainedModel
+) -> list[WeightTransform]:
+    """The conversions as a quantizer, if there is one, adapts them."""
+    if quantizer is None:
+        return conversions
+    adapt = quantizer.update_weight_conversions
+    takes_model = "model" in inspect.signature(adapt).parameters  # since 5.19
+    adapted: list[WeightTransform] = adapt(conversions, model) if takes_model else adapt(conversions)
+    return adapted
 
 
 def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
@@ -312,6 +350,46 @@ def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
 
 
 # --- models --------------------------------------------------------------------------------------------------------
+
+#: On a replaced module: the class that it was built for. transformers goes by class in many places.
+ORIGINAL = "_patcher_original"
+
+
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module was built in place of, if it is a replacement."""
+    return module.__dict__.get(ORIGINAL)
+
+
+def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
+    module.__dict__[ORIGINAL] = original
+
+
+def as_stock(model: Any) -> Any:
+    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace.
+
+    Nothing is written to the model, which others may be running.
+    """
+    if any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
+        return _AsStock(model)
+    return model
+
+
+class _AsStock:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules(*args, **kwargs):
+            original = original_class(module)
+            if isinstance(module, PreTrainedModel) and original is not None:
+                shown = object.__new__(original)
+                object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
+                yield name, shown
+            else:
+                yield name, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def tied_keys(model: PreTrainedModel) -> set[str]:

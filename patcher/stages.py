@@ -12,13 +12,13 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
+from patcher.construction.in_force import unpatched
 from patcher.inputs import NoInputsError
+from patcher.loading.record import record_of
+from patcher.loading.saving import original_state_dict
 from patcher.matching import compress
 from patcher.patcher import Patcher
 from patcher.probes import Probe, probes_for, token_rows
-from patcher.record import record_of
-from patcher.saving import original_state_dict
-from patcher.session import unpatched
 
 __all__ = ["TOLERANCES", "Run", "Stage"]
 

@@ -15,11 +15,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError, VerificationError
-from patcher.loading import install
+from patcher.loading.hooks import install
 from patcher.model_classes import config_of, model_class_of
 from patcher.patcher import Patcher
-from patcher.session import unpatched
 from patcher.stages import TOLERANCES, Run, Stage
 from patcher.tables import Shown, Table
 

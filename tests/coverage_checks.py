@@ -124,7 +124,7 @@ class Reference:
 
 
 def _check_size(model_class: Any, config: Any) -> None:
-    from patcher.resolution import skeleton
+    from patcher.resolution.resolution import skeleton
 
     size = sum(parameter.numel() for parameter in skeleton(model_class, config).parameters())
     if size > LARGEST:
@@ -133,7 +133,7 @@ def _check_size(model_class: Any, config: Any) -> None:
 
 def gradients_of(model: Any, passes: list[Pass]) -> dict[str, torch.Tensor] | None:
     """The gradients of all parameters, in the layout of the checkpoint; None where stock has none."""
-    from patcher.saving import original_state_dict
+    from patcher.loading.saving import original_state_dict
 
     outputs = [output for output in outputs_of(model, passes) if output.requires_grad]
     if not outputs:

@@ -22,7 +22,7 @@ from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
-from patcher.resolution import Resolution, resolve, skeleton
+from patcher.resolution.resolution import Resolution, resolve, skeleton
 
 if TYPE_CHECKING:
     from patcher.patcher import Patcher

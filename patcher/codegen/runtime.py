@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps
 
+from patcher.construction.construction import under_construction
 from patcher.conversions import single
 from patcher.fusions.joining import JoinRows, Step
 from patcher.fusions.patch_embeddings import FlattenPatches
-from patcher.scope import under_construction
 
 __all__ = ["FlattenPatches", "JoinRows", "StackAgain", "Step", "Unstack", "under_construction"]
 

@@ -36,7 +36,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
 from patcher.fusions.sequential_experts import SequentialExperts
-from patcher.saving import original_state_dict
+from patcher.loading.saving import original_state_dict
 from patcher.seams import stock_revert
 from tests.fusions.checkpoints import same_checkpoint
 from tests.tiny import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,15 +15,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import seams
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import Construction, constructing
+from patcher.construction.in_force import InForce, entering
+from patcher.construction.init_hooks import covering
 from patcher.conversions import describe, filter_conversions
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
 from patcher.matching import compress
 from patcher.patcher import Patcher
-from patcher.scope import Layer, Scope, opened, original_class
-from patcher.seams import WeightConverter, WeightTransform
+from patcher.seams import WeightConverter, WeightTransform, original_class
 
-__all__ = ["Resolution", "arrange", "resolve", "skeleton"]
+__all__ = ["Resolution", "SelectedConversions", "resolve", "resolve_in_force", "select_conversions", "skeleton"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,7 @@ class Resolution:
     dropped: tuple[WeightTransform, ...]
     added: tuple[WeightTransform, ...]
     #: path -> the class that a replacement stands for
-    shipped: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
+    original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     #: path -> the class of a module that is fused, as it was
     originals: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     #: fusion -> the paths that it fuses
@@ -74,27 +78,35 @@ def _folded(paths: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def skeleton(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, layers: Iterable[Layer] = ()
+    model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce] = ()
 ) -> PreTrainedModel:
-    """The model on the meta device, patched by `layers` alone: modules, names and shapes, no weight."""
-    scope = Scope(layers)
-    scope.is_sketch = scope.on_meta = True
+    """The model on the meta device, patched by `entries` alone: modules, names and shapes, no weight."""
+    rules = ClassRules(entries)
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
-    # include_buffers=True is nothing but `torch.device("meta")`: accelerate's one way that other threads don't see
-    with seams.construction_lock, opened(scope), init_empty_weights(include_buffers=True):
+    with ExitStack() as stack:
+        stack.enter_context(seams.construction_lock)
+        stack.enter_context(entering(rules.entries))
+        if rules.entries:
+            stack.enter_context(covering(rules))
+        stack.enter_context(constructing(Construction(rules, on_meta=True, is_skeleton=True)))
+        # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
+        stack.enter_context(init_empty_weights(include_buffers=True))
         return model_class(config)
 
 
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
     """See `Patcher.resolve`."""
-    return resolve_layers([Layer(patcher, "resolve()")], model_class, config)
+    return resolve_in_force([InForce(patcher, "resolve()")], model_class, config)
 
 
-def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
-    """The resolution of several patchers, the innermost first."""
-    model = skeleton(model_class, config, layers)
+def resolve_in_force(
+    entries: Iterable[InForce], model_class: type[PreTrainedModel], config: PretrainedConfig
+) -> Resolution:
+    """What several patchers do to one model, the innermost first."""
+    entries = tuple(entries)
+    model = skeleton(model_class, config, entries)
     modules = dict(model.named_modules(remove_duplicate=False))
     replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
     classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
@@ -105,10 +117,9 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
     by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
     transforms: list[WeightTransform] = []
     converted: set[str] = set()
-    for named in dict.fromkeys(fusion for layer in layers for fusion in layer.patcher.fusions):
+    for named in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
         fusion = fusion_named(named)
-        with as_stock(model):
-            found = fusion.discover(model)
+        found = fusion.discover(model)
         for path in found.matches:
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
@@ -122,24 +133,21 @@ def resolve_layers(layers: list[Layer], model_class: type[PreTrainedModel], conf
         by_fusion[named] = tuple(found.matches)
         if found.matches:
             fused.update(_fused_classes(fusion, found.matches))
-            with as_stock(model):
-                transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
+            transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
             if type(fusion).convert is not Fusion.convert:
                 converted.update(found.matches)
     for path in fused:
         refused.pop(path, None)
 
-    with as_stock(model):
-        stock = seams.stock_conversions(model)
-    arranged = arrange(stock, layers, transforms)
+    selected = select_conversions(seams.stock_conversions(model), entries, transforms)
     return Resolution(
         classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
         refused=MappingProxyType(refused),
-        dropped=tuple(dict.fromkeys(transform for transform, _ in arranged.dropped)),
-        added=tuple(arranged.added),
-        shipped=MappingProxyType({path: cls for path in replaced if (cls := original_class(modules[path]))}),
+        dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
+        added=tuple(selected.added),
+        original_classes=MappingProxyType({path: cls for path in replaced if (cls := original_class(modules[path]))}),
         originals=MappingProxyType({path: type(modules[path]) for path in fused}),
         by_fusion=MappingProxyType(by_fusion),
         converted=frozenset(converted),
@@ -162,42 +170,23 @@ def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str
     return {path: made[type(module)] for path, module in matches.items()}
 
 
-class as_stock:  # noqa: N801 - reads as the context manager that it is
-    """Let the replaced sub-models pass for the models that they replace: conversions go by class."""
+@dataclass(frozen=True, eq=False)
+class SelectedConversions:
+    """The conversions of a load: the added ones come first, the dropped ones are gone."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._swapped = [
-            (module, type(module))
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel) and original_class(module) is not None
-        ]
-
-    def __enter__(self) -> None:
-        for module, _ in self._swapped:
-            module.__class__ = original_class(module)  # type: ignore[assignment]
-
-    def __exit__(self, *exc: object) -> None:
-        for module, cls in self._swapped:
-            module.__class__ = cls
-
-
-@dataclass(eq=False)
-class Arranged:
-    """The conversions of a load: what is added comes first, what is dropped is gone."""
-
-    added: list[WeightTransform]
-    kept: list[WeightTransform]
+    added: tuple[WeightTransform, ...] = ()
+    kept: tuple[WeightTransform, ...] = ()
     #: (stock conversion, the filter that dropped it, or "" where an added conversion takes its tensors)
-    dropped: list[tuple[WeightTransform, str]]
+    dropped: tuple[tuple[WeightTransform, str], ...] = ()
 
 
-def arrange(
-    stock: Iterable[WeightTransform], layers: Iterable[Layer], fusion_transforms: Iterable[WeightTransform] = ()
-) -> Arranged:
-    """Filter the stock conversions and put the extra ones in front, those of the innermost layer first."""
-    layers = list(layers)
-    filters = dict.fromkeys(text for layer in layers for text in layer.patcher.filtered_weight_conversion_patterns)
-    added = [transform for layer in layers for transform in layer.patcher.extra_weight_conversions]
+def select_conversions(
+    stock: Iterable[WeightTransform], entries: Iterable[InForce], fusion_transforms: Iterable[WeightTransform] = ()
+) -> SelectedConversions:
+    """Filter the stock conversions and put the extra ones in front, those of the innermost patcher first."""
+    patchers = [entry.patcher for entry in entries]
+    filters = dict.fromkeys(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
+    added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += [seams.copy_transform(transform) for transform in fusion_transforms]
     kept, dropped = filter_conversions(stock, filters)
     # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
@@ -209,4 +198,4 @@ def arrange(
         if isinstance(transform, WeightConverter) and taken.intersection(transform.source_patterns):
             kept.remove(transform)
             dropped.append((transform, ""))
-    return Arranged(added, kept, dropped)
+    return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))

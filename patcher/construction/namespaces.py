@@ -1,45 +1,44 @@
-"""Names of modeling code that are bound to classes of others: the part of a scope that gates can't do.
+"""Stand-ins for names of modeling code that are bound to classes of others: what gates can't do.
 
 A gate sits on a class, so it can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours
 to touch, and it can't know under which other name a file has bound the class. For those a stand-in takes the place of
-the class in the namespace or table: called in a context with a scope it builds the replacement, and anywhere else the
-class. Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or the replacement
-where that is in force.
+the class in the namespace or table: called in a context where a mapping is in force it builds the replacement, and
+anywhere else the class. Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or
+the replacement where that is in force.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from patcher import matching
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import build_replacement, current_construction
+from patcher.construction.frames import calling_module
+from patcher.construction.in_force import entered
+from patcher.construction.lock import process_lock
 
-if TYPE_CHECKING:
-    from patcher.scope import Match, Scope
-
-__all__ = ["Bindings"]
-
-_lock = threading.RLock()
+__all__ = ["Namespaces"]
 
 
-class Bindings:
-    """The stand-ins of one scope. Scopes that overlap share them, and the last to leave puts everything back."""
+class Namespaces:
+    """The stand-ins that class rules need. Rules that overlap share them; the last to leave puts everything back."""
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    def __init__(self, rules: ClassRules) -> None:
+        self.rules = rules
         self.mine: list[_Binding | _View] = []
         self._seen: set[int] = set()
         self._foreign: set[type] = set()
 
     def add_all(self, others: Iterable[type[nn.Module]]) -> None:
         """Bind stand-ins in all modeling modules, for `others`: classes that are meant and can't have a gate."""
-        self._foreign = {cls for cls in others if self.scope.concerns(cls)}
-        if not self._foreign and not any(layer.is_registry for layer in self.scope.layers):
+        self._foreign = {cls for cls in others if self.rules.concerns(cls)}
+        if not self._foreign and not any(entry.is_registry for entry in self.rules.entries):
             return
         for name, module in list(sys.modules.items()):
             if matching.is_modeling_module(name) and isinstance(module, ModuleType):
@@ -54,7 +53,7 @@ class Bindings:
         shown = False
         for name, value in list(namespace.items()):
             if isinstance(value, type):
-                if issubclass(value, nn.Module) and self.scope.concerns(_unwrapped(value), name):
+                if issubclass(value, nn.Module) and self.rules.concerns(_unwrapped(value), name):
                     shown = True
                     if self._needs_stand_in(_unwrapped(value)):
                         self._bind(namespace, name, value)
@@ -67,12 +66,12 @@ class Bindings:
             elif type(value) is tuple and self._holds_foreign(value):
                 self._bind(namespace, name, value)
         if shown:
-            with _lock:
+            with process_lock:
                 self.mine.append(_View.of(module))
 
     def _needs_stand_in(self, cls: type[nn.Module]) -> bool:
         # Where the class's own name is what matched, its gate does all that is needed.
-        return cls in self._foreign or not self.scope.concerns(cls)
+        return cls in self._foreign or not self.rules.concerns(cls)
 
     def _holds_foreign(self, item: Any) -> bool:
         """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
@@ -80,11 +79,11 @@ class Bindings:
         return any(isinstance(each, type) and _unwrapped(each) in self._foreign for each in listed)
 
     def _bind(self, container: Any, key: Any, value: Any) -> None:
-        with _lock:
+        with process_lock:
             self.mine.append(_Binding.of(container, key, value))
 
     def remove_all(self) -> None:
-        with _lock:
+        with process_lock:
             while self.mine:
                 self.mine.pop().release()
 
@@ -172,19 +171,25 @@ class _View:
 def _read(self: ModuleType, name: str) -> Any:
     value = ModuleType.__getattribute__(self, name)
     if isinstance(value, type) and not name.startswith("__"):
-        from patcher.scope import active_scope
-
         original = _unwrapped(value)
-        scope = active_scope()
-        if scope is None or not issubclass(original, nn.Module):
+        rules = _rules_here()
+        if rules is None or not issubclass(original, nn.Module):
             return original
-        match = scope.match_bound(original, name)
+        match = rules.match_bound(original, name)
         if match is None:
             return original
         # Modeling code goes on to build what it reads here: that must pass the stand-in, or the gate of the class.
-        if match.layer.is_registry and not matching.is_modeling_module(sys._getframe(1).f_globals.get("__name__", "")):
+        if match.entry.is_registry and not matching.is_modeling_module(calling_module(1)):
             return match.replacement
     return value
+
+
+def _rules_here() -> ClassRules | None:
+    construction = current_construction()
+    if construction is not None:
+        return construction.rules
+    entries = entered()
+    return ClassRules(entries) if entries else None
 
 
 def _is_module_class(value: Any) -> bool:
@@ -196,7 +201,7 @@ def _unwrapped(cls: type) -> Any:
 
 
 def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
-    """A class that passes for `original` and, called where a scope replaces it, builds the replacement."""
+    """A class that passes for `original` and, called where it is replaced, builds the replacement."""
     meta: Any = type(original)
 
     class StandIn(meta):  # type: ignore[misc]
@@ -206,18 +211,8 @@ def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
             return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            from patcher.scope import active_scope
-
-            scope = active_scope()
-            match: Match | None = scope.match_bound(original, name) if scope is not None else None
-            if scope is None or match is None or not scope.decides(None, sys._getframe(1)):
-                return original(*args, **kwargs)
-            if match.replacement is original:  # the class itself, whatever the outer layers say
-                scope.note(original, match.layer)
-                return original(*args, **kwargs)
-            module = original.__new__(original)
-            scope.build(module, original, match, args, kwargs)
-            return module
+            module = build_replacement(original, name, None, args, kwargs)
+            return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)

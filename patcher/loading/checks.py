@@ -1,72 +1,103 @@
-"""Whether a load did what the patcher says: what matched nothing, what is missing, what is left over."""
+"""Whether a load does what the patcher says: what matched nothing, what is missing, what is left over."""
 
 from __future__ import annotations
 
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from patcher import seams
+from patcher.construction.in_force import InForce, Matched
 from patcher.conversions import describe, identity
-from patcher.errors import PatchedWeightsError, PatcherError, PatcherWarning, UnmatchedPatchError
-from patcher.fusions.base import Fusion
-from patcher.journals import Journal
+from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
+from patcher.loading.record import Replaced
 from patcher.matching import compress, is_expression, nearest, search
-from patcher.record import Replaced
-from patcher.scope import Layer
-from patcher.seams import PreTrainedModel
+from patcher.seams import PreTrainedModel, original_class
 from patcher.simulation import Outcome, simulate
 
-__all__ = ["Complaints", "WeightsFound", "judge_matches", "judge_weights", "note_conversions", "stock_outcome"]
+__all__ = [
+    "Diagnostics",
+    "WeightsFound",
+    "check_matches",
+    "check_weights",
+    "class_names",
+    "shapes_of",
+    "stock_outcome",
+]
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What is wrong with a load: raised at once where that is strict, otherwise said in one warning at its end.
+
+    Attributes:
+        warnings: what is said at the end.
+        errors: what a load would have raised, if it is one that goes on to find everything.
+        goes_on: whether it is.
+    """
+
+    warnings: tuple[str, ...] = ()
+    errors: tuple[PatcherError, ...] = ()
+    goes_on: bool = False
+
+    def adding(self, error: PatcherError | None, *, strict: bool) -> Diagnostics:
+        """With one more, unless there is none.
+
+        Raises:
+            PatcherError: `error`, where that is strict.
+        """
+        if error is None:
+            return self
+        if not strict:
+            return replace(self, warnings=(*self.warnings, str(error)))
+        if not self.goes_on:
+            raise error
+        if self.errors and isinstance(error, PatchedWeightsError):
+            return self  # which weights don't fit follows from what didn't match
+        return replace(self, errors=(*self.errors, error))
+
+    def warn(self) -> None:
+        """Say it, at the line of whoever asked for the load."""
+        if self.warnings:
+            warn("\n".join(dict.fromkeys(self.warnings)))
 
 
 # --- matches -------------------------------------------------------------------------------------------------------
 
 
-def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError | None:
-    """The error that names each class key, filter, conversion or fusion of the layer that matched nothing.
+def check_matches(
+    entry: InForce, matched: Matched, *, classes: bool = True, conversions: bool = True, model_name: str = ""
+) -> UnmatchedPatchError | None:
+    """The error that names each class key, filter, conversion or fusion of a patcher that matched nothing.
 
-    Conversions count only where a checkpoint was read.
+    Args:
+        classes: whether class keys and fusions are judged.
+        conversions: whether filters and conversions are, which count only where a checkpoint was read.
     """
-    if layer.is_registry:
+    if entry.is_registry:
         return None  # it meets every model of the process
-    patcher = layer.patcher
+    patcher = entry.patcher
     problems = []
-    classes = layer.candidates.get("classes", set())
-    grouped = {key for group in patcher.any_of for key in group}
-    for group in patcher.any_of:
-        if not layer.matched.intersection(group):
-            problems.append(
-                f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
-                f"{_suggest(group[0], classes, 'classes')}"
-            )
-    for key in patcher.class_mapping:
-        if key not in layer.matched and key not in grouped:
-            problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, classes)}")
-    for fusion in patcher.fusions:
-        if fusion not in layer.matched:
-            problems.append(f"fusions: {_name(fusion)} found no module that it can fuse{_refusals(layer)}")
-    if layer.reads:
-        patterns = layer.candidates.get("patterns", set())
+    if classes:
+        problems += _unmatched_classes(entry, matched)
+    if conversions and matched.has_read:
         for text in patcher.filtered_weight_conversion_patterns:
-            if text not in layer.matched:
+            if text not in matched.of(entry, "filtered_weight_conversion_patterns"):
                 problems.append(
                     f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
-                    f"{_suggest(text, patterns, 'patterns')}"
+                    f"{_suggest(text, matched.patterns, 'patterns')}"
                 )
         for transform in patcher.extra_weight_conversions:
-            if identity(transform) not in layer.matched:
-                keys = compress(sorted(layer.candidates.get("keys", set()), key=seams.dot_natural_key))
+            if identity(transform) not in matched.of(entry, "extra_weight_conversions"):
+                known = compress(sorted(matched.checkpoint_keys, key=seams.dot_natural_key))
                 wanted = seams.source_patterns(transform)
                 problems.append(
                     f"extra_weight_conversions: {describe(transform)} took no tensor; "
-                    f"{_suggest(wanted[0], keys, 'checkpoint keys')}"
+                    f"{_suggest(wanted[0], known, 'checkpoint keys')}"
                 )
     if not problems:
         return None
@@ -79,7 +110,26 @@ def judge_matches(layer: Layer, *, model_name: str = "") -> UnmatchedPatchError 
     return UnmatchedPatchError(text)
 
 
-def _reason(key: str, classes: set[str]) -> str:
+def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
+    patcher, problems = entry.patcher, []
+    keys = matched.of(entry, "class_mapping")
+    grouped = {key for group in patcher.any_of for key in group}
+    for group in patcher.any_of:
+        if not keys.intersection(group):
+            problems.append(
+                f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
+                f"{_suggest(group[0], matched.classes, 'classes')}"
+            )
+    for key in patcher.class_mapping:
+        if key not in keys and key not in grouped:
+            problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}")
+    for fusion in patcher.fusions:
+        if fusion not in matched.of(entry, "fusions"):
+            problems.append(f"fusions: {fusion!r} found no module that it can fuse{_refusals(matched.refused)}")
+    return problems
+
+
+def _reason(key: str, classes: Set[str]) -> str:
     if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
         return (
             ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
@@ -88,13 +138,9 @@ def _reason(key: str, classes: set[str]) -> str:
     return f"; {_suggest(key, classes, 'classes')}"
 
 
-def _name(fusion: str | Fusion) -> str:
-    return repr(fusion)
-
-
-def _refusals(layer: Layer) -> str:
-    refused = sorted(layer.candidates.get("refused", set()))
-    return f"; it refused {', '.join(refused[:5])}" if refused else ""
+def _refusals(refused: Iterable[str]) -> str:
+    listed = sorted(refused)
+    return f"; it refused {', '.join(listed[:5])}" if listed else ""
 
 
 def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
@@ -113,54 +159,6 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
     )
 
 
-def note_conversions(
-    layers: Iterable[Layer],
-    dropped: Iterable[tuple[Any, str]],
-    fired: Iterable[Journal],
-    stock: list[Any],
-    checkpoint_keys: Iterable[str],
-) -> None:
-    """Write down for each layer which of its filters and conversions had an effect."""
-    filters = {text for _, text in dropped}
-    transforms = {identity(journal.transform) for journal in fired}
-    for layer in layers:
-        layer.reads.append("checkpoint")
-        layer.matched.update(filters)
-        layer.matched.update(transforms)
-        if layer.patcher.filtered_weight_conversion_patterns or layer.patcher.extra_weight_conversions:
-            patterns = {text for conversion in stock for text in seams.source_patterns(conversion)}
-            patterns |= {text for conversion in stock for text in seams.target_patterns(conversion)}
-            layer.candidates.setdefault("patterns", set()).update(patterns)
-            layer.candidates.setdefault("keys", set()).update(checkpoint_keys)
-
-
-class Complaints:
-    """What is wrong with a load: raised at once where that is strict, otherwise said in one warning at its end."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def add(self, error: PatcherError | None, *, strict: bool) -> None:
-        if error is None:
-            return
-        if strict:
-            raise error
-        self.texts.append(str(error))
-
-    def warn(self) -> None:
-        if self.texts:
-            warnings.warn("\n".join(self.texts), PatcherWarning, stacklevel=_level_of_the_caller())
-
-
-def _level_of_the_caller() -> int:
-    """The stack level, for `warnings.warn`, of whoever asked for the load."""
-    level, frame = 1, sys._getframe(1)
-    inside = ("patcher", "transformers", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -173,15 +171,15 @@ class WeightsFound:
     error: PatchedWeightsError | None
 
 
-def judge_weights(
+def check_weights(
     model: PreTrainedModel,
     replaced: Iterable[Replaced],
-    layers: Iterable[Layer],
+    entries: Iterable[InForce],
     *,
     missing: set[str],
     mismatched: Mapping[str, str],
     unexpected: set[str],
-    stock_outcome: Callable[[], Any],
+    stock_outcome: Callable[[], Outcome],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
 
@@ -192,7 +190,7 @@ def judge_weights(
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
     """
-    patchers = [layer.patcher for layer in layers if not layer.is_registry]
+    patchers = [entry.patcher for entry in entries if not entry.is_registry]
     paths = [item.path for item in replaced if item.chosen]
     everywhere = "" in paths
     prefixes = tuple(f"{path}." for path in paths if path)
@@ -294,22 +292,25 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
 
 def stock_outcome(
     model: PreTrainedModel,
-    key_mapping: dict[str, str] | None,
-    checkpoint: Mapping[str, Any],
+    key_mapping: Mapping[str, str] | None,
+    checkpoint: Mapping[str, torch.Tensor],
     unknown: Set[str] = frozenset(),
 ) -> Outcome:
     """What the unpatched model would make of a checkpoint, by names and shapes."""
     conversions = seams.stock_conversions(model, dict(key_mapping) if key_mapping else None)
-    tensors = {key: torch.empty(tuple(_shape(value)), device="meta") for key, value in checkpoint.items()}
-    return simulate(model, conversions, tensors, unknown, going_on=True)
+    return simulate(model, conversions, checkpoint, unknown, going_on=True)
 
 
-def _shape(value: Any) -> Any:
-    return value.get_shape() if hasattr(value, "get_shape") else value.shape
+def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint on the meta device: those on the disk have only a shape as yet."""
+    return {
+        key: value
+        if getattr(value, "is_meta", False)
+        else torch.empty(tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape), device="meta")
+        for key, value in checkpoint.items()
+    }
 
 
 def class_names(model: nn.Module) -> set[str]:
     """The names of all classes in the model, replaced ones by the names that they had."""
-    from patcher.scope import original_class
-
     return {(original_class(module) or type(module)).__name__ for module in model.modules()}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
 from patcher.journals import Journal
 from patcher.patcher import Patcher
-from patcher.scope import Layer
-from patcher.seams import PreTrainedModel, WeightTransform
+from patcher.seams import PreTrainedModel, WeightTransform, original_class
 
-__all__ = ["PatchRecord", "Replaced", "record_of"]
+__all__ = ["PatchRecord", "Replaced", "keep_record", "record_of"]
 
 RECORD = "_patcher_record"
 
@@ -30,20 +30,21 @@ class Replaced:
     chosen: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PatchRecord:
     """Kept on the outermost model and on each of its sub-models."""
 
     model_class: type[PreTrainedModel]
-    #: the patchers in force, the innermost first, and how each came into force
-    patchers: tuple[tuple[Patcher, str], ...]
+    #: the patchers in force, the innermost first
+    in_force: tuple[InForce, ...]
     replaced: tuple[Replaced, ...] = ()
-    fused: dict[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
+    #: path -> original class and fused class
+    fused: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
     #: fusion -> the paths that it has fused
-    fusions: dict[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
+    fusions: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
     #: the parameters that only the fused layout has
     fused_parameters: frozenset[str] = frozenset()
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
     read: bool = False
@@ -52,19 +53,23 @@ class PatchRecord:
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
     new_weights: tuple[str, ...] = ()
     dropped_weights: tuple[str, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    def layers(self) -> list[Layer]:
-        """The patchers, ready to be in force again."""
-        return [Layer(patcher, origin) for patcher, origin in self.patchers]
+    @property
+    def patchers(self) -> tuple[Patcher, ...]:
+        return tuple(entry.patcher for entry in self.in_force)
 
     @property
     def journals(self) -> list[Journal]:
         return [item for item in self.conversions if isinstance(item, Journal)]
 
+    def classes_of_replaced(self) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
+        """path -> original class and replacement, of what a class mapping has replaced."""
+        return {item.path: (item.original, item.replacement) for item in self.replaced if item.path not in self.fused}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
-        return self  # what is written here is written while the model loads, never again
+        return self
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:
@@ -74,14 +79,12 @@ def record_of(model: nn.Module) -> PatchRecord | None:
 
 def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
     """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
-    from patcher.scope import original_class
-
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and path:
             prefix = f"{path}."
             module.__dict__[RECORD] = PatchRecord(
                 model_class=_model_class(original_class(module) or type(module)),
-                patchers=record.patchers,
+                in_force=record.in_force,
                 replaced=tuple(
                     Replaced(item.path.removeprefix(prefix), item.original, item.replacement, item.chosen)
                     for item in record.replaced
@@ -102,8 +105,3 @@ def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
 def _model_class(cls: type[nn.Module]) -> type[PreTrainedModel]:
     assert issubclass(cls, PreTrainedModel)
     return cls
-
-
-def combined(patchers: Iterable[Patcher], name: str) -> tuple[str, ...]:
-    """The expressions of all patchers for one parameter."""
-    return tuple(dict.fromkeys(text for patcher in patchers for text in getattr(patcher, name)))

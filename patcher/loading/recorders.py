@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher import seams
-from patcher.record import record_of
-from patcher.scope import original_class
+from patcher.loading.record import record_of
+from patcher.seams import original_class
 
 __all__ = ["RecordOutput", "install_output_hooks"]
 

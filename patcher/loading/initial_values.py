@@ -17,16 +17,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher import seams
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import Built, Construction, constructing
+from patcher.construction.in_force import entering
+from patcher.construction.init_hooks import covering
+from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
 from patcher.matching import search
-from patcher.materialize import forget_index, like, parameter_index
-from patcher.scope import Built, Scope, opened
 
-__all__ = ["Intent", "Values", "forget_indices", "keep_new_weights", "keeping_computed"]
+__all__ = ["InitialValues", "ParameterTraits", "forget_indices", "keep_new_weights", "keeping_computed"]
 
 
 @dataclass(frozen=True)
-class Intent:
+class ParameterTraits:
     """What replacements have done with parameters besides giving them values; a load makes new ones of all."""
 
     #: the names of each parameter that has several, the first one first
@@ -35,12 +38,12 @@ class Intent:
     frozen: frozenset[str]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, scope: Scope) -> Intent:
+    def of(cls, model: PreTrainedModel, outermost: Iterable[Built]) -> ParameterTraits:
         """What is to be seen while the modules are as they were built. Shared names are declared, so that they can be
         saved."""
         shared, frozen = [], set()
         tied = seams.tied_keys(model)
-        for path, built in _replaced(model, scope):
+        for path, built in _replaced(model, outermost):
             names: dict[int, list[str]] = {}
             for name, parameter in built.module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
@@ -74,23 +77,24 @@ class Intent:
         return tuple(each for name in names for each in groups.get(name, (name,)))
 
 
-class Values:
+class InitialValues:
     """The computed values of a model's replacements, taken before transformers finishes the load."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        scope: Scope,
-        intent: Intent,
+        rules: ClassRules,
+        outermost: Iterable[Built],
+        traits: ParameterTraits,
         loading_info: Any,
         disk_index: dict[str, Any] | None = None,
     ) -> None:
         self.model = model
-        self.scope = scope
-        self.intent = intent
+        self.rules = rules
+        self.traits = traits
         self.disk_index = disk_index
         self.missing = set(loading_info.missing_keys) | {name for name, *_ in loading_info.mismatched_keys}
-        self.replaced = _replaced(model, scope)
+        self.replaced = _replaced(model, outermost)
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
         for path, built in self.replaced:
@@ -104,7 +108,7 @@ class Values:
 
     def _missing_parameters(self, path: str, built: Built) -> dict[str, int]:
         tied = seams.tied_keys(self.model)
-        missing = self.intent.without_aliases(self.missing)
+        missing = self.traits.without_aliases(self.missing)
         wanted = {}
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
             key = _join(path, name)
@@ -123,14 +127,14 @@ class Values:
                 self._offload(key, value, device_map, load_config.disk_offload_folder)
         for built, wanted in self.wanted:
             with _default_dtype(load_config.dtype):
-                initial = _initial(self.scope, built, wanted, self.model)
+                initial = _initial(self.rules, built, wanted, self.model)
             for key, value in initial.items():
                 self._put(key, value, device_map, load_config.disk_offload_folder)
-        for keys in self.intent.shared:
+        for keys in self.traits.shared:
             self._share(keys)
-        if self.intent.frozen:
+        if self.traits.frozen:
             for key, parameter in self.model.named_parameters():
-                if key in self.intent.frozen:
+                if key in self.traits.frozen:
                     parameter.requires_grad_(False)
         if not set(map(str, device_map.values())) - {"cpu", "disk"}:
             return  # plain tensors were computed on the CPU, and stay there
@@ -168,9 +172,9 @@ class Values:
 
 
 @contextmanager
-def keeping_computed(scope: Scope) -> Iterator[None]:
+def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
     """Keep transformers' initialisation away from the buffers that replacements have computed."""
-    buffers = [buffer for built in _outermost(scope) for _, buffer in _buffers("", built.module)]
+    buffers = [buffer for built in outermost for _, buffer in _buffers("", built.module)]
     fresh = [buffer for buffer in buffers if not seams.is_initialized(buffer)]
     for buffer in fresh:
         seams.mark_initialized(buffer)
@@ -181,11 +185,13 @@ def keeping_computed(scope: Scope) -> Iterator[None]:
             seams.forget_initialized(buffer)
 
 
-def keep_new_weights(model: PreTrainedModel, scope: Scope, expressions: list[str]) -> None:
+def keep_new_weights(
+    model: PreTrainedModel, rules: ClassRules, outermost: Iterable[Built], expressions: list[str]
+) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
     if not expressions:
         return
-    for path, built in _replaced(model, scope):
+    for path, built in _replaced(model, outermost):
         wanted = {}
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
             key = _join(path, name)
@@ -198,7 +204,7 @@ def keep_new_weights(model: PreTrainedModel, scope: Scope, expressions: list[str
                 wanted[key] = index
         if wanted:
             with torch.no_grad():
-                for key, value in _initial(scope, built, wanted, model).items():
+                for key, value in _initial(rules, built, wanted, model).items():
                     model.get_parameter(key).copy_(value)
 
 
@@ -208,15 +214,17 @@ def forget_indices(model: nn.Module) -> None:
         forget_index(parameter)
 
 
-def _initial(scope: Scope, built: Built, wanted: dict[str, int], model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def _initial(
+    rules: ClassRules, built: Built, wanted: dict[str, int], model: PreTrainedModel
+) -> dict[str, nn.Parameter]:
     """The wanted parameters as `__init__` makes them, but for those that a quantizer has made something else of.
 
     The replacement is built once more, because what `__init__` does to a parameter on meta is lost; only the wanted
     ones are real.
     """
-    again = Scope(scope.layers)
-    with opened(again):
-        initial = again.rebuild(built, wanted.values())
+    construction = Construction(rules, is_skeleton=True)
+    with entering(rules.entries), covering(rules), constructing(construction):
+        initial = construction.build_again(built, wanted.values())
     result = {}
     for key, index in wanted.items():
         parameter, value = model.get_parameter(key), initial.get(index)
@@ -229,18 +237,14 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
 
 
-def _replaced(model: nn.Module, scope: Scope) -> list[tuple[str, Built]]:
+def _replaced(model: nn.Module, outermost: Iterable[Built]) -> list[tuple[str, Built]]:
     """The replacements that are no part of another one, with their paths, of those that the model has."""
     paths = {id(module): path for path, module in model.named_modules()}
-    return [(paths[id(built.module)], built) for built in _outermost(scope) if id(built.module) in paths]
+    return [(paths[id(built.module)], built) for built in outermost if id(built.module) in paths]
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _outermost(scope: Scope) -> list[Built]:
-    return [built for built in scope.built if built.outermost]
 
 
 def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

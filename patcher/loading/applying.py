@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError
-from patcher.loading import install
+from patcher.loading.hooks import install
+from patcher.loading.record import record_of
+from patcher.loading.saving import original_state_dict
 from patcher.patcher import Patcher
-from patcher.record import record_of
-from patcher.saving import original_state_dict
 
 __all__ = ["apply"]
 
@@ -45,12 +47,11 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     if len(devices) == 1 and devices != {torch.device("cpu")}:
         options["device_map"] = {"": devices.pop()}
     model_class = record.model_class if record is not None else type(model)
-    result: PreTrainedModel = model_class.from_pretrained(
-        None, config=model.config, state_dict=weights, patcher=patcher, **options
+    # By this patcher alone, whatever is in force around us.
+    result: PreTrainedModel = unpatched(
+        lambda: model_class.from_pretrained(None, config=model.config, state_dict=weights, patcher=patcher, **options)
     )
     if getattr(model, "generation_config", None) is not None:
-        from copy import deepcopy
-
         result.generation_config = deepcopy(model.generation_config)
     result.train(model.training)
     return result

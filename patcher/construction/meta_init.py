@@ -7,7 +7,6 @@ a context variable, does it for one thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -22,9 +21,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from patcher import seams
 from patcher.errors import PatchConstructionError, PatcherError
 
-__all__ = ["Materialization", "forget_index", "like", "parameter_index", "watching_parameters"]
+__all__ = ["MetaInit", "forget_index", "like", "parameter_index", "unwatch_parameters", "watch_parameters"]
 
-_CURRENT: ContextVar[Materialization | None] = ContextVar("patcher_materialization", default=None)
+_CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 #: On a parameter of a replacement: the how-manieth it was that the replacement registered.
 _INDEX = "_patcher_index"
@@ -41,7 +40,7 @@ def forget_index(parameter: torch.Tensor) -> None:
     parameter.__dict__.pop(_INDEX, None)
 
 
-class Materialization:
+class MetaInit:
     """Where the parameters of a replacement go while it is built.
 
     They are numbered in the order in which they are registered. Where the model is built on meta they go there; with
@@ -56,16 +55,16 @@ class Materialization:
         self._buffers_too = False
 
     @staticmethod
-    def current() -> Materialization:
+    def current() -> MetaInit:
         """The one under way, or a new one."""
-        return _CURRENT.get() or Materialization()
+        return _CURRENT.get() or MetaInit()
 
     @staticmethod
-    def on_meta() -> Materialization:
+    def on_meta() -> MetaInit:
         """The one under way, or one that leaves everything on meta where the model is built there."""
         current = _CURRENT.get()
         if current is None:
-            current = Materialization()
+            current = MetaInit()
             current._buffers_too = True
         return current
 
@@ -194,7 +193,7 @@ def _short(value: Any) -> str:
 def _where(traceback: TracebackType | None) -> str:
     """The line of modeling code that asked for the object: the frame outside of this package."""
     frame = traceback.tb_frame if traceback is not None else None
-    package = str(Path(__file__).parent)
+    package = str(Path(__file__).parent.parent)
     while frame is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     if frame is None:
@@ -206,29 +205,22 @@ def _where(traceback: TracebackType | None) -> str:
 
 # --- the hook ------------------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
-_users = 0
 _handle: Any = None
 
 
 def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    materialization = _CURRENT.get()
-    return None if materialization is None or parameter is None else materialization.register(parameter)
+    meta_init = _CURRENT.get()
+    return None if meta_init is None or parameter is None else meta_init.register(parameter)
 
 
-@contextmanager
-def watching_parameters() -> Iterator[None]:
-    """Keep torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _users, _handle
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _handle.remove()
-                _handle = None
+def watch_parameters() -> None:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    global _handle
+    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+def unwatch_parameters() -> None:
+    """Take the hook away."""
+    global _handle
+    _handle.remove()
+    _handle = None

@@ -1,0 +1,96 @@
+"""Which class is built in place of another: the class mappings in force, asked class by class."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from patcher import matching
+from patcher.construction.in_force import InForce, Matched
+from patcher.errors import PatchConflictError
+
+__all__ = ["ClassRules", "Match"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is built in place of a class, and which key, or which fusion, of which patcher asks for it."""
+
+    key: Any
+    replacement: type[nn.Module]
+    entry: InForce
+
+
+class ClassRules:
+    """The class mappings in force. The innermost wins; within one patcher an exact name, before an expression."""
+
+    def __init__(self, entries: Iterable[InForce]) -> None:
+        self.entries = tuple(entries)
+        self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
+        keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
+        self._exact = frozenset(key for key, _ in keys)
+        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or matching.is_expression(key)]
+        self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
+
+    def match(self, cls: type[nn.Module]) -> Match | None:
+        """What is built in place of `cls`.
+
+        Raises:
+            PatchConflictError: two expressions of a patcher ask for different replacements.
+        """
+        if cls not in self._matches:
+            matches = (self._match_in(entry, cls) for entry in self.entries)
+            self._matches[cls] = next((match for match in matches if match is not None), None)
+        return self._matches[cls]
+
+    def _match_in(self, entry: InForce, cls: type[nn.Module]) -> Match | None:
+        key = self._key(entry, cls)
+        return None if key is None else Match(key, entry.patcher.class_mapping[key], entry)
+
+    def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
+        key = matching.find_key(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+        # An expression is about modeling code, not about the replacements that stand beside it.
+        return key if key == cls.__name__ or cls not in self._replacements else None
+
+    def match_bound(self, cls: type[nn.Module], name: str) -> Match | None:
+        """What is built where modeling code has bound `cls` to `name`: to the registry the name counts as well."""
+        for entry in self.entries:
+            if entry.is_registry:
+                mapping = entry.patcher.class_mapping
+                key = matching.find_key(name, mapping, names_too=True)
+                if key is not None and mapping[key] is not cls:
+                    return Match(key, mapping[key], entry)
+            match = self._match_in(entry, cls)
+            if match is not None:
+                return match
+        return None
+
+    def classes(self) -> list[type[nn.Module]]:
+        """All classes whose name is a key of some mapping, or has a key found in it."""
+        return matching.module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
+
+    def _is_meant(self, name: str) -> bool:
+        return name in self._exact or any(matching.search(text, name) for text in self._expressions)
+
+    def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
+        """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
+        try:
+            return self.match_bound(cls, name or cls.__name__) is not None
+        except PatchConflictError:
+            return True
+
+    def matched(self, cls: type[nn.Module], match: Match) -> Matched:
+        """The keys that have done their part when `match` decides about `cls`, those included that it overrides."""
+        found: set[tuple[InForce, str, Hashable]] = set()
+        for entry in self.entries[self.entries.index(match.entry) :]:
+            if match.key in entry.patcher.fusions:
+                found.add((entry, "fusions", match.key))
+            elif entry is match.entry:  # by a name that the class was bound to
+                found.add((entry, "class_mapping", match.key))
+            if self._key(entry, cls) is not None:
+                hits = matching.hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+                found.update((entry, "class_mapping", key) for key in hits)
+        return Matched(frozenset(found))

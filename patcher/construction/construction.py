@@ -1,0 +1,259 @@
+"""One construction: what is built, from the outermost model down, and what it was built in place of.
+
+The only mutable object of a load, made where the outermost model begins and private to the thread that builds it. It
+ends with the block that made it (a load, `from_config`, a skeleton) or, for a model that is built by hand in an
+`applied()` block, with the `__init__` of that model.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from patcher import matching
+from patcher.construction.class_rules import ClassRules, Match
+from patcher.construction.frames import calling_module, is_initializing
+from patcher.construction.in_force import InForce, Matched, entered, tell_blocks
+from patcher.construction.meta_init import MetaInit
+from patcher.errors import PatchConstructionError
+from patcher.seams import mark_original_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "Built",
+    "Construction",
+    "begin_by_hand",
+    "build_replacement",
+    "constructing",
+    "current_construction",
+    "under_construction",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """One replacement that was built, and how: enough to build it again."""
+
+    module: nn.Module
+    original: type[nn.Module]
+    replacement: type[nn.Module]
+    entry: InForce
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: not a part of another replacement
+    outermost: bool
+
+
+class Construction:
+    """What happens while one model is built.
+
+    Args:
+        rules: what is in force.
+        by_hand: no checkpoint is read: the model is finished when its modules stand.
+        has_block: a block ends it; otherwise it is over when the `__init__` of its model is.
+        on_meta: buffers go to the meta device too, so that not even the largest replacement takes any memory.
+        is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
+    """
+
+    def __init__(
+        self,
+        rules: ClassRules,
+        *,
+        by_hand: bool = False,
+        has_block: bool = True,
+        on_meta: bool = False,
+        is_skeleton: bool = False,
+    ) -> None:
+        self.rules = rules
+        self.by_hand = by_hand
+        self.has_block = has_block
+        self.on_meta = on_meta
+        self.is_skeleton = is_skeleton
+        self.thread = threading.get_ident()
+        self.built: list[Built] = []
+        self.matched = Matched()
+        #: what the fusions in force do to the model, and the constructor arguments of what they may build again
+        self.resolution: Any = None
+        self.recorded: frozenset[type[nn.Module]] = frozenset()
+        self.arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
+        self.at_end: Callable[[], None] | None = None
+        self._root: weakref.ref[PreTrainedModel] | None = None
+        self._building: list[nn.Module] = []
+
+    @property
+    def root(self) -> PreTrainedModel | None:
+        """The outermost model, as soon as its `__init__` has begun."""
+        return None if self._root is None else self._root()
+
+    @root.setter
+    def root(self, model: PreTrainedModel) -> None:
+        self._root = weakref.ref(model)
+
+    @property
+    def outermost_built(self) -> list[Built]:
+        """The replacements that are no part of another one."""
+        return [built for built in self.built if built.outermost]
+
+    def forget(self) -> None:
+        """Hold on to nothing of a model that is finished."""
+        self.built.clear()
+        self.arguments.clear()
+
+    def note(self, cls: type[nn.Module], match: Match) -> None:
+        """Remember which keys have had an effect."""
+        matched = self.rules.matched(cls, match)
+        if not matched.keys <= self.matched.keys:
+            self.matched |= matched
+            if not self.is_skeleton:
+                tell_blocks(matched)
+
+    def decides(self, module: nn.Module | None, depth: int) -> bool:
+        """Whether what is about to be built may be replaced.
+
+        Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
+        replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
+        """
+        if module is not None and any(module is each for each in self._building):
+            return False
+        return not self._building or matching.is_modeling_module(calling_module(depth + 1))
+
+    def build(
+        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Make an object of `original` one of its replacement."""
+        built = Built(module, original, match.replacement, match.entry, args, kwargs, not self._building)
+        mark_original_class(module, original)
+        self._building.append(module)
+        try:
+            if not (self.on_meta and self._built_on_meta(module, original, match, args, kwargs)):
+                MetaInit.current().construct(module, original, match.replacement, args, kwargs)
+        finally:
+            self._building.pop()
+        mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
+        self.note(original, match)
+        self.built.append(built)
+        if self.at_end is not None and module is self.root:
+            self.at_end()
+
+    def _built_on_meta(
+        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether the replacement could be built without a value; if it looks at one it has to be real."""
+        count = len(self.built)
+        try:
+            MetaInit.on_meta().construct(module, original, match.replacement, args, kwargs)
+        except PatchConstructionError:
+            del self.built[count:]
+            module.__class__ = original
+            module.__dict__.clear()
+            mark_original_class(module, original)
+            return False
+        return True
+
+    def build_again(self, built: Built, wanted: Iterable[int]) -> dict[int, nn.Parameter]:
+        """Build a replacement once more, for the values that its `__init__` gives to some of its parameters."""
+        module = built.original.__new__(built.original)
+        meta_init = MetaInit(wanted)
+        self._building.append(module)
+        try:
+            meta_init.construct(module, built.original, built.replacement, built.args, built.kwargs)
+        finally:
+            self._building.pop()
+        return meta_init.kept
+
+
+_CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
+
+
+def current_construction() -> Construction | None:
+    """The construction that this code is a part of.
+
+    A context that was copied into another thread carries one that isn't that thread's, and a model that was built by
+    hand and has raised leaves one behind that is over.
+    """
+    current = _CURRENT.get()
+    if current is None or current.thread != threading.get_ident():
+        return None
+    if not current.has_block and (current.root is None or not is_initializing(current.root)):
+        return None
+    return current
+
+
+def under_construction() -> bool:
+    """Whether a model is being built here under a patcher, so that what is built now is a part of it."""
+    return current_construction() is not None
+
+
+@contextmanager
+def constructing(construction: Construction) -> Iterator[Construction]:
+    """Let what is built inside the block be a part of `construction`."""
+    token = _CURRENT.set(construction)
+    try:
+        yield construction
+    finally:
+        _CURRENT.reset(token)
+
+
+def begin_by_hand(model: PreTrainedModel) -> Construction | None:
+    """The construction of a model whose `__init__` begins, if some block has put a patcher in force."""
+    entries = entered()
+    if not entries:
+        return None
+    construction = Construction(ClassRules(entries), by_hand=True, has_block=False)
+    construction.root = model
+    _CURRENT.set(construction)
+    return construction
+
+
+def build_replacement(
+    cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module | None:
+    """Build what is in force in place of `cls`, where modeling code has bound it to `name`; None if stock is to be.
+
+    To be called by what stands in for the constructor: its caller is who asks for the object.
+
+    Args:
+        module: the bare object of `cls`, if there is one yet.
+    """
+    construction = current_construction()
+    if construction is not None:
+        return _built_in(construction, cls, name, module, args, kwargs)
+    entries = entered()
+    if not entries:
+        return None
+    # A module by itself, or a replaced model: whatever it builds belongs to it.
+    with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
+        return _built_in(construction, cls, name, module, args, kwargs)
+
+
+def _built_in(
+    construction: Construction,
+    cls: type[nn.Module],
+    name: str,
+    module: nn.Module | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> nn.Module | None:
+    if not construction.decides(module, 3):
+        return None
+    rules = construction.rules
+    match = rules.match(cls) if name == cls.__name__ else rules.match_bound(cls, name)
+    if match is not None and match.replacement is not cls:
+        module = cls.__new__(cls) if module is None else module
+        construction.build(module, cls, match, args, kwargs)
+        return module
+    if match is not None:  # the class itself, whatever the outer patchers say
+        construction.note(cls, match)
+    if module is not None and cls in construction.recorded:
+        construction.arguments[id(module)] = (module, args, kwargs)
+    return None

@@ -1,0 +1,227 @@
+"""The gates: how the classes of modeling code come to be built as others, and how that is undone exactly.
+
+No name is rebound. While a class mapping is in force somewhere, the `__init__` of each class that it names is a gate:
+when it is called for an object of exactly that class, in a context where the mapping is in force, the object becomes
+one of the replacement and is initialised as such. So it doesn't matter where modeling code finds the class (a module
+attribute, an alias, a table, a function that imports it late), and for every other thread the class is what it always
+was: it can be pickled, subclassed and compared meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from patcher import matching
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import build_replacement
+from patcher.construction.lock import process_lock
+from patcher.construction.meta_init import unwatch_parameters, watch_parameters
+from patcher.construction.namespaces import Namespaces
+
+__all__ = ["cover_new_classes", "covering"]
+
+_MISSING = object()
+
+
+class _Gate:
+    """The `__init__` of one class, as long as something in force names it; whoever needs it shares it."""
+
+    installed: dict[type[nn.Module], _Gate] = {}  # noqa: RUF012 - the registry of this class
+
+    def __init__(self, cls: type[nn.Module]) -> None:
+        self.cls = cls
+        self.users = 0
+        self.before = cls.__dict__.get("__init__", _MISSING)
+        self.function = _gate_function(cls, None if self.before is _MISSING else self.before)
+        cls.__init__ = self.function  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        # Somebody who has replaced `__init__` meanwhile keeps theirs; what they wrapped goes on passing through.
+        if self.cls.__dict__.get("__init__") is self.function:
+            if self.before is _MISSING:
+                del self.cls.__init__
+            else:
+                self.cls.__init__ = self.before  # type: ignore[method-assign]
+
+
+def _gate_function(cls: type[nn.Module], before: Any) -> Callable[..., None]:
+    @functools.wraps(cls.__init__)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
+            return
+        if before is None:
+            super(cls, self).__init__(*args, **kwargs)
+        else:
+            before(self, *args, **kwargs)
+
+    return __init__
+
+
+class _Cover:
+    """The gates and stand-ins that one set of class rules needs."""
+
+    active: set[_Cover] = set()  # noqa: RUF012 - all that are in place in this process
+
+    def __init__(self, rules: ClassRules) -> None:
+        self.rules = rules
+        self.gated: set[type[nn.Module]] = set()
+        self.recorded: frozenset[type[nn.Module]] = frozenset()
+        self.namespaces = Namespaces(rules)
+        self._custom: set[str] = set()
+        with process_lock:
+            _Cover.active.add(self)
+            if len(_Cover.active) == 1:
+                sys.meta_path.insert(0, _watcher)
+                watch_parameters()
+
+    def add_all(self) -> list[type[nn.Module]]:
+        """Put gates on all classes of modeling code that are named.
+
+        Returns:
+            The other classes that are named.
+        """
+        named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
+        if all(matching.is_modeling_module(cls.__module__) for cls in named):
+            self._custom = set()
+        else:
+            self._custom = matching.custom_modeling_modules()
+        for cls in named:
+            self.add(cls)
+        return [cls for cls in named if cls not in self.gated]
+
+    def add(self, cls: type[nn.Module]) -> None:
+        if cls in self.gated or not (matching.is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
+            return
+        if not self.rules.concerns(cls) and cls not in self.recorded:
+            return
+        with process_lock:
+            if self not in _Cover.active:
+                return  # the block was left meanwhile, by another thread than the one that imports
+            gate = _Gate.installed.get(cls)
+            if gate is None:
+                gate = _Gate.installed[cls] = _Gate(cls)
+            gate.users += 1
+            self.gated.add(cls)
+
+    def remove_all(self) -> None:
+        with process_lock:
+            _Cover.active.remove(self)
+            if not _Cover.active:
+                if _watcher in sys.meta_path:
+                    sys.meta_path.remove(_watcher)
+                unwatch_parameters()
+            self.namespaces.remove_all()
+            while self.gated:
+                gate = _Gate.installed[self.gated.pop()]
+                gate.users -= 1
+                if gate.users == 0:
+                    del _Gate.installed[gate.cls]
+                    gate.remove()
+
+
+#: The covers that this context has put in place.
+_COVERS: ContextVar[tuple[_Cover, ...]] = ContextVar("patcher_covers", default=())
+
+
+@contextmanager
+def covering(rules: ClassRules) -> Iterator[None]:
+    """Have the classes that are named pass through gates. On exit nothing of it is left anywhere."""
+    cover = _Cover(rules)
+    token = _COVERS.set((*_COVERS.get(), cover))
+    try:
+        cover.namespaces.add_all(cover.add_all())
+        yield
+    finally:
+        _COVERS.reset(token)
+        cover.remove_all()
+
+
+def cover_new_classes(recorded: Iterable[type[nn.Module]] = ()) -> None:
+    """Put gates on classes that came into being after a block began, other than by an import.
+
+    Args:
+        recorded: classes whose constructor arguments are wanted, whether a mapping names them or not.
+    """
+    covers = _COVERS.get()
+    if covers and recorded:
+        with process_lock:
+            covers[-1].recorded |= frozenset(recorded)
+    for cover in covers:
+        cover.add_all()
+
+
+def _after_fork_in_child() -> None:
+    # The child has one thread: what the others had put in place is nobody's.
+    for cover in _Cover.active - set(_COVERS.get()):
+        cover.remove_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class _ImportWatcher(importlib.abc.MetaPathFinder):
+    """Sees modeling modules that are first imported while a mapping is in force, and has their classes covered."""
+
+    def __init__(self) -> None:
+        self._searching = threading.local()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not matching.is_modeling_module(name) or getattr(self._searching, "on", False):
+            return None
+        self._searching.on = True
+        try:
+            for finder in sys.meta_path:
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(name, path, target)
+                    if spec is not None:
+                        if isinstance(spec.loader, importlib.abc.Loader):
+                            spec.loader = _CoveringLoader(spec.loader)
+                        return spec
+        finally:
+            self._searching.on = False
+        return None
+
+
+class _CoveringLoader(importlib.abc.Loader):
+    """Lets the real loader work, takes itself out of the module, and covers its classes."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        with process_lock:
+            covers = list(_Cover.active)
+        classes = [
+            value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)
+        ]
+        for cover in covers:
+            for cls in classes:
+                cover.add(cls)
+            with process_lock:
+                if cover in _Cover.active:
+                    cover.namespaces.add(module)
+
+
+_watcher = _ImportWatcher()

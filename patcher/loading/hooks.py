@@ -1,0 +1,404 @@
+"""The hook: `patcher=` for `from_pretrained` and `from_config`, and `applied()`. One function per place.
+
+A load calls back at six places. At each, the result of the next step takes the place of the one before it in a context
+variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher import seams
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import Construction, begin_by_hand, constructing, current_construction
+from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
+from patcher.construction.init_hooks import cover_new_classes, covering
+from patcher.errors import PatcherError
+from patcher.fingerprints import check_built, check_pins
+from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
+from patcher.loading.checks import Diagnostics, check_matches
+from patcher.loading.initial_values import keeping_computed
+from patcher.loading.load import (
+    Constructed,
+    DryRun,
+    Load,
+    Loaded,
+    Request,
+    Selected,
+    check_supported,
+    construct,
+    finish,
+    finish_by_hand,
+    initial_values,
+    read,
+    request,
+    select,
+)
+from patcher.loading.record import record_of
+from patcher.loading.recorders import install_output_hooks
+from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
+from patcher.patcher import Patcher
+from patcher.resolution.fused_modules import convert_modules, fuse_modules, prepare_fusions
+from patcher.resolution.resolution import select_conversions
+from patcher.seams import original_class
+
+__all__ = ["applied", "dry_run", "install"]
+
+#: The load that this thread or task is in: the result of its last step.
+_LOAD: ContextVar[Load | None] = ContextVar("patcher_load", default=None)
+#: What the call of `from_pretrained` around this code was given, patched or not.
+_CALL: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_call", default=(None, {}))
+#: What makes the next load a dry run, and where its last result goes.
+_DRY_RUN: ContextVar[tuple[DryRun, list[Load]] | None] = ContextVar("patcher_dry_run", default=None)
+
+_install_lock = threading.Lock()
+_installed = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _install_lock._at_fork_reinit())  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Teach `from_pretrained` and `from_config` the argument `patcher=`. Done once; using any public name does it.
+
+    >>> import patcher
+    >>> patcher.install()
+
+    Raises:
+        PatcherError: this release of transformers lacks a seam that the hook relies on.
+    """
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        seams.check()
+        for place, hook in _HOOKS.items():
+            owner, name, _ = seams.HOOKED[place]
+            stock = inspect.getattr_static(owner, name)
+            function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
+            wrapped = functools.wraps(function)(_bound(hook, function))
+            kind = type(stock) if isinstance(stock, classmethod | staticmethod) else None
+            setattr(owner, name, kind(wrapped) if kind is not None else wrapped)
+        seams.follow_earlier_imports()
+        _installed = True
+
+
+def _bound(hook: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook(stock, *args, **kwargs)
+
+    return hooked
+
+
+@contextmanager
+def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
+    """See `Patcher.applied`."""
+    install()
+    entry, block = InForce(patcher, origin), Block()
+    entries = (entry, *entered())
+    check_pins(patcher)
+    with entering(entries, block), covering(ClassRules(entries)):
+        yield patcher
+    # Over the whole block: a patcher may be meant for one of several models that are built in it.
+    Diagnostics().adding(check_matches(entry, block.matched), strict=patcher.strict).warn()
+
+
+# --- a load --------------------------------------------------------------------------------------------------------
+
+
+def _from_pretrained(
+    stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
+) -> Any:
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    dry = _DRY_RUN.get()
+    with ExitStack() as stack:
+        for variable, value in (
+            (_LOAD, request(cls, patcher, path, kwargs, dry[0] if dry is not None else None)),
+            (_CALL, (path, kwargs)),
+            (_DRY_RUN, None),  # a load inside of this one is none
+        ):
+            stack.callback(variable.reset, variable.set(value))  # type: ignore[attr-defined, arg-type]
+        try:
+            result = stock(cls, *args, **kwargs)
+        finally:
+            load = _LOAD.get()  # the checkpoint's own config may have asked for one
+            if dry is not None and load is not None:
+                dry[1].append(load)
+        if load is not None and dry is None:
+            finish(load, result[0] if isinstance(result, tuple) else result)
+        return result
+
+
+def dry_run(
+    model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], asked: DryRun, **options: Any
+) -> tuple[Load | None, PatcherError | None]:
+    """Take a load to where it would read: how far it came, and what it would raise on its way there.
+
+    Raises:
+        Exception: what transformers raises there, of its own.
+    """
+    install()
+    results: list[Load] = []
+    token = _DRY_RUN.set((asked, results))
+    error: PatcherError | None = None
+    try:
+        model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
+    except PatcherError as raised:
+        error = raised
+    except Exception:
+        # What transformers goes on to do with the weights, of a model that has none, says nothing.
+        if not (results and isinstance(results[-1], Loaded)):
+            raise
+    finally:
+        _DRY_RUN.reset(token)
+    return (results[-1] if results else None), error
+
+
+def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
+    """Apply what `fusion_config` says under our name; the rest is transformers' own."""
+    asked, rest = split_fusion_config(fusion_config)
+    path, options = _CALL.get()
+    # An argument takes the place of what the file says, but the weights in it lie as they do.
+    names = list(dict.fromkeys([*names_in_file(path, options), *asked]))
+    if names:
+        if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
+            # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
+            if rest:
+                config.fusion_config = rest
+            else:
+                del config.fusion_config
+        entry = InForce(Patcher(fusions=names), "fusion_config")
+        check_supported((entry,), path, options)
+        load = _LOAD.get()
+        before = (
+            load if isinstance(load, Request) else Request(cls, (), (), path, options, started=time.perf_counter())
+        )
+        _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
+    if rest:
+        stock(cls, config, rest)
+
+
+def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    contexts = list(stock(cls, *args, **kwargs))
+    load = _LOAD.get()
+    inner = [construct(load, _LOAD.set)] if isinstance(load, Request) else []
+    return [_entered([seams.construction_lock, *contexts, *inner])]
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All contexts, and if one of them can't be entered, none: transformers would leave those before it entered."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _conversion_mapping(
+    stock: Callable[..., Any],
+    model: PreTrainedModel,
+    key_mapping: dict[str, str] | None = None,
+    hf_quantizer: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    load = _LOAD.get()
+    if not isinstance(load, Constructed):
+        return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
+    found = stock(seams.as_stock(model), key_mapping, None, *args, **kwargs)
+    selected, conversions = select(load, found, key_mapping)
+    _LOAD.set(selected)
+    return seams.adapted_to_quantizer(hf_quantizer, conversions, model)
+
+
+def _convert_and_load(
+    stock: Callable[..., Any],
+    model: PreTrainedModel,
+    state_dict: dict[str, Any],
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    load = _LOAD.get()
+    if not isinstance(load, Selected):  # unpatched, or an adapter that is read after the model
+        return stock(model, state_dict, load_config, *args, **kwargs)
+    loaded, info, disk_index = read(
+        load, state_dict, load_config, lambda: stock(model, state_dict, load_config, *args, **kwargs)
+    )
+    _LOAD.set(loaded)
+    return info, disk_index
+
+
+def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+    load = _LOAD.get()
+    with seams.construction_lock:
+        if not isinstance(load, Loaded) or load.selected.constructed.model is not model:
+            return stock(model, load_config, loading_info)
+        if load.selected.constructed.request.dry_run is not None:
+            return loading_info
+        values = initial_values(load)
+        info = stock(model, load_config, loading_info)
+        values.put_back(load_config)
+        return info
+
+
+# --- a construction ------------------------------------------------------------------------------------------------
+
+
+def _from_config(
+    stock: Callable[..., Any],
+    cls: type[PreTrainedModel],
+    config: Any,
+    *args: Any,
+    patcher: Patcher | None = None,
+    **kwargs: Any,
+) -> Any:
+    if patcher is None and current_construction() is not None:
+        cover_new_classes()  # a part of the model under construction, whose code may just have been imported
+        return stock(cls, config, *args, **kwargs)
+    entries, own = in_force_for(patcher)
+    with seams.construction_lock:
+        if not entries:
+            return stock(cls, config, *args, **kwargs)
+        for entry in own:
+            check_pins(entry.patcher, cls)
+        rules = ClassRules(entries)
+        construction = Construction(rules, by_hand=True)
+        with entering(entries), covering(rules), constructing(construction):
+            model = stock(cls, config, *args, **kwargs)
+    diagnostics = Diagnostics()
+    for entry in own:
+        error = check_matches(entry, construction.matched, model_name=cls.__name__)
+        diagnostics = diagnostics.adding(error, strict=entry.patcher.strict)
+    diagnostics.warn()
+    return model
+
+
+def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+    construction = current_construction() or begin_by_hand(self)
+    if construction is not None and not construction.is_skeleton and construction.root in (None, self):
+        construction.root = self
+        prepare_fusions(construction, original_class(self) or type(self), config)  # type: ignore[arg-type]
+    stock(self, config, *args, **kwargs)
+
+
+def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
+    construction = current_construction()
+    if construction is None or construction.is_skeleton:
+        return stock(self)  # type: ignore[no-any-return]
+    is_root = construction.root is self
+    if is_root:
+        for entry in construction.rules.entries:
+            if entry.patcher.fingerprints:  # what the model is made of is all imported now
+                classes = {original_class(module) or type(module) for module in self.modules()}
+                home = (original_class(self) or type(self)).__module__
+                check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
+        fuse_modules(construction, self)
+    with keeping_computed(construction.outermost_built):
+        stock(self)
+    if is_root:
+        convert_modules(construction, self)
+    names: dict[str, set[str]] = {}
+    for module in self.modules():
+        original = original_class(module)
+        if original is not None:
+            names.setdefault(original.__name__, set()).add(type(module).__name__)
+    seams.follow_no_split_names(self, names)
+    if is_root and construction.by_hand:
+        if original_class(self) is None:
+            finish_by_hand(construction, self)
+        else:
+            construction.at_end = functools.partial(finish_by_hand, construction, self)
+    return None
+
+
+# --- a model that stands -------------------------------------------------------------------------------------------
+
+
+def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The conversions of a model that stands, as whoever loads an adapter into it asks for them."""
+    record = record_of(model)
+    if record is None:
+        return stock(model, *args, **kwargs)
+    found = stock(seams.as_stock(model), *args, **kwargs)
+    selected = select_conversions(found, record.in_force, record.fusion_transforms)
+    return [*map(seams.copy_transform, selected.added), *selected.kept]
+
+
+#: What this thread is saving, and how.
+_SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
+
+
+def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if record_of(self) is None and not names_fusions(self.config):
+        return stock(self, *args, **kwargs)
+    arguments = inspect.signature(stock).bind(self, *args, **kwargs)
+    arguments.apply_defaults()
+    plan = plan_saving(self, arguments.arguments["state_dict"], arguments.arguments["save_original_format"])
+    token = _SAVING.set(plan)
+    try:
+        return stock(self, *args, **kwargs)
+    finally:
+        _SAVING.reset(token)
+
+
+def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    plan = _SAVING.get()
+    if plan is None or plan.model.config is not self:
+        return stock(self, *args, **kwargs)
+    record = plan.record
+    if record is not None:
+        self.architectures = [record.model_class.__name__]
+    # Names stand in the file if the weights beside it lie so: a config that was read from elsewhere may say otherwise.
+    before = self.__dict__.get("fusion_config")
+    after = with_fusion_names(before, () if plan.original_format or record is None else record.fusions)
+    if after == (before or {}):
+        return stock(self, *args, **kwargs)
+    self.fusion_config = after
+    try:
+        if not after:
+            del self.fusion_config
+        return stock(self, *args, **kwargs)
+    finally:
+        if before is None:
+            del self.fusion_config
+        else:
+            self.fusion_config = before
+
+
+def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any]) -> Any:
+    plan = _SAVING.get()
+    if plan is not None and plan.model is model and plan.record is not None:
+        return plan.original_state_dict(state_dict)
+    return original_state_dict(model, state_dict) if record_of(model) is not None else stock(model, state_dict)  # type: ignore[arg-type]
+
+
+# What stands at each place that `seams.HOOKED` names.
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "load": _from_pretrained,
+    "fusion config": _register_fusions,
+    "make": _from_config,
+    "construction contexts": _get_init_context,
+    "construct": _init,
+    "constructed": _post_init,
+    "conversions": _conversion_mapping,
+    "conversions of others": _conversions_of,
+    "conversions of adapters": _conversions_of,
+    "read": _convert_and_load,
+    "finish": _finalize,
+    "save": _save_pretrained,
+    "save config": _save_config,
+    "give back": _revert,
+    "record outputs": install_output_hooks,
+}

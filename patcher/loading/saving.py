@@ -1,0 +1,226 @@
+"""The original checkpoint back: key for key, shape for shape, byte for byte."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from patcher import seams
+from patcher.conversions import describe, identity
+from patcher.errors import PatchedWeightsError
+from patcher.giving_back import Renamed, undo
+from patcher.journals import Journal, journal_of, track
+from patcher.loading.record import PatchRecord, record_of
+from patcher.matching import compress
+from patcher.resolution.resolution import resolve_in_force, select_conversions, skeleton
+from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
+from patcher.simulation import simulate
+
+__all__ = ["SavePlan", "original_state_dict", "plan_saving"]
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """How one model is saved.
+
+    Attributes:
+        record: what was patched, None if nothing was.
+        conversions: the conversions to reverse, in the order in which a load runs them.
+        order: the place of each key in what the stock model saves: it decides which shard a tensor goes to.
+    """
+
+    model: PreTrainedModel
+    record: PatchRecord | None
+    original_format: bool = True
+    conversions: tuple[Journal | WeightTransform, ...] = ()
+    order: Mapping[str, int] = field(default_factory=dict)
+
+    def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state dict as the unpatched model would save it.
+
+        Raises:
+            PatchedWeightsError: something in it can't be given back.
+        """
+        model = self.model
+        journals = [item for item in self.conversions if isinstance(item, Journal)]
+        restored, rest = undo(journals, state_dict, model)
+        renamings: list[Any] = []
+        reversible: list[Any] = []
+        for item in self.conversions:
+            if isinstance(item, Journal):
+                if item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
+                    renamings.append(Renamed(item, model.base_model_prefix))
+                    reversible.append(renamings[-1])
+            else:
+                reversible.append(item)
+                if isinstance(item, WeightRenaming):
+                    renamings.append(item)
+        # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
+        result = seams.stock_revert(model, rest, reversible) | seams.stock_revert(model, restored, renamings)
+        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), seams.dot_natural_key(key)))
+        return {key: result[key] for key in keys}
+
+
+def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of a model as the unpatched model would save it.
+
+    Raises:
+        PatchedWeightsError: something in it can't be given back.
+    """
+    record = record_of(model)
+    if record is None:
+        return seams.stock_revert(model, dict(state_dict))
+    return _plan_original_format(model, record).original_state_dict(state_dict)
+
+
+def plan_saving(
+    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None, original_format: bool
+) -> SavePlan:
+    """How a model will be saved, found out and tried before a file is written.
+
+    Raises:
+        PatchedWeightsError: a conversion can't be reversed; or the runtime layout was asked for, and no fusion name
+            describes it.
+    """
+    record = record_of(model)
+    if record is None:
+        return SavePlan(model, None, original_format)
+    if not original_format:
+        _check_runtime_layout(model, record)
+        return SavePlan(model, record, original_format)
+    plan = _plan_original_format(model, record)
+    given = model.state_dict() if state_dict is None else state_dict
+    # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
+    plan.original_state_dict(
+        {
+            key: value.detach().to("meta") if type(value) in (torch.Tensor, nn.Parameter) else value
+            for key, value in given.items()
+        }
+    )
+    return plan
+
+
+def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
+    # Not patched, by nothing that may be in force around us either; and built once.
+    stock = functools.cache(lambda: skeleton(record.model_class, model.config))
+    conversions = record.conversions
+    if record.read:
+        conversions = _conversions_as_read(model, record, stock)
+    else:
+        conversions = _conversions_from_scratch(model, record, stock)
+    order: dict[str, int] = {}
+    if record.dropped or any(item.entries for item in conversions if isinstance(item, Journal)):
+        # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
+        reversed_by = seams.stock_conversions_from_scratch(stock()) if record.read else None
+        saved = seams.stock_revert(stock(), dict(stock().state_dict()), reversed_by)
+        order = {key: place for place, key in enumerate(saved)}
+    return SavePlan(model, record, True, conversions, order)
+
+
+def _conversions_as_read(
+    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
+) -> tuple[Journal | WeightTransform, ...]:
+    """The conversions of the load, and those of fused parameters that came from elsewhere."""
+    produced = {name for journal in record.journals for entry in journal.entries for name in entry.produced}
+    left = record.fused_parameters - produced
+    if not left:
+        return record.conversions
+    scratch = _conversions_from_scratch(model, record, stock)
+    if not produced & record.fused_parameters:
+        return scratch  # the checkpoint was in the fused layout, so no conversion had anything to do
+    # Parts that the checkpoint didn't have: a tower that is initialised, for one.
+    added = []
+    for journal in (item for item in scratch if isinstance(item, Journal)):
+        entries = [entry for entry in journal.entries if left.intersection(entry.produced)]
+        if entries:
+            added.append(Journal(journal.transform, entries))
+    return (*added, *record.conversions)
+
+
+def _conversions_from_scratch(
+    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
+) -> tuple[Journal | WeightTransform, ...]:
+    """The conversions of a model that was made without a checkpoint: those that loading one would have run.
+
+    The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
+    what they would have joined.
+    """
+    conversions = seams.stock_conversions_from_scratch(stock())
+    checkpoint = seams.stock_revert(stock(), dict(stock().state_dict()))
+    fusions = record.fusion_transforms
+    if record.fused and not fusions:  # a part of a fused model: its names are others
+        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_transforms
+    selected = select_conversions(conversions, record.in_force, fusions)
+    traced = [track(transform) for transform in selected.added]
+    if not traced and len(selected.kept) == len(conversions):
+        return selected.kept
+    simulate(_OnMeta(model), [*traced, *selected.kept], checkpoint)  # type: ignore[arg-type]
+    traces = [journal for transform in traced if (journal := journal_of(transform)) is not None]
+    return (*traces, *(transform for transform in selected.kept if seams.was_used(transform)))
+
+
+class _OnMeta:
+    """The names and shapes of a model, for `simulate`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._shapes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
+    # Fusions that have a name are what a config can say.
+    named = {identity(transform) for transform in record.fusion_transforms}
+    reasons = [
+        describe(item.transform)
+        for item in record.journals
+        if (item.entries or item.renamed) and identity(item.transform) not in named
+    ]
+    reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
+    reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
+    reasons += [f"new: {key}" for key in compress(record.new_weights)]
+    reasons += _other_names(model, record)
+    if not record.read:
+        reasons += [
+            describe(transform) for patcher in record.patchers for transform in patcher.extra_weight_conversions
+        ]
+    if reasons:
+        listed = "\n".join(f"  {reason}" for reason in dict.fromkeys(reasons))
+        raise PatchedWeightsError(
+            "save_original_format=False would write a checkpoint in a layout that nothing can load by name: no fusion "
+            f"describes it.\n{listed}\n"
+            "Save in the original format (the default), or express the layout as a fusion."
+        )
+
+
+def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
+    """What only the model or only its stock form has in the modules that a class mapping replaced.
+
+    Loaded by name, what only the stock form has would be random.
+    """
+    replaced = tuple(_inside(item.path) for item in record.replaced if item.path not in record.fused)
+    if not replaced:
+        return []
+    fused = tuple(_inside(path) for path in record.fused)
+    found, stock = (
+        {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
+        for each in (model, skeleton(record.model_class, model.config))
+    )
+    only_here = set() if getattr(model, "hf_quantizer", None) else found - stock  # companions of quantized weights
+    return [f"new: {key}" for key in compress(sorted(only_here))] + [
+        f"without {key}" for key in compress(sorted(stock - found))
+    ]
+
+
+def _inside(path: str) -> str:
+    return f"{path}." if path else ""

@@ -1,0 +1,98 @@
+"""Fusions at work: while a model is built, what its resolution says is built again as a fused class, or converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher.construction.class_rules import Match
+from patcher.construction.construction import Construction
+from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.construction.init_hooks import cover_new_classes
+from patcher.errors import PatchConstructionError
+from patcher.fusions.base import fusion_named
+from patcher.resolution.resolution import Resolution, resolve_in_force
+from patcher.seams import mark_original_class
+
+__all__ = ["convert_modules", "fuse_modules", "prepare_fusions"]
+
+
+def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
+    entries = construction.rules.entries
+    if not any(entry.patcher.fusions for entry in entries):
+        return
+    resolution = construction.resolution = resolve_in_force(entries, model_class, config)
+    construction.recorded = frozenset(
+        cls for path, cls in resolution.originals.items() if path not in resolution.converted
+    )
+    cover_new_classes(construction.recorded)
+
+
+def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Put the fused modules in place of those that were built, before the model looks at its parts."""
+    resolution: Resolution | None = construction.resolution
+    if resolution is None:
+        return
+    fused: dict[int, nn.Module] = {}
+    # The outer ones first: building those builds what is inside of them once more.
+    for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
+        if path in resolution.converted:
+            continue
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        module = parent._modules.get(name)
+        if module is None or id(module) not in construction.arguments:
+            found = "nothing" if module is None else type(module).__name__
+            raise PatchConstructionError(
+                f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built "
+                "otherwise than its skeleton on the meta device. Leave it out of the fusion's target_modules_patterns."
+            )
+        new = fused.get(id(module))
+        if new is None:
+            _, args, kwargs = construction.arguments[id(module)]
+            original = type(module)
+            new = original.__new__(original)
+            key, entry = _fusion_of(construction, path)
+            construction.build(new, original, Match(key, cls, entry), args, kwargs)
+            new.train(module.training)
+            fused[id(module)] = new
+        parent._modules[name] = new
+
+
+def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Convert the modules that stand and have their initial values, where a fusion can do that."""
+    resolution: Resolution | None = construction.resolution
+    if resolution is None:
+        return
+    matched: set[tuple[InForce, str, Any]] = set()
+    for path in resolution.converted:
+        module = model.get_submodule(path)
+        original, cls = resolution.originals[path], resolution.fused[path]
+        if type(module) is not original:
+            raise PatchConstructionError(
+                f"{path} was to be fused as {cls.__qualname__}, but the model has a {type(module).__qualname__} "
+                f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device."
+            )
+        key, entry = _fusion_of(construction, path)
+        converted = fusion_named(key).convert(module, cls)
+        assert converted is not None
+        mark_original_class(converted, original)
+        if converted is not module:
+            parent_path, _, name = path.rpartition(".")
+            model.get_submodule(parent_path)._modules[name] = converted
+        entries = construction.rules.entries
+        matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
+    if matched:
+        construction.matched |= Matched(frozenset(matched))
+        tell_blocks(construction.matched)
+
+
+def _fusion_of(construction: Construction, path: str) -> tuple[Any, InForce]:
+    """The fusion that takes the module at `path`, and the patcher that asks for it."""
+    for fusion, paths in construction.resolution.by_fusion.items():
+        if path in paths:
+            return fusion, next(entry for entry in construction.rules.entries if fusion in entry.patcher.fusions)
+    raise KeyError(path)
