@@ -25,6 +25,7 @@ __all__ = [
     "check_matches",
     "check_weights",
     "class_names",
+    "shape_of",
     "shapes_of",
     "stock_outcome",
 ]
@@ -301,12 +302,15 @@ def stock_outcome(
     return simulate(model, conversions, checkpoint, unknown, going_on=True)
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of one that is still on the disk."""
+    return tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
+
+
 def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint on the meta device: those on the disk have only a shape as yet."""
     return {
-        key: value
-        if getattr(value, "is_meta", False)
-        else torch.empty(tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape), device="meta")
+        key: value if getattr(value, "is_meta", False) else torch.empty(shape_of(value), device="meta")
         for key, value in checkpoint.items()
     }
 

@@ -26,7 +26,15 @@ from patcher.conversions import describe, identity, joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatchedWeightsError
 from patcher.fingerprints import check_pins
 from patcher.journals import Journal, journal_of, track
-from patcher.loading.checks import Diagnostics, check_matches, check_weights, class_names, shapes_of, stock_outcome
+from patcher.loading.checks import (
+    Diagnostics,
+    check_matches,
+    check_weights,
+    class_names,
+    shape_of,
+    shapes_of,
+    stock_outcome,
+)
 from patcher.loading.initial_values import (
     InitialValues,
     ParameterTraits,
@@ -339,7 +347,7 @@ def read(
     mapping = load_config.weight_mapping or []
     foretold: Loaded | None = None
     if dry_run is None:
-        if _can_be_foretold(load_config):
+        if _can_be_foretold(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
             foretold = _foretell(selected, mapping, checkpoint)
     elif not dry_run.has_checkpoint:
         foretold = Loaded(selected, constructed.record, _Info(Outcome()), constructed.diagnostics)
@@ -351,13 +359,36 @@ def read(
         assert foretold is not None
         return foretold, foretold.info, None
     info, disk_index = read_weights()
-    return replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index), info, disk_index
+    loaded = replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index)
+    # What it reverses by itself; the traces of ours are reversed by what they did.
+    own = [item for item in loaded.record.conversions if not isinstance(item, Journal)]
+    seams.set_used_conversions(constructed.model, own)
+    return loaded, info, disk_index
 
 
 def _can_be_foretold(load_config: Any) -> bool:
     """Whether names and shapes say what a load will come to: not so of the parts of weights that are quantized."""
     quantizer = load_config.hf_quantizer
     return quantizer is None or not quantizer.pre_quantized
+
+
+def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> bool:
+    """Whether every tensor of the replaced modules plainly goes where its name says: nothing to judge, as usual."""
+    constructed = selected.constructed
+    patchers = [entry.patcher for entry in constructed.request.in_force]
+    if selected.traced or any(patcher.filtered_weight_conversion_patterns for patcher in patchers):
+        return False
+    paths = [item.path for item in constructed.record.replaced]
+    if "" in paths or not seams.leave_alone(mapping, checkpoint):
+        return False
+    under = tuple(f"{path}." for path in paths)
+    expected = {
+        f"{path}.{name}": parameter.shape
+        for path in paths
+        for name, parameter in constructed.model.get_submodule(path).named_parameters(remove_duplicate=False)
+    }
+    found = {key: value for key, value in checkpoint.items() if key.startswith(under)}
+    return found.keys() == expected.keys() and all(expected[key] == shape_of(value) for key, value in found.items())
 
 
 def _foretell(
