@@ -1,4 +1,9 @@
-"""Change the module classes of a Hugging Face model for one load, and save the original checkpoint back."""
+"""Change the module classes of a Hugging Face model for one load, and save the original checkpoint back.
+
+>>> from patcher import Patcher
+>>> Patcher(fusions=["qkv", "gate_up"])  # for from_pretrained(..., patcher=)
+Patcher(fusions=['qkv', 'gate_up'])
+"""
 
 from __future__ import annotations
 
@@ -6,58 +11,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from patcher.diffing import Diff, diff
-    from patcher.errors import (
-        CodegenError,
-        InvalidPatcherError,
-        PatchConflictError,
-        PatchConstructionError,
-        PatchedWeightsError,
-        PatcherError,
-        PatcherWarning,
-        PresetDriftError,
-        UnmatchedPatchError,
-        VerificationError,
-    )
-    from patcher.loading import install
-    from patcher.patcher import Patcher
-    from patcher.planning import Plan, plan
-    from patcher.reporting import Report, report
-    from patcher.resolution import Resolution
-    from patcher.verification import Verification, verify
+    from patcher.diffing import ClassDiff as ClassDiff
+    from patcher.diffing import Diff as Diff
+    from patcher.diffing import diff as diff
+    from patcher.errors import CodegenError as CodegenError
+    from patcher.errors import InvalidPatcherError as InvalidPatcherError
+    from patcher.errors import PatchConflictError as PatchConflictError
+    from patcher.errors import PatchConstructionError as PatchConstructionError
+    from patcher.errors import PatchedWeightsError as PatchedWeightsError
+    from patcher.errors import PatcherError as PatcherError
+    from patcher.errors import PatcherWarning as PatcherWarning
+    from patcher.errors import PresetDriftError as PresetDriftError
+    from patcher.errors import UnmatchedPatchError as UnmatchedPatchError
+    from patcher.errors import VerificationError as VerificationError
+    from patcher.fingerprints import fingerprint as fingerprint
+    from patcher.fusions.base import Fusion as Fusion
+    from patcher.loading import install as install
+    from patcher.patcher import Patcher as Patcher
+    from patcher.planning import Plan as Plan
+    from patcher.planning import plan as plan
+    from patcher.reporting import Report as Report
+    from patcher.reporting import report as report
+    from patcher.resolution import Resolution as Resolution
+    from patcher.stages import Stage as Stage
+    from patcher.verification import Verification as Verification
+    from patcher.verification import verify as verify
 
-__all__ = [
-    "CodegenError",
-    "Diff",
-    "InvalidPatcherError",
-    "PatchConflictError",
-    "PatchConstructionError",
-    "PatchedWeightsError",
-    "Patcher",
-    "PatcherError",
-    "PatcherWarning",
-    "Plan",
-    "PresetDriftError",
-    "Report",
-    "Resolution",
-    "UnmatchedPatchError",
-    "Verification",
-    "VerificationError",
-    "diff",
-    "install",
-    "plan",
-    "report",
-    "verify",
-]
+    __version__: str
 
+#: public name -> the module that has it
 _HOMES = {
+    "ClassDiff": "patcher.diffing",
+    "CodegenError": "patcher.errors",
     "Diff": "patcher.diffing",
+    "Fusion": "patcher.fusions.base",
+    "InvalidPatcherError": "patcher.errors",
+    "PatchConflictError": "patcher.errors",
+    "PatchConstructionError": "patcher.errors",
+    "PatchedWeightsError": "patcher.errors",
     "Patcher": "patcher.patcher",
+    "PatcherError": "patcher.errors",
+    "PatcherWarning": "patcher.errors",
     "Plan": "patcher.planning",
+    "PresetDriftError": "patcher.errors",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution",
+    "Stage": "patcher.stages",
+    "UnmatchedPatchError": "patcher.errors",
     "Verification": "patcher.verification",
+    "VerificationError": "patcher.errors",
     "diff": "patcher.diffing",
+    "fingerprint": "patcher.fingerprints",
     "install": "patcher.loading",
     "plan": "patcher.planning",
     "report": "patcher.reporting",
@@ -65,17 +69,20 @@ _HOMES = {
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
+__all__ = [*_HOMES, "__version__"]
+
 
 def __getattr__(name: str) -> Any:
     # Late, so that `import patcher` costs nothing, and using any of it teaches `from_pretrained` the argument.
     if name in _MODULES:
         return importlib.import_module(f"patcher.{name}")
-    if name not in __all__:
+    if name == "__version__":
+        value: Any = importlib.import_module("importlib.metadata").version("patcher")
+    elif name not in _HOMES:
         raise AttributeError(f"module 'patcher' has no attribute {name!r}")
-    if name not in _HOMES:
-        value = getattr(importlib.import_module("patcher.errors"), name)
     else:
-        importlib.import_module("patcher.loading").install()
+        if _HOMES[name] != "patcher.errors":
+            importlib.import_module("patcher.loading").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -221,8 +221,8 @@ def pin_of(name: str) -> Pin:
     if not homes:
         raise InvalidPatcherError(
             f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
-            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin what it works on: "
-            "Patcher(..., fingerprints={'LlamaMLP': ''}) with the names of the classes, and ask again."
+            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
+            "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
         )
     rows = []
     for cls, module in homes:

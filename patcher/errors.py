@@ -2,7 +2,7 @@
 
 ```
 PatcherError
-├── InvalidPatcherError      a Patcher, or a use of one, that can't mean anything
+├── InvalidPatcherError      an invalid Patcher, or an unsupported use of one
 ├── PatchConflictError       two patches that want different things of one class or module
 ├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
 ├── PatchConstructionError   a replacement could not be built
@@ -19,6 +19,9 @@ registry of `patcher.monkey_patching`, which keeps the contract of the one it st
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "CodegenError",
     "InvalidPatcherError",
@@ -30,6 +33,7 @@ __all__ = [
     "PresetDriftError",
     "UnmatchedPatchError",
     "VerificationError",
+    "warn",
 ]
 
 
@@ -38,7 +42,7 @@ class PatcherError(Exception):
 
 
 class InvalidPatcherError(PatcherError):
-    """A Patcher that can't mean anything, or a combination that isn't supported."""
+    """An invalid argument of a Patcher, or a combination that isn't supported."""
 
 
 class PatchConflictError(PatcherError):
@@ -71,3 +75,14 @@ class CodegenError(PatcherError):
 
 class PatcherWarning(UserWarning):
     """What `strict=False` says in place of `UnmatchedPatchError` and `PatchedWeightsError`."""
+
+
+def warn(text: str) -> None:
+    """Issue a `PatcherWarning` at the line of the user's code that called us, through transformers or not."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, PatcherWarning, stacklevel=level)
+
+
+_NOT_THE_USER = ("patcher", "transformers", "contextlib")

@@ -9,24 +9,29 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
+from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from patcher import matching
-from patcher.errors import PresetDriftError
+from patcher.errors import PresetDriftError, warn
 from patcher.patcher import Patcher
 
-__all__ = ["check", "check_built", "fingerprint", "homes_of"]
+__all__ = ["check", "check_built", "check_pins", "fingerprint", "homes_of"]
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
     """The fingerprint of a class and of what it uses of the file that defines it.
 
-    ```python
-    fingerprint(LlamaMLP)  # '3f0c9d2a41b7e865'
-    ```
+    >>> from patcher import Patcher
+    >>> from transformers.models.llama.modeling_llama import LlamaMLP
+    >>> fingerprint(LlamaMLP)
+    'eafbe94b23d9df2e'
+    >>> pinned = Patcher(fusions="gate_up", fingerprints={"LlamaMLP": fingerprint(LlamaMLP)})
+
+    It is of the syntax tree: formatting, comments and docstrings don't count.
 
     Raises:
         OSError: the source of the class can't be found.
@@ -34,14 +39,27 @@ def fingerprint(cls: type[nn.Module]) -> str:
     path = inspect.getsourcefile(cls)
     if path is None:
         raise OSError(f"no source file for {cls.__qualname__}")
-    return _fingerprint_in(path, cls.__qualname__.split(".")[0])
+    return _fingerprint_in(_File.of(path), cls.__qualname__.split(".")[0])
+
+
+class _File(NamedTuple):
+    """A file as it is now, as the key of a cache: a notebook may write its code anew."""
+
+    path: str
+    changed: int
+    size: int
+
+    @classmethod
+    def of(cls, path: str) -> _File:
+        state = Path(path).stat()
+        return cls(path, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=1024)
-def _fingerprint_in(path: str, name: str) -> str:
-    definitions = _definitions(path)
+def _fingerprint_in(file: _File, name: str) -> str:
+    definitions = _definitions(file)
     if name not in definitions:
-        raise OSError(f"{path} defines no {name}")
+        raise OSError(f"{file.path} defines no {name}")
     wanted, used = [name], {name}
     while wanted:
         for node in (node for definition in definitions[wanted.pop()] for node in ast.walk(definition)):
@@ -55,10 +73,10 @@ def _fingerprint_in(path: str, name: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _definitions(path: str) -> dict[str, list[ast.AST]]:
+def _definitions(file: _File) -> dict[str, list[ast.AST]]:
     """The functions, classes and assignments of a file by name, those under a top-level `if` or `try` included."""
     found: dict[str, list[ast.AST]] = {}
-    wanted: list[ast.AST] = [ast.parse(Path(path).read_text(encoding="utf-8"))]
+    wanted: list[ast.AST] = [ast.parse(Path(file.path).read_text(encoding="utf-8"))]
     while wanted:
         for node in ast.iter_child_nodes(wanted.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -86,6 +104,26 @@ def _canonical(node: Any) -> Any:
         if name not in ("ctx", "type_comment", "kind") and value not in (None, []):
             fields[name] = _canonical(value)
     return (type(node).__name__, sorted(fields.items()))
+
+
+def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
+    """Compare the pins of a patcher with what is installed: the fingerprints decide, the release alone only warns.
+
+    >>> check_pins(Patcher(fusions="qkv", transformers=">=5.17"))
+
+    Args:
+        patcher: with pins or without.
+        model_class: the class of the model that is loaded; without it, every class that is imported counts.
+
+    Raises:
+        PresetDriftError: with the names of what changed.
+    """
+    check(patcher, model_class)
+    if not SpecifierSet(patcher.transformers).contains(transformers.__version__, prereleases=True):
+        warn(
+            f"The patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on transformers "
+            f"{patcher.transformers}, installed is {transformers.__version__}."
+        )
 
 
 def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
@@ -164,7 +202,8 @@ def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
             f"`patcher fingerprint {patcher.name or 'MODULE:CONSTANT'} --verify MODEL` verifies it on this code and "
-            "prints the new pin; give it: patcher.replace(fingerprints={...})."
+            "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: "
+            "patcher.replace(fingerprints={...})."
         )
 
 

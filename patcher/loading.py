@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
-from patcher.fingerprints import check_built
+from patcher.fingerprints import check_built, check_pins
 from patcher.fusing import convert_modules, fuse_modules, prepare_fusions
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
 from patcher.patcher import Patcher
@@ -25,7 +25,7 @@ from patcher.rehearsal import Rehearsal, RehearsedSignal
 from patcher.resolution import arrange, as_stock
 from patcher.saving import check_saving, original_state_dict
 from patcher.scope import Layer, Scope, active_scope, cover_new_classes, opened, original_class, under_construction
-from patcher.session import Session, check_pins, finish_by_hand, layers_in_force
+from patcher.session import Session, finish_by_hand, layers_in_force
 from patcher.strictness import Complaints, judge_matches
 from patcher.values import Values, keeping_computed
 
