@@ -39,34 +39,26 @@ if TYPE_CHECKING:
 
     __version__: str
 
+_ERRORS = """CodegenError InvalidPatcherError PatchConflictError PatchConstructionError PatchedWeightsError PatcherError
+    PatcherWarning PresetDriftError UnmatchedPatchError VerificationError"""
 #: public name -> the module that has it
 _HOMES = {
     "ClassDiff": "patcher.diffing",
-    "CodegenError": "patcher.errors",
     "Diff": "patcher.diffing",
     "Fusion": "patcher.fusions.base",
-    "InvalidPatcherError": "patcher.errors",
-    "PatchConflictError": "patcher.errors",
-    "PatchConstructionError": "patcher.errors",
-    "PatchedWeightsError": "patcher.errors",
     "Patcher": "patcher.patcher",
-    "PatcherError": "patcher.errors",
-    "PatcherWarning": "patcher.errors",
     "Plan": "patcher.planning",
-    "PresetDriftError": "patcher.errors",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution",
     "Stage": "patcher.stages",
-    "UnmatchedPatchError": "patcher.errors",
     "Verification": "patcher.verification",
-    "VerificationError": "patcher.errors",
     "diff": "patcher.diffing",
     "fingerprint": "patcher.fingerprints",
     "install": "patcher.loading",
     "plan": "patcher.planning",
     "report": "patcher.reporting",
     "verify": "patcher.verification",
-}
+} | dict.fromkeys(_ERRORS.split(), "patcher.errors")
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
 __all__ = [*_HOMES, "__version__"]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -40,27 +40,17 @@ class Converted(Generic[Given, Kept]):
     """
 
     def __init__(
-        self,
-        convert: Callable[[str, Any], Kept],
-        *,
-        default: Any = (),
-        read: Callable[[Kept], Kept] | None = None,
+        self, convert: Callable[[str, Any], Kept], *, default: Any = (), read: Callable[[Kept], Kept] | None = None
     ) -> None:
         self.convert, self.default, self.read = convert, default, read
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Any: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Kept: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Any:
-        if instance is None:
-            return self.default  # where a dataclass looks for it
-        value = vars(instance)[self.name]
+    def __get__(self, instance: object | None, owner: type) -> Kept:
+        if instance is None:  # where a dataclass looks for the default
+            return self.default  # type: ignore[no-any-return]
+        value: Kept = vars(instance)[self.name]
         return value if self.read is None else self.read(value)
 
     def __set__(self, instance: object, value: Given) -> None:

@@ -1,11 +1,11 @@
 """Patchers that are pinned to the code that they were verified on.
 
-```python
-from patcher import presets
-
-model = AutoModelForCausalLM.from_pretrained(repo, patcher=presets.MIXTRAL_LINEAR_EXPERTS)
-presets.for_model(repo)  # those that fit, the recommended first
-```
+>>> from patcher import presets
+>>> from transformers import AutoModel, ViTConfig
+>>> config = ViTConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=96, image_size=32)
+>>> [preset.name for preset in presets.for_model(config)]  # those that fit, the recommended first
+['VIT_LINEAR_PATCH_EMBEDDINGS']
+>>> model = AutoModel.from_config(config, patcher=presets.VIT_LINEAR_PATCH_EMBEDDINGS)
 
 A load raises `PresetDriftError` where a transformers release has changed the code that a preset works on.
 """
@@ -25,38 +25,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from patcher.patcher import Patcher
-
-#: module of this package -> presets
-_HOMES = {
-    "experts": (
-        "DEEPSEEK_V3_LINEAR_EXPERTS",
-        "GPT_OSS_LINEAR_EXPERTS",
-        "MIXTRAL_LINEAR_EXPERTS",
-        "OLMOE_LINEAR_EXPERTS",
-        "QWEN2_MOE_LINEAR_EXPERTS",
-        "QWEN3_MOE_LINEAR_EXPERTS",
-    ),
-    "kernels": ("LLAMA_LIGER", "MISTRAL_LIGER", "QWEN3_LIGER"),
-    "patch_embeddings": (
-        "CLIP_LINEAR_PATCH_EMBEDDINGS",
-        "GLM4V_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN2_VL_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN3_VL_LINEAR_PATCH_EMBEDDINGS",
-        "SIGLIP_LINEAR_PATCH_EMBEDDINGS",
-        "VIT_LINEAR_PATCH_EMBEDDINGS",
-    ),
-    "projections": (
-        "BERT_FUSED_PROJECTIONS",
-        "GEMMA3_FUSED_PROJECTIONS",
-        "LLAMA_FUSED_PROJECTIONS",
-        "MISTRAL_FUSED_PROJECTIONS",
-        "PHI_FUSED_PROJECTIONS",
-        "QWEN2_FUSED_PROJECTIONS",
-        "QWEN3_FUSED_PROJECTIONS",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 #: model type -> the presets for it, the recommended first; kernels after what needs nothing
 _FOR_MODELS = {
@@ -85,6 +53,20 @@ _FOR_MODELS = {
     "vit": ("VIT_LINEAR_PATCH_EMBEDDINGS",),
 }
 
+#: preset -> the module of this package that has it, by how it is named
+_MODULE_OF = {
+    name: module
+    for suffix, module in (
+        ("_LINEAR_EXPERTS", "experts"),
+        ("_LIGER", "kernels"),
+        ("_LINEAR_PATCH_EMBEDDINGS", "patch_embeddings"),
+        ("_FUSED_PROJECTIONS", "projections"),
+    )
+    for names in _FOR_MODELS.values()
+    for name in names
+    if name.endswith(suffix)
+}
+
 __all__ = sorted(_MODULE_OF)
 
 
@@ -103,9 +85,8 @@ def __dir__() -> list[str]:
 def describe(name: str) -> str:
     """What a preset does, why, for whom, and what was measured.
 
-    ```python
-    print(presets.describe("MIXTRAL_LINEAR_EXPERTS"))
-    ```
+    >>> print(describe("MIXTRAL_LINEAR_EXPERTS").splitlines()[0])
+    Mixtral with each expert as plain linear layers, which quantizers find.
 
     Raises:
         InvalidPatcherError: there is no such preset.
@@ -135,9 +116,9 @@ def _documented(module: str) -> dict[str, str]:
 def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Patcher, ...]:
     """The presets that fit a model, the recommended first; none for a model that there is no preset for.
 
-    ```python
-    best, *others = presets.for_model("mistralai/Mixtral-8x7B-v0.1")
-    ```
+    >>> from transformers import MixtralConfig
+    >>> for_model(MixtralConfig())[0].name
+    'MIXTRAL_LINEAR_EXPERTS'
 
     Presets that need a package or a device that isn't here are left out.
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from patcher import Patcher
 
-VERIFIED = ">=5.17,<5.24"
 
-QWEN2_MOE_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="QWEN2_MOE_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen2MoeExperts": ["c59434e7fc3acde9", "b3286878e120a935"],
-    },
+def _pinned(name: str, **pins: str | list[str]) -> Patcher:
+    return Patcher(fusions="sequential_experts", name=name, transformers=">=5.17,<5.24", fingerprints=pins)
+
+
+QWEN2_MOE_LINEAR_EXPERTS = _pinned(
+    "QWEN2_MOE_LINEAR_EXPERTS", Qwen2MoeExperts=["c59434e7fc3acde9", "b3286878e120a935"]
 )
 """Qwen2-MoE with each expert as plain linear layers, which quantizers find.
 
@@ -28,13 +26,8 @@ grouped kernels. Measured: of the 14 billion weights of Qwen1.5-MoE-A2.7B, linea
 with it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-QWEN3_MOE_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="QWEN3_MOE_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen3MoeExperts": ["de75d84ccec673c9", "24fef0dc114a8b37"],
-    },
+QWEN3_MOE_LINEAR_EXPERTS = _pinned(
+    "QWEN3_MOE_LINEAR_EXPERTS", Qwen3MoeExperts=["de75d84ccec673c9", "24fef0dc114a8b37"]
 )
 """Qwen3-MoE with each expert as plain linear layers, which quantizers find.
 
@@ -44,14 +37,7 @@ of its default config, linear layers hold 4 % without and 98 % with it; outputs 
 checkpoints byte for byte.
 """
 
-MIXTRAL_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="MIXTRAL_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "MixtralExperts": ["bc1c5a59d0a70a3b", "f02b0b2e142bb6ff"],
-    },
-)
+MIXTRAL_LINEAR_EXPERTS = _pinned("MIXTRAL_LINEAR_EXPERTS", MixtralExperts=["bc1c5a59d0a70a3b", "f02b0b2e142bb6ff"])
 """Mixtral with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run
@@ -60,13 +46,8 @@ of Mixtral-8x7B, linear layers hold 3 % without and 99.7 % with it; outputs with
 checkpoints byte for byte.
 """
 
-DEEPSEEK_V3_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="DEEPSEEK_V3_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "DeepseekV3Experts": ["6be7ec0ddb2ab2e7", "b5463e8c890cc6f2"],
-    },
+DEEPSEEK_V3_LINEAR_EXPERTS = _pinned(
+    "DEEPSEEK_V3_LINEAR_EXPERTS", DeepseekV3Experts=["6be7ec0ddb2ab2e7", "b5463e8c890cc6f2"]
 )
 """DeepSeek-V3 with each expert as plain linear layers, which quantizers find.
 
@@ -76,14 +57,7 @@ grouped kernels. Measured: of the 671 billion weights of DeepSeek-V3, linear lay
 it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-GPT_OSS_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="GPT_OSS_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "GptOssExperts": ["59b6ef84e59935f7", "91960f3493cf9e5e"],
-    },
-)
+GPT_OSS_LINEAR_EXPERTS = _pinned("GPT_OSS_LINEAR_EXPERTS", GptOssExperts=["59b6ef84e59935f7", "91960f3493cf9e5e"])
 """gpt-oss with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Its stacks
@@ -92,14 +66,7 @@ quantizer this is slower than grouped kernels. Measured: of the 117 billion weig
 hold 1 % without and 99.5 % with it; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-OLMOE_LINEAR_EXPERTS = Patcher(
-    fusions=["sequential_experts"],
-    name="OLMOE_LINEAR_EXPERTS",
-    transformers=VERIFIED,
-    fingerprints={
-        "OlmoeExperts": ["6be321e14eb8eab5", "fb37391264dd83d8"],
-    },
-)
+OLMOE_LINEAR_EXPERTS = _pinned("OLMOE_LINEAR_EXPERTS", OlmoeExperts=["6be321e14eb8eab5", "fb37391264dd83d8"])
 """OLMoE with each expert as plain linear layers, which quantizers find.
 
 For whoever quantizes: int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run

@@ -11,29 +11,20 @@ from __future__ import annotations
 
 from patcher import Patcher
 
-VERIFIED = ">=5.17,<5.24"
 
-QWEN2_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="QWEN2_VL_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "PatchEmbed": "5983a7ce69b14878",
-    },
-)
+def _pinned(name: str, **pins: str | list[str]) -> Patcher:
+    return Patcher(fusions="patch_embeddings", name=name, transformers=">=5.17,<5.24", fingerprints=pins)
+
+
+QWEN2_VL_LINEAR_PATCH_EMBEDDINGS = _pinned("QWEN2_VL_LINEAR_PATCH_EMBEDDINGS", PatchEmbed="5983a7ce69b14878")
 """Qwen2-VL with the three-dimensional convolution of its patches as a linear layer.
 
 For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
 for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen2_5_VisionPatchEmbed": "ee882c51f230c1f0",
-    },
+QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
+    "QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS", Qwen2_5_VisionPatchEmbed="ee882c51f230c1f0"
 )
 """Qwen2.5-VL with the three-dimensional convolution of its patches as a linear layer.
 
@@ -42,13 +33,8 @@ for 1024 patches (its sizes are Qwen2-VL's), float32 on two CPU cores; outputs w
 checkpoints byte for byte.
 """
 
-QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="QWEN3_VL_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen3VLVisionPatchEmbed": "c87ce03372bba61c",
-    },
+QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
+    "QWEN3_VL_LINEAR_PATCH_EMBEDDINGS", Qwen3VLVisionPatchEmbed="c87ce03372bba61c"
 )
 """Qwen3-VL with the three-dimensional convolution of its patches as a linear layer.
 
@@ -56,14 +42,10 @@ For whoever runs many images or videos, or quantizes linear layers only. Measure
 for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-GLM4V_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="GLM4V_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Glm4vVisionPatchEmbed": "e05c4572386110dd",
-        "Glm4vVisionModel": ["6b7ce4d8fd723bbc", "675420c1cfff2c4b"],
-    },
+GLM4V_LINEAR_PATCH_EMBEDDINGS = _pinned(
+    "GLM4V_LINEAR_PATCH_EMBEDDINGS",
+    Glm4vVisionPatchEmbed="e05c4572386110dd",
+    Glm4vVisionModel=["6b7ce4d8fd723bbc", "675420c1cfff2c4b"],
 )
 """GLM-4V with the three-dimensional convolution of its patches as a linear layer.
 
@@ -72,27 +54,15 @@ linear layer too. Measured: 2.6 times as fast as Conv3d for 1024 patches of Qwen
 outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-VIT_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="VIT_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "ViTPatchEmbeddings": "391cf0cf4fe29cd2",
-    },
-)
+VIT_LINEAR_PATCH_EMBEDDINGS = _pinned("VIT_LINEAR_PATCH_EMBEDDINGS", ViTPatchEmbeddings="391cf0cf4fe29cd2")
 """ViT with the two-dimensional convolution of its patches as a linear layer.
 
 For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
 outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-CLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="CLIP_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "CLIPVisionEmbeddings": ["0727acccea5476d9", "6fb2b3b150ac83f8"],
-    },
+CLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
+    "CLIP_LINEAR_PATCH_EMBEDDINGS", CLIPVisionEmbeddings=["0727acccea5476d9", "6fb2b3b150ac83f8"]
 )
 """CLIP with the two-dimensional convolution of its patches as a linear layer.
 
@@ -100,13 +70,8 @@ For whoever quantizes linear layers, or puts adapters on them. Measured: as fast
 outputs within 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-SIGLIP_LINEAR_PATCH_EMBEDDINGS = Patcher(
-    fusions=["patch_embeddings"],
-    name="SIGLIP_LINEAR_PATCH_EMBEDDINGS",
-    transformers=VERIFIED,
-    fingerprints={
-        "SiglipVisionEmbeddings": ["e70867dfafb55777", "3412ef7824297308"],
-    },
+SIGLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
+    "SIGLIP_LINEAR_PATCH_EMBEDDINGS", SiglipVisionEmbeddings=["e70867dfafb55777", "3412ef7824297308"]
 )
 """SigLIP with the two-dimensional convolution of its patches as a linear layer.
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from patcher import Patcher
 
-VERIFIED = ">=5.17,<5.24"
 
-LLAMA_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv", "gate_up"],
-    name="LLAMA_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "LlamaAttention": "bb79e6fd486f0b0d",
-        "LlamaMLP": "eafbe94b23d9df2e",
-    },
+def _pinned(name: str, fusions: list[str], **pins: str | list[str]) -> Patcher:
+    return Patcher(fusions=fusions, name=name, transformers=">=5.17,<5.24", fingerprints=pins)
+
+
+LLAMA_FUSED_PROJECTIONS = _pinned(
+    "LLAMA_FUSED_PROJECTIONS", ["qkv", "gate_up"], LlamaAttention="bb79e6fd486f0b0d", LlamaMLP="eafbe94b23d9df2e"
 )
 """Llama with queries, keys and values as one projection, gate and up as another.
 
@@ -27,14 +24,8 @@ bfloat16 on two CPU cores takes 0.97 of stock's time; outputs within 1e-5 of sto
 byte, grouped heads included.
 """
 
-MISTRAL_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv", "gate_up"],
-    name="MISTRAL_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "MistralAttention": "89fa5ad4e8a016a9",
-        "MistralMLP": "c73b8ed157b7f657",
-    },
+MISTRAL_FUSED_PROJECTIONS = _pinned(
+    "MISTRAL_FUSED_PROJECTIONS", ["qkv", "gate_up"], MistralAttention="89fa5ad4e8a016a9", MistralMLP="c73b8ed157b7f657"
 )
 """Mistral with queries, keys and values as one projection, gate and up as another.
 
@@ -42,14 +33,8 @@ For whoever decodes on one device, or quantizes and calibrates by layer. Measure
 float32, checkpoints byte for byte, grouped heads included.
 """
 
-QWEN2_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv", "gate_up"],
-    name="QWEN2_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen2Attention": "c9fc901edd3b17aa",
-        "Qwen2MLP": "62984afaf175f993",
-    },
+QWEN2_FUSED_PROJECTIONS = _pinned(
+    "QWEN2_FUSED_PROJECTIONS", ["qkv", "gate_up"], Qwen2Attention="c9fc901edd3b17aa", Qwen2MLP="62984afaf175f993"
 )
 """Qwen2 with queries, keys and values as one projection, gate and up as another.
 
@@ -58,14 +43,8 @@ are joined as well. Measured: outputs within 1e-5 of stock in float32, checkpoin
 included.
 """
 
-QWEN3_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv", "gate_up"],
-    name="QWEN3_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Qwen3Attention": "c3ab2496711571bb",
-        "Qwen3MLP": "b5887e774e35e3ce",
-    },
+QWEN3_FUSED_PROJECTIONS = _pinned(
+    "QWEN3_FUSED_PROJECTIONS", ["qkv", "gate_up"], Qwen3Attention="c3ab2496711571bb", Qwen3MLP="b5887e774e35e3ce"
 )
 """Qwen3 with queries, keys and values as one projection, gate and up as another.
 
@@ -73,15 +52,12 @@ For whoever decodes on one device, or quantizes and calibrates by layer. The nor
 split. Measured: outputs within 1e-5 of stock in float32, checkpoints byte for byte, grouped heads included.
 """
 
-GEMMA3_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv", "gate_up"],
-    name="GEMMA3_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "Gemma3Attention": "b58db9078fb3f8ed",
-        "Gemma3MLP": "923411af8433b1dd",
-        "SiglipAttention": "1cc0a052bef4f401",
-    },
+GEMMA3_FUSED_PROJECTIONS = _pinned(
+    "GEMMA3_FUSED_PROJECTIONS",
+    ["qkv", "gate_up"],
+    Gemma3Attention="b58db9078fb3f8ed",
+    Gemma3MLP="923411af8433b1dd",
+    SiglipAttention="1cc0a052bef4f401",
 )
 """Gemma 3 with queries, keys and values as one projection, gate and up as another.
 
@@ -90,27 +66,15 @@ the vision tower is fused as well. Measured: outputs within 1e-5 of stock in flo
 grouped heads included.
 """
 
-PHI_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv"],
-    name="PHI_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "PhiAttention": "30bf7c02afa71944",
-    },
-)
+PHI_FUSED_PROJECTIONS = _pinned("PHI_FUSED_PROJECTIONS", ["qkv"], PhiAttention="30bf7c02afa71944")
 """Phi with queries, keys and values as one projection.
 
 For whoever decodes on one device, or quantizes and calibrates by layer. Its MLP has no gate. Measured: outputs within
 1e-5 of stock in float32, checkpoints byte for byte.
 """
 
-BERT_FUSED_PROJECTIONS = Patcher(
-    fusions=["qkv"],
-    name="BERT_FUSED_PROJECTIONS",
-    transformers=VERIFIED,
-    fingerprints={
-        "BertSelfAttention": ["762e60062dbe1a75", "3e1e0b510c75801a"],
-    },
+BERT_FUSED_PROJECTIONS = _pinned(
+    "BERT_FUSED_PROJECTIONS", ["qkv"], BertSelfAttention=["762e60062dbe1a75", "3e1e0b510c75801a"]
 )
 """BERT with queries, keys and values as one projection.
 

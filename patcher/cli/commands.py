@@ -1,7 +1,7 @@
 """The commands around a patcher: `presets`, `plan`, `verify`, `diff`, `fingerprint`.
 
-Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when it was used in a way that can't
-mean anything. The answer is all that goes to stdout.
+Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
+answer is all that goes to stdout.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def presets(
 ) -> None:
     """List the presets, or those that fit a model."""
     with _answering():
-        from patcher.command_values import listing
+        from patcher.cli.values import listing
 
         found = listing(model, **_options(revision, remote))
     _show(found, as_json)
@@ -69,8 +69,7 @@ def plan(
         from patcher.planning import plan
 
         planned = plan(model, asked, **options)
-    _show(planned, as_json)
-    raise typer.Exit(0 if planned.ok else 1)
+    _show(planned, as_json, planned.ok)
 
 
 def verify(
@@ -97,8 +96,7 @@ def verify(
         from patcher.verification import verify
 
         verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
-    _show(verified, as_json)
-    raise typer.Exit(0 if verified.passed else 1)
+    _show(verified, as_json, verified.passed)
 
 
 def diff(
@@ -119,10 +117,7 @@ def diff(
         from patcher.diffing import diff
 
         shown = diff(model, asked, **options)
-    if as_json:
-        _show(shown, as_json)
-    else:
-        shown.show()
+    _show(shown, as_json)
 
 
 def fingerprint(
@@ -140,9 +135,9 @@ def fingerprint(
     is verified on this code is not the same as stock.
     """
     with _answering():
-        from patcher.command_values import checked, named, pin_of, without_pins
+        from patcher.cli.values import checked, named, pin_of, without_pins
 
-        pin, passed = pin_of(preset), True
+        pin = pin_of(preset)
         if model:
             from patcher.verification import verify
 
@@ -150,10 +145,9 @@ def fingerprint(
             checked(model, options)
             verified = verify(model, without_pins(named(preset)), **options)
             typer.echo(str(verified), err=True)
-            passed = verified.passed
-    if passed:
-        _show(pin, as_json)
-    raise typer.Exit(0 if passed and (model or pin.holds) else 1)
+            if not verified.passed:
+                raise typer.Exit(1)
+    _show(pin, as_json, bool(model) or pin.holds)
 
 
 # --- what they share -----------------------------------------------------------------------------------------------
@@ -180,7 +174,7 @@ def _asked(
             f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
             "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
         )
-    from patcher.command_values import checked, combined, without_pins
+    from patcher.cli.values import checked, combined, without_pins
 
     patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
     checked(model, options)
@@ -203,5 +197,12 @@ def _answering() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _show(value: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(value.to_dict(), indent=2) if as_json else str(value))
+def _show(value: Any, as_json: bool, right: bool = True) -> None:
+    """Print the answer, and exit with whether it is right."""
+    if as_json:
+        typer.echo(json.dumps(value.to_dict(), indent=2))
+    elif hasattr(value, "show"):  # in colours, where that is a terminal
+        value.show()
+    else:
+        typer.echo(str(value))
+    raise typer.Exit(0 if right else 1)
