@@ -10,20 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from patcher import errors
+from patcher.errors import *  # noqa: F403
+
 if TYPE_CHECKING:
     from patcher.diffing import ClassDiff as ClassDiff
     from patcher.diffing import Diff as Diff
     from patcher.diffing import diff as diff
-    from patcher.errors import CodegenError as CodegenError
-    from patcher.errors import InvalidPatcherError as InvalidPatcherError
-    from patcher.errors import PatchConflictError as PatchConflictError
-    from patcher.errors import PatchConstructionError as PatchConstructionError
-    from patcher.errors import PatchedWeightsError as PatchedWeightsError
-    from patcher.errors import PatcherError as PatcherError
-    from patcher.errors import PatcherWarning as PatcherWarning
-    from patcher.errors import PresetDriftError as PresetDriftError
-    from patcher.errors import UnmatchedPatchError as UnmatchedPatchError
-    from patcher.errors import VerificationError as VerificationError
     from patcher.fingerprints import fingerprint as fingerprint
     from patcher.fusions.base import Fusion as Fusion
     from patcher.loading import install as install
@@ -39,8 +32,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_ERRORS = """CodegenError InvalidPatcherError PatchConflictError PatchConstructionError PatchedWeightsError PatcherError
-    PatcherWarning PresetDriftError UnmatchedPatchError VerificationError"""
 #: public name -> the module that has it
 _HOMES = {
     "ClassDiff": "patcher.diffing",
@@ -58,10 +49,10 @@ _HOMES = {
     "plan": "patcher.planning",
     "report": "patcher.reporting",
     "verify": "patcher.verification",
-} | dict.fromkeys(_ERRORS.split(), "patcher.errors")
-_MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
+}
+_MODULES = ("codegen", "fusions", "monkey_patching", "presets")
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [*errors.__all__, *_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -73,12 +64,11 @@ def __getattr__(name: str) -> Any:
     elif name not in _HOMES:
         raise AttributeError(f"module 'patcher' has no attribute {name!r}")
     else:
-        if _HOMES[name] != "patcher.errors":
-            importlib.import_module("patcher.loading").install()
+        importlib.import_module("patcher.loading").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_MODULES])
+    return sorted([*__all__, *_MODULES, "errors"])

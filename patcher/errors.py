@@ -33,7 +33,6 @@ __all__ = [
     "PresetDriftError",
     "UnmatchedPatchError",
     "VerificationError",
-    "warn",
 ]
 
 

@@ -64,7 +64,7 @@ class _Empty(dict[str, Any]):
         return 0
 
 
-_Expressions = Converted[str | Iterable[str], tuple[str, ...]]
+Expressions = Converted[str | Iterable[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,15 +122,15 @@ class Patcher:
     class_mapping: Converted[Mapping[str, type[nn.Module]], Mapping[str, type[nn.Module]]] = Converted(
         arguments.class_mapping, default=_Empty()
     )
-    filtered_weight_conversion_patterns: _Expressions = Converted(arguments.expressions)
+    filtered_weight_conversion_patterns: Expressions = Converted(arguments.expressions)
     extra_weight_conversions: Converted[WeightTransform | Iterable[WeightTransform], tuple[WeightTransform, ...]] = (
         # Copies: a transform that somebody runs collects tensors, and this value must not.
         Converted(arguments.transforms, read=lambda transforms: tuple(map(seams.copy_transform, transforms)))
     )
     _: KW_ONLY
     fusions: Converted[str | Fusion | Iterable[str | Fusion], tuple[str | Fusion, ...]] = Converted(arguments.fusions)
-    new_weights: _Expressions = Converted(arguments.expressions)
-    dropped_weights: _Expressions = Converted(arguments.expressions)
+    new_weights: Expressions = Converted(arguments.expressions)
+    dropped_weights: Expressions = Converted(arguments.expressions)
     strict: Converted[bool, bool] = Converted(arguments.typed(bool), default=True)
     name: Converted[str, str] = Converted(arguments.typed(str), default="")
     transformers: Converted[str, str] = Converted(arguments.specifier, default="")

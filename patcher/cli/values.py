@@ -14,30 +14,28 @@ from typing import Any
 
 import transformers
 
+from patcher import model_classes
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fingerprints import fingerprint, homes_of
 from patcher.matching import nearest
 from patcher.patcher import Patcher
 from patcher.tables import Shown, Table
 
-__all__ = ["Listing", "Pin", "checked", "combined", "listing", "named", "pin_of", "without_pins"]
+__all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_of", "without_pins"]
 
 
-def checked(model: str, options: dict[str, Any]) -> str:
-    """A repo or a folder that has a config which transformers knows.
+def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
+    """The config of a repo or a folder.
 
     Raises:
-        InvalidPatcherError: it hasn't, or it needs code that may not be run.
+        InvalidPatcherError: it has none that transformers knows, or it needs code that may not be run.
     """
-    from patcher.model_classes import config_of
-
     try:
-        config_of(model, options)
+        return model_classes.config_of(model, options)
     except (OSError, ValueError) as error:
         raise InvalidPatcherError(
             f"{model!r} is no model that can be used here: {' '.join(str(error).split())}"
         ) from error
-    return model
 
 
 def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
@@ -121,7 +119,7 @@ class Listing(Shown):
         yield Table("Can't be used here", ("name", "reason"), [(r[0], r[3]) for r in rows if r[3]])
 
 
-def listing(model: str | None, **options: Any) -> Listing:
+def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
     """All presets, or those that fit a model.
 
     Raises:
@@ -142,9 +140,7 @@ def listing(model: str | None, **options: Any) -> Listing:
         rows[found] = row | {"description": home.describe(name)}
     if model is None:
         return Listing("", tuple(rows.values()))
-    from patcher.model_classes import config_of
-
-    return Listing(model, tuple(rows[found] for found in home.for_model(config_of(checked(model, options), options))))
+    return Listing(model, tuple(rows[found] for found in home.for_model(config_of(model, options))))
 
 
 # --- pins ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import importlib
 import inspect
 from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patcher.errors import InvalidPatcherError
@@ -96,18 +97,17 @@ def describe(name: str) -> str:
 
         close = nearest(name, __all__)
         raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
-    return _documented(_MODULE_OF[name])[name]
+    home = importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}")
+    return f"{_documented(home)[name]}\n\n{inspect.cleandoc(home.__doc__ or '')}"  # its own, and what all have
 
 
 @cache
-def _documented(module: str) -> dict[str, str]:
+def _documented(home: ModuleType) -> dict[str, str]:
     """The text that stands below each constant of a module."""
-    home = importlib.import_module(f"patcher.presets.{module}")
     if hasattr(home, "DESCRIPTIONS"):
-        return {name: inspect.cleandoc(text) for name, text in home.DESCRIPTIONS.items()}
-    body = ast.parse(inspect.getsource(home)).body
+        return dict(home.DESCRIPTIONS)
     found = {}
-    for node, below in pairwise(body):
+    for node, below in pairwise(ast.parse(inspect.getsource(home)).body):
         if isinstance(node, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[ast.unparse(node.targets[0])] = inspect.cleandoc(str(below.value.value))
     return found

@@ -1,10 +1,12 @@
 """Patch embeddings as one matrix product.
 
-A convolution whose stride is its kernel looks at each patch once: it is a linear layer over flattened patches. Where
-the patches were cut before, as in the Qwen-VL family, that is faster as well: 2.6 times on two CPU cores in float32,
-and 4 to 8 times with the backward pass. Over whole images the convolution is as fast as the product already; there
-the gain is a layer that quantizers and adapters of linear layers know.
-`python -m tests.benchmarks.bench_patch_embeddings` measures both on your machine.
+A convolution whose stride is its kernel looks at each patch once: it is a linear layer over flattened patches, which
+quantizers and adapters of linear layers know. Where the patches were cut before, as in the Qwen-VL family, it is
+faster as well, for whoever runs many images or videos: for 1024 patches 2.6 times as fast as Conv3d on two CPU cores
+in float32, and 4 to 8 times with the backward pass. Over whole images it is as fast as the convolution.
+
+Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
+`python -m tests.benchmarks.bench_patch_embeddings` measures both forms on your machine.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ def _pinned(name: str, **pins: str | list[str]) -> Patcher:
 QWEN2_VL_LINEAR_PATCH_EMBEDDINGS = _pinned("QWEN2_VL_LINEAR_PATCH_EMBEDDINGS", PatchEmbed="5983a7ce69b14878")
 """Qwen2-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
-for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+Measured on it: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.
 """
 
 QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
@@ -28,9 +29,7 @@ QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
 )
 """Qwen2.5-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
-for 1024 patches (its sizes are Qwen2-VL's), float32 on two CPU cores; outputs within 1e-5 of stock in float32,
-checkpoints byte for byte.
+2.6 times as fast as stock's Conv3d, as measured on Qwen2-VL, which has the same sizes.
 """
 
 QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
@@ -38,8 +37,7 @@ QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
 )
 """Qwen3-VL with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Measured: 2.6 times as fast as stock's Conv3d
-for 1024 patches, float32 on two CPU cores; outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.
 """
 
 GLM4V_LINEAR_PATCH_EMBEDDINGS = _pinned(
@@ -49,16 +47,13 @@ GLM4V_LINEAR_PATCH_EMBEDDINGS = _pinned(
 )
 """GLM-4V with the three-dimensional convolution of its patches as a linear layer.
 
-For whoever runs many images or videos, or quantizes linear layers only. Its convolution that merges patches is a
-linear layer too. Measured: 2.6 times as fast as Conv3d for 1024 patches of Qwen2-VL's size, float32 on two CPU cores;
-outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's size.
 """
 
 VIT_LINEAR_PATCH_EMBEDDINGS = _pinned("VIT_LINEAR_PATCH_EMBEDDINGS", ViTPatchEmbeddings="391cf0cf4fe29cd2")
 """ViT with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
-outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
 """
 
 CLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
@@ -66,8 +61,7 @@ CLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
 )
 """CLIP with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
-outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
 """
 
 SIGLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
@@ -75,6 +69,5 @@ SIGLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
 )
 """SigLIP with the two-dimensional convolution of its patches as a linear layer.
 
-For whoever quantizes linear layers, or puts adapters on them. Measured: as fast as stock, float32 on two CPU cores;
-outputs within 1e-5 of stock in float32, checkpoints byte for byte.
+For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
 """
