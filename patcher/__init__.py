@@ -50,7 +50,7 @@ _HOMES = {
     "report": "patcher.reporting",
     "verify": "patcher.verification",
 }
-_MODULES = ("codegen", "fusions", "monkey_patching", "presets")
+_MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
 __all__ = [*errors.__all__, *_HOMES, "__version__"]
 
@@ -71,4 +71,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_MODULES, "errors"])
+    return sorted([*__all__, *_MODULES])

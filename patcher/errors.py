@@ -1,5 +1,12 @@
 """Everything that patcher raises on its own behalf.
 
+>>> from patcher import Patcher, PatcherError
+>>> try:
+...     Patcher(fusions="qkw")
+... except PatcherError as error:
+...     print(f"{type(error).__name__}: {error}")
+InvalidPatcherError: fusions: 'qkw' is no fusion; did you mean 'qkv'? Known names: ...
+
 ```
 PatcherError
 ├── InvalidPatcherError      an invalid Patcher, or an unsupported use of one

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from packaging.specifiers import SpecifierSet
@@ -39,27 +39,15 @@ def fingerprint(cls: type[nn.Module]) -> str:
     path = inspect.getsourcefile(cls)
     if path is None:
         raise OSError(f"no source file for {cls.__qualname__}")
-    return _fingerprint_in(_File.of(path), cls.__qualname__.split(".")[0])
-
-
-class _File(NamedTuple):
-    """A file as it is now, as the key of a cache: a notebook may write its code anew."""
-
-    path: str
-    changed: int
-    size: int
-
-    @classmethod
-    def of(cls, path: str) -> _File:
-        state = Path(path).stat()
-        return cls(path, state.st_mtime_ns, state.st_size)
+    state = Path(path).stat()  # a notebook may write its code anew
+    return _fingerprint_in((path, state.st_mtime_ns, state.st_size), cls.__qualname__.split(".")[0])
 
 
 @lru_cache(maxsize=1024)
-def _fingerprint_in(file: _File, name: str) -> str:
+def _fingerprint_in(file: tuple[str, int, int], name: str) -> str:
     definitions = _definitions(file)
     if name not in definitions:
-        raise OSError(f"{file.path} defines no {name}")
+        raise OSError(f"{file[0]} defines no {name}")
     wanted, used = [name], {name}
     while wanted:
         for node in (node for definition in definitions[wanted.pop()] for node in ast.walk(definition)):
@@ -73,10 +61,10 @@ def _fingerprint_in(file: _File, name: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _definitions(file: _File) -> dict[str, list[ast.AST]]:
+def _definitions(file: tuple[str, int, int]) -> dict[str, list[ast.AST]]:
     """The functions, classes and assignments of a file by name, those under a top-level `if` or `try` included."""
     found: dict[str, list[ast.AST]] = {}
-    wanted: list[ast.AST] = [ast.parse(Path(file.path).read_text(encoding="utf-8"))]
+    wanted: list[ast.AST] = [ast.parse(Path(file[0]).read_text(encoding="utf-8"))]
     while wanted:
         for node in ast.iter_child_nodes(wanted.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -111,9 +99,13 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
 
     >>> check_pins(Patcher(fusions="qkv", transformers=">=5.17"))
 
+    This is what can be seen before a model is built; what else it is made of is judged when it stands, by
+    `check_built`.
+
     Args:
         patcher: with pins or without.
-        model_class: the class of the model that is loaded; without it, every class that is imported counts.
+        model_class: the class of the model that is loaded. Only its own file is judged: a namesake in the file of
+            another model, which happens to be imported, is not meant. Without it, every class that is imported counts.
 
     Raises:
         PresetDriftError: with the names of what changed.
@@ -127,14 +119,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
 
 
 def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
-    """Raise if the code that the patcher is pinned to has changed, as far as can be seen before a model is built.
-
-    Of a model that is loaded: what its own file defines. A namesake in the file of another model, which happens to be
-    imported, is not meant. What else the model is made of is judged when it stands, by `check_built`.
-
-    Raises:
-        PresetDriftError: with the names of what changed.
-    """
+    """The fingerprints alone: see `check_pins`."""
     if patcher.fingerprints:
         home = model_class.__module__ if model_class is not None else None
         _judge(patcher, [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home])

@@ -310,8 +310,7 @@ class Patcher:
         """Patch what is built inside the block, in this thread or asyncio task only.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=128,
-        ...                      num_attention_heads=4, num_key_value_heads=2)
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
         >>> with Patcher(fusions="gate_up").applied():
         ...     model = LlamaForCausalLM(config)
         >>> model.model.layers[0].mlp.gate_up_proj.weight.shape
@@ -328,8 +327,7 @@ class Patcher:
         """A new model with the weights of a loaded one, patched by this patcher alone.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=128,
-        ...                      num_attention_heads=4, num_key_value_heads=2)
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
         >>> patched = Patcher(fusions="gate_up").apply(LlamaForCausalLM(config))
         >>> patched.model.layers[0].mlp.gate_up_proj.weight.shape
         torch.Size([192, 64])
@@ -350,8 +348,7 @@ class Patcher:
         """What this patcher does to a model, module by module, without building it for real.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=128,
-        ...                      num_attention_heads=4, num_key_value_heads=2)
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
         >>> list(Patcher(fusions="gate_up").resolve(LlamaForCausalLM, config).fused)
         ['model.layers.0.mlp', 'model.layers.1.mlp']
 

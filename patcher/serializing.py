@@ -174,9 +174,7 @@ def from_dict(make: Callable[..., _What], data: Any, allowed: str | type | Itera
             f"{what}: this release reads schema {SCHEMA}, found {_short(schema)}; "
             "write it with Patcher.to_dict(), or install the release of patcher that wrote it."
         )
-    _known_keys(what, given, _TYPES)
-    permitted = _permitted(allowed)
-    settings = {key: _typed(key, given[key], hint) for key, hint in _TYPES.items() if key in given}
+    permitted, settings = _permitted(allowed), _object(what, given, _TYPES)
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
     settings["extra_weight_conversions"] = [
         _transform(f"extra_weight_conversions[{number}]", item)
@@ -250,11 +248,10 @@ def _transform(field: str, value: Any) -> WeightTransform:
     kind, shape = _looked_up(field, _typed(field, value, dict[str, Any]).get("type"), _KINDS)
     data = _object(field, value, shape)
     prefixes = {name: data.pop(name) for name in ("scope_prefix", "base_model_prefix") if name in data}
-    operations = [_operation(f"{field}: operations", item) for item in data.pop("operations", [])]
     if not data.get("source_patterns") or not data.get("target_patterns") or "" in data["source_patterns"]:
         raise InvalidPatcherError(f"{field}: a conversion needs source_patterns, none of them empty, and a target.")
     if kind is WeightConverter:
-        data["operations"] = operations
+        data["operations"] = [_operation(f"{field}: operations", item) for item in data.get("operations", [])]
     del data["type"]
     try:
         transform = kind(**data)
@@ -295,16 +292,16 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
         if isinstance(value, list) and len(value) == len(inner):
             return tuple(_typed(field, item, part) for item, part in zip(value, inner, strict=True))
     elif type(value) is kind or (kind in _NAMES and isinstance(value, kind)):
-        if kind in _NAMES:
-            _limit(field, value, _LONGEST_TEXT if kind is str else _MOST_ITEMS)
+        most = _LONGEST_TEXT if kind is str else _MOST_ITEMS
+        if kind in _NAMES and len(value) > most:
+            raise InvalidPatcherError(f"{_cut(field)}: {len(value):,} is too long, at most {most:,} make sense.")
         if kind is list:
             return [_typed(field, item, inner[0]) for item in value]
         if kind is not dict:
             return value
         if all(isinstance(key, str) for key in value):
-            for key in value:
-                _limit(field, key, _LONGEST_TEXT)
-            return {key: _typed(f"{field}[{_short(key)}]", item, inner[1]) for key, item in value.items()}
+            named = [(_typed(field, key, str), item) for key, item in value.items()]
+            return {key: _typed(f"{field}[{_short(key)}]", item, inner[1]) for key, item in named}
     name = _NAMES.get(kind, kind.__name__ if hint is kind and isinstance(kind, type) else str(hint))
     raise InvalidPatcherError(f"{_cut(field)}: expected {name}, found {_short(value)}.")
 
@@ -312,15 +309,9 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
 def _object(field: str, value: Any, shape: Mapping[str, Any]) -> dict[str, Any]:
     """An object whose keys and values are those of the shape; what is missing is missing."""
     data = _typed(field, value, dict[str, Any])
-    _known_keys(field, data, shape)
+    for key in (key for key in data if key not in shape):
+        raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {_hint(key, shape, 'known: ')}")
     return {key: _typed(f"{field}: {key}", item, shape[key]) for key, item in data.items()}
-
-
-def _known_keys(field: str, value: Mapping[str, Any], known: Iterable[str]) -> None:
-    names = tuple(known)
-    for key in value:
-        if key not in names:
-            raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {_hint(key, names, 'known: ')}")
 
 
 def _looked_up(field: str, name: Any, table: Mapping[str, _What]) -> _What:
@@ -332,11 +323,6 @@ def _looked_up(field: str, name: Any, table: Mapping[str, _What]) -> _What:
 def _hint(name: str, known: Iterable[str], prefix: str) -> str:
     close = nearest(name, known) if len(name) < 100 else []
     return f"did you mean {close[0]!r}?" if close else f"{prefix}{', '.join(known)}."
-
-
-def _limit(field: str, value: Any, most: int) -> None:
-    if len(value) > most:
-        raise InvalidPatcherError(f"{_cut(field)}: {len(value):,} is too long, at most {most:,} make sense.")
 
 
 def _short(value: Any) -> str:

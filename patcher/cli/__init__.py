@@ -14,14 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
 )
-for command in (
-    commands.presets,
-    commands.plan,
-    commands.verify,
-    commands.diff,
-    commands.fingerprint,
-    codegen,
-):
+for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint, codegen):
     app.command()(command)
 
 
