@@ -143,17 +143,7 @@ class Patcher:
         arguments.check_groups(self.alternatives, self.class_mapping)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             matching.find_key(name, self.class_mapping)
-
-    @property
-    def any_of(self) -> tuple[tuple[str, ...], ...]:  # the former name; goes when nothing here reads it any more
-        return self.alternatives
-
-    # --- the value ---------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def _key(self) -> tuple[Any, ...]:
-        """What equal patchers have in common."""
-        return (
+        key = (
             frozenset(self.class_mapping.items()),
             self.filtered_weight_conversion_patterns,
             tuple(map(identity, self.extra_weight_conversions)),
@@ -166,16 +156,20 @@ class Patcher:
             frozenset(self.fingerprints.items()),
             frozenset(self.alternatives),
         )
+        # At once: a cache that is filled later takes a lock, which a fork may inherit.
+        vars(self).update(_key=key, _hash=hash(key))
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self._key)
+    @property
+    def any_of(self) -> tuple[tuple[str, ...], ...]:  # the former name; goes when nothing here reads it any more
+        return self.alternatives
+
+    # --- the value ---------------------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        return self._key == other._key if isinstance(other, Patcher) else NotImplemented
+        return bool(vars(self)["_key"] == vars(other)["_key"]) if isinstance(other, Patcher) else NotImplemented
 
     def __hash__(self) -> int:
-        return self._hash
+        return int(vars(self)["_hash"])
 
     def __copy__(self) -> Patcher:
         return self

@@ -175,7 +175,7 @@ def _family(name: Any) -> type[Fusion]:
         home, _, cls = FAMILIES[name].partition(":")
         family: type[Fusion] = getattr(importlib.import_module(home), cls)
         return family
-    known = ", ".join(repr(known) for known in FAMILIES) or "none in this release"
+    known = ", ".join(repr(known) for known in FAMILIES)
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
     elif close := nearest(name, FAMILIES):
