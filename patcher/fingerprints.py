@@ -99,12 +99,11 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
 
     >>> check_pins(Patcher(fusions="qkv", transformers=">=5.17"))
 
-    This is what can be seen before a model is built; what else it is made of is judged when it stands, by
-    `check_built`.
+    It is called before a model is built. What else the model consists of is compared afterwards, by `check_built`.
 
     Args:
         patcher: with pins or without.
-        model_class: the class of the model that is loaded. Only its own file is judged: a namesake in the file of
+        model_class: the class of the model that is loaded. Only its own file counts: a namesake in the file of
             another model, which happens to be imported, is not meant. Without it, every class that is imported counts.
 
     Raises:
@@ -122,7 +121,9 @@ def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
     """The fingerprints alone: see `check_pins`."""
     if patcher.fingerprints:
         home = model_class.__module__ if model_class is not None else None
-        _judge(patcher, [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home])
+        _check_fingerprints(
+            patcher, [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home]
+        )
 
 
 def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_there: bool) -> None:
@@ -146,7 +147,7 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
     if all_there:
         gone = set(patcher.fingerprints) - {cls.__name__ for cls in known}
         gone = gone and gone - {name for name, _ in homes_of(gone)}
-    _judge(patcher, [cls for cls in known if cls in bases], gone)
+    _check_fingerprints(patcher, [cls for cls in known if cls in bases], gone)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -172,7 +173,7 @@ def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]
     ]
 
 
-def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
+def _check_fingerprints(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
     changed = []
     for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__name__)):
         pinned, found = patcher.fingerprints[cls.__name__], _found(cls)

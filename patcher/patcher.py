@@ -214,33 +214,26 @@ class Patcher:
         >>> Patcher(fusions="qkv", transformers=">=5.17") | Patcher(fusions="gate_up", transformers="<6")
         Patcher(fusions=['qkv', 'gate_up'], transformers='<6,>=5.17')
 
-        Two expressions with different replacements that match one class raise when that class is built, for which
-        classes a model has isn't known here.
+        Which classes a model has isn't known here: two expressions with different replacements that match one class
+        raise when that class is built.
 
         Raises:
             PatchConflictError: they replace one class by different classes, or convert the same tensors.
         """
         if not isinstance(other, Patcher):
             return NotImplemented
-        for key in self.class_mapping.keys() & other.class_mapping.keys():
-            mine, theirs = self.class_mapping[key], other.class_mapping[key]
-            if mine is not theirs:
+        for key, mine in self.class_mapping.items():
+            if (theirs := other.class_mapping.get(key, mine)) is not mine:
                 raise PatchConflictError(
                     f"Both patchers replace {key!r}, by {mine.__qualname__} and by {theirs.__qualname__}. "
                     f"Combine after taking one away: patcher.replace(class_mapping={{...}})."
                 )
         pins = [*self.fingerprints.items(), *other.fingerprints.items()]
-        united = (
-            "filtered_weight_conversion_patterns",
-            "extra_weight_conversions",
-            "fusions",
-            "new_weights",
-            "dropped_weights",
-            "alternatives",
-        )  # the constructor drops what is there twice
+        # What is a tuple is joined; the constructor drops what is there twice.
+        joined = [field.name for field in dataclasses.fields(self) if field.default == ()]
         return Patcher(
             {**self.class_mapping, **other.class_mapping},
-            **{name: (*getattr(self, name), *getattr(other, name)) for name in united},
+            **{name: (*getattr(self, name), *getattr(other, name)) for name in joined},
             strict=self.strict or other.strict,
             name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),

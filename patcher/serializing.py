@@ -6,8 +6,8 @@
 
 What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions and operations come
 from tables, classes from an allow-list that the caller gives, and everything else must be of the one type that belongs
-there, and of a size that makes sense. What the values mean is for the constructor of `Patcher` to judge. Expressions
-are compiled there, and searched only when the patcher is used.
+there, and of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are
+compiled there, and searched only when the patcher is used.
 """
 
 from __future__ import annotations
@@ -55,13 +55,8 @@ _TYPES: dict[str, Any] = {
     "alternatives": list[list[str]],
     "class_mapping": dict[str, str],
 }
-_RENAMING = {
-    "type": str,
-    "source_patterns": list[str],
-    "target_patterns": list[str],
-    "scope_prefix": str,
-    "base_model_prefix": str,
-}
+_RENAMING: dict[str, Any] = dict.fromkeys(("type", "scope_prefix", "base_model_prefix"), str)
+_RENAMING |= dict.fromkeys(("source_patterns", "target_patterns"), list[str])
 _CONVERTER = _RENAMING | {"operations": list[dict[str, Any]], "force_cpu": bool}
 _KINDS: dict[str, tuple[type[WeightTransform], dict[str, Any]]] = {
     "WeightRenaming": (WeightRenaming, _RENAMING),
