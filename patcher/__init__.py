@@ -1,63 +1,50 @@
-"""Change the module classes of a Hugging Face model for one load, and save the original checkpoint back."""
+"""Change the module classes of a Hugging Face model for one load, and save the original checkpoint back.
+
+>>> from patcher import Patcher
+>>> Patcher(fusions=["qkv", "gate_up"])  # for from_pretrained(..., patcher=)
+Patcher(fusions=['qkv', 'gate_up'])
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from patcher import errors
+from patcher.errors import *  # noqa: F403
+
 if TYPE_CHECKING:
-    from patcher.diffing import Diff, diff
-    from patcher.errors import (
-        CodegenError,
-        InvalidPatcherError,
-        PatchConflictError,
-        PatchConstructionError,
-        PatchedWeightsError,
-        PatcherError,
-        PatcherWarning,
-        PresetDriftError,
-        UnmatchedPatchError,
-        VerificationError,
-    )
-    from patcher.loading.hooks import install
-    from patcher.patcher import Patcher
-    from patcher.planning import Plan, plan
-    from patcher.reporting import Report, report
-    from patcher.resolution.resolution import Resolution
-    from patcher.verification import Verification, verify
+    from patcher.diffing import ClassDiff as ClassDiff
+    from patcher.diffing import Diff as Diff
+    from patcher.diffing import diff as diff
+    from patcher.fingerprints import fingerprint as fingerprint
+    from patcher.fusions.base import Fusion as Fusion
+    from patcher.loading.hooks import install as install
+    from patcher.patcher import Patcher as Patcher
+    from patcher.planning import Plan as Plan
+    from patcher.planning import plan as plan
+    from patcher.reporting import Report as Report
+    from patcher.reporting import report as report
+    from patcher.resolution.resolution import Resolution as Resolution
+    from patcher.stages import Stage as Stage
+    from patcher.verification import Verification as Verification
+    from patcher.verification import verify as verify
 
-__all__ = [
-    "CodegenError",
-    "Diff",
-    "InvalidPatcherError",
-    "PatchConflictError",
-    "PatchConstructionError",
-    "PatchedWeightsError",
-    "Patcher",
-    "PatcherError",
-    "PatcherWarning",
-    "Plan",
-    "PresetDriftError",
-    "Report",
-    "Resolution",
-    "UnmatchedPatchError",
-    "Verification",
-    "VerificationError",
-    "diff",
-    "install",
-    "plan",
-    "report",
-    "verify",
-]
+    __version__: str
 
+#: public name -> the module that has it
 _HOMES = {
+    "ClassDiff": "patcher.diffing",
     "Diff": "patcher.diffing",
+    "Fusion": "patcher.fusions.base",
     "Patcher": "patcher.patcher",
     "Plan": "patcher.planning",
     "Report": "patcher.reporting",
     "Resolution": "patcher.resolution.resolution",
+    "Stage": "patcher.stages",
     "Verification": "patcher.verification",
     "diff": "patcher.diffing",
+    "fingerprint": "patcher.fingerprints",
     "install": "patcher.loading.hooks",
     "plan": "patcher.planning",
     "report": "patcher.reporting",
@@ -65,15 +52,17 @@ _HOMES = {
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 
+__all__ = [*errors.__all__, *_HOMES, "__version__"]
+
 
 def __getattr__(name: str) -> Any:
     # Late, so that `import patcher` costs nothing, and using any of it teaches `from_pretrained` the argument.
     if name in _MODULES:
         return importlib.import_module(f"patcher.{name}")
-    if name not in __all__:
+    if name == "__version__":
+        value: Any = importlib.import_module("importlib.metadata").version("patcher")
+    elif name not in _HOMES:
         raise AttributeError(f"module 'patcher' has no attribute {name!r}")
-    if name not in _HOMES:
-        value = getattr(importlib.import_module("patcher.errors"), name)
     else:
         importlib.import_module("patcher.loading.hooks").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,10 +1,11 @@
-"""The arguments of a `Patcher`, normalised; whatever can't mean anything raises here, with what to write instead."""
+"""The arguments of a `Patcher`, checked and normalised once; messages say what to write instead."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from torch import nn
@@ -15,43 +16,55 @@ from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, shortest
 from patcher.seams import WeightTransform
 
-__all__ = ["class_mapping", "expressions", "fingerprints", "fusions", "groups", "specifier", "transforms", "typed"]
+__all__ = [
+    "check_groups",
+    "class_mapping",
+    "expressions",
+    "fingerprints",
+    "fusions",
+    "groups",
+    "specifier",
+    "transforms",
+    "typed",
+]
+
+T = TypeVar("T")
 
 
-def typed(field: str, value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise InvalidPatcherError(f"{field} must be a {kind.__name__}, found {value!r} ({type(value).__name__}).")
-    return value
+def typed(kind: type[T]) -> Callable[[str, Any], T]:
+    def checked(field: str, value: Any) -> T:
+        if not isinstance(value, kind):
+            raise InvalidPatcherError(f"{field} must be a {kind.__name__}, found {value!r} ({type(value).__name__}).")
+        return value
+
+    return checked
 
 
-def class_mapping(mapping: Any) -> dict[str, type[nn.Module]]:
+def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
     if not isinstance(mapping, Mapping):
         raise InvalidPatcherError(
-            f"class_mapping must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
+            f"{field} must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
             'write {"LlamaMLP": MyMLP}.'
         )
-    result: dict[str, type[nn.Module]] = {}
     for key, cls in mapping.items():
         if not isinstance(key, str) or not key:
             raise InvalidPatcherError(
-                f"class_mapping: a key is the name of a class, or an expression, found {key!r}; "
+                f"{field}: a key is the name of a class, or an expression, found {key!r}; "
                 f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
             )
         if matching.is_expression(key):
-            _compiled(f"class_mapping key {key!r}", key)
+            _compiled(f"{field} key {key!r}", key)
         if not isinstance(cls, type):
             kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
             raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a class, found {cls!r} ({kind}); "
-                "write the class itself, not an object."
+                f"{field}[{key!r}] must be a class, found {cls!r} ({kind}); write the class itself, not an object."
             )
         if not issubclass(cls, nn.Module):
             raise InvalidPatcherError(
-                f"class_mapping[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
+                f"{field}[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
                 f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
             )
-        result[key] = cls
-    return result
+    return MappingProxyType(dict(mapping))
 
 
 def _compiled(what: str, expression: str) -> str:
@@ -83,8 +96,7 @@ def _listed(field: str, values: Any, what: str) -> list[Any]:
     return list(values)
 
 
-def transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
-    field = "extra_weight_conversions"
+def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
     listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
     taken: dict[tuple[Any, ...], WeightTransform] = {}
     result: list[WeightTransform] = []
@@ -98,7 +110,7 @@ def transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[Wei
             other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
             if other is not value and identity(other) != identity(value):
                 raise PatchConflictError(
-                    f"Two extra_weight_conversions take the same tensors, {pattern!r}: {describe(other)} and "
+                    f"Two {field} take the same tensors, {pattern!r}: {describe(other)} and "
                     f"{describe(value)}. Only one can; take one away."
                 )
         if all(identity(value) != identity(other) for other in result):
@@ -106,45 +118,46 @@ def transforms(values: WeightTransform | Iterable[WeightTransform]) -> tuple[Wei
     return tuple(result)
 
 
-def fusions(values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
-    listed = [values] if isinstance(values, str | Fusion) else _listed("fusions", values, "a fusion")
+def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
+    listed = [values] if isinstance(values, str | Fusion) else _listed(field, values, "a fusion")
     return tuple(dict.fromkeys(shortest(value) for value in listed))
 
 
-def specifier(value: str) -> str:
-    typed("transformers", value, str)
+def specifier(field: str, value: Any) -> str:
     try:
-        return str(SpecifierSet(value))
+        return str(SpecifierSet(typed(str)(field, value)))
     except InvalidSpecifier as error:
         raise InvalidPatcherError(
-            f"transformers={value!r} is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
+            f"{field}={value!r} is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
         ) from error
 
 
-def fingerprints(values: Any) -> dict[str, tuple[str, ...]]:
+def fingerprints(field: str, values: Any) -> Mapping[str, tuple[str, ...]]:
     if not isinstance(values, Mapping):
-        raise InvalidPatcherError(f"fingerprints must map class names to fingerprints, found {values!r}.")
+        raise InvalidPatcherError(f"{field} must map class names to fingerprints, found {values!r}.")
     result = {}
     for key, value in values.items():
-        listed = [value] if isinstance(value, str) else _listed(f"fingerprints[{key!r}]", value, "a fingerprint")
+        listed = [value] if isinstance(value, str) else _listed(f"{field}[{key!r}]", value, "a fingerprint")
         if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
-            raise InvalidPatcherError(f"fingerprints[{key!r}] must be a text or several, found {value!r}.")
+            raise InvalidPatcherError(f"{field}[{key!r}] must be a text or several, found {value!r}.")
         result[key] = tuple(sorted(set(listed)))
-    return result
+    return MappingProxyType(result)
 
 
-def groups(values: Any, mapping: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    groups = []
-    for value in _listed("any_of", values, "a group of class keys"):
+def groups(field: str, values: Any) -> tuple[tuple[str, ...], ...]:
+    result: dict[tuple[str, ...], None] = {}
+    for value in _listed(field, values, "a group of class keys"):
         if isinstance(value, str):
             raise InvalidPatcherError(
-                f"any_of takes groups of class keys, found the text {value!r}; write any_of=[[{value!r}, ...]]."
+                f"{field} takes groups of class keys, found the text {value!r}; write {field}=[[{value!r}, ...]]."
             )
-        group = tuple(sorted(set(_listed("any_of", value, "a class key"))))
-        for key in group:
-            if key not in mapping:
-                close = matching.nearest(str(key), mapping)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
-                raise InvalidPatcherError(f"any_of: {key!r} is no key of the class_mapping; {hint}")
-        groups.append(group)
-    return tuple(dict.fromkeys(groups))
+        result[tuple(sorted(set(_listed(field, value, "a class key")), key=str))] = None
+    return tuple(result)
+
+
+def check_groups(groups: Iterable[Iterable[Any]], mapping: Mapping[str, Any]) -> None:
+    """Raise for what is in a group of `alternatives` and is no class key."""
+    for key in (key for group in groups for key in group if key not in mapping):
+        close = matching.nearest(str(key), mapping)
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
+        raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")

@@ -1,8 +1,15 @@
 """Everything that patcher raises on its own behalf.
 
+>>> from patcher import Patcher, PatcherError
+>>> try:
+...     Patcher(fusions="qkw")
+... except PatcherError as error:
+...     print(f"{type(error).__name__}: {error}")
+InvalidPatcherError: fusions: 'qkw' is no fusion; did you mean 'qkv'? Known names: ...
+
 ```
 PatcherError
-├── InvalidPatcherError      a Patcher, or a use of one, that can't mean anything
+├── InvalidPatcherError      an invalid Patcher, or an unsupported use of one
 ├── PatchConflictError       two patches that want different things of one class or module
 ├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
 ├── PatchConstructionError   a replacement could not be built
@@ -18,6 +25,9 @@ registry of `patcher.monkey_patching`, which keeps the contract of the one it st
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 __all__ = [
     "CodegenError",
@@ -38,7 +48,7 @@ class PatcherError(Exception):
 
 
 class InvalidPatcherError(PatcherError):
-    """A Patcher that can't mean anything, or a combination that isn't supported."""
+    """An invalid argument of a Patcher, or a combination that isn't supported."""
 
 
 class PatchConflictError(PatcherError):
@@ -74,12 +84,11 @@ class PatcherWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warn at the line of whoever called this package, or transformers, which called this package."""
-    import sys
-    import warnings
-
-    level, frame = 1, sys._getframe(0)
-    inside = ("patcher", "transformers", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+    """Issue a `PatcherWarning` at the line of the user's code that called us, through transformers or not."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, PatcherWarning, stacklevel=level)
+
+
+_NOT_THE_USER = ("patcher", "transformers", "contextlib")

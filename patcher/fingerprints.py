@@ -19,15 +19,19 @@ from patcher import matching
 from patcher.errors import PresetDriftError, warn
 from patcher.patcher import Patcher
 
-__all__ = ["check", "check_built", "fingerprint", "homes_of"]
+__all__ = ["check_built", "check_pins", "fingerprint", "homes_of"]
 
 
 def fingerprint(cls: type[nn.Module]) -> str:
     """The fingerprint of a class and of what it uses of the file that defines it.
 
-    ```python
-    fingerprint(LlamaMLP)  # '3f0c9d2a41b7e865'
-    ```
+    >>> from patcher import Patcher
+    >>> from transformers.models.llama.modeling_llama import LlamaMLP
+    >>> fingerprint(LlamaMLP)
+    'eafbe94b23d9df2e'
+    >>> pinned = Patcher(fusions="gate_up", fingerprints={"LlamaMLP": fingerprint(LlamaMLP)})
+
+    It is of the syntax tree: formatting, comments and docstrings don't count.
 
     Raises:
         OSError: the source of the class can't be found.
@@ -35,14 +39,15 @@ def fingerprint(cls: type[nn.Module]) -> str:
     path = inspect.getsourcefile(cls)
     if path is None:
         raise OSError(f"no source file for {cls.__qualname__}")
-    return _fingerprint_in(path, cls.__qualname__.split(".")[0])
+    state = Path(path).stat()  # a notebook may write its code anew
+    return _fingerprint_in((path, state.st_mtime_ns, state.st_size), cls.__qualname__.split(".")[0])
 
 
 @lru_cache(maxsize=1024)
-def _fingerprint_in(path: str, name: str) -> str:
-    definitions = _definitions(path)
+def _fingerprint_in(file: tuple[str, int, int], name: str) -> str:
+    definitions = _definitions(file)
     if name not in definitions:
-        raise OSError(f"{path} defines no {name}")
+        raise OSError(f"{file[0]} defines no {name}")
     wanted, used = [name], {name}
     while wanted:
         for node in (node for definition in definitions[wanted.pop()] for node in ast.walk(definition)):
@@ -56,10 +61,10 @@ def _fingerprint_in(path: str, name: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _definitions(path: str) -> dict[str, list[ast.AST]]:
+def _definitions(file: tuple[str, int, int]) -> dict[str, list[ast.AST]]:
     """The functions, classes and assignments of a file by name, those under a top-level `if` or `try` included."""
     found: dict[str, list[ast.AST]] = {}
-    wanted: list[ast.AST] = [ast.parse(Path(path).read_text(encoding="utf-8"))]
+    wanted: list[ast.AST] = [ast.parse(Path(file[0]).read_text(encoding="utf-8"))]
     while wanted:
         for node in ast.iter_child_nodes(wanted.pop()):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -89,18 +94,31 @@ def _canonical(node: Any) -> Any:
     return (type(node).__name__, sorted(fields.items()))
 
 
-def check(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
-    """Raise if the code that the patcher is pinned to has changed, as far as can be seen before a model is built.
+def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
+    """Compare the pins of a patcher with what is installed: the fingerprints decide, the release alone only warns.
 
-    Of a model that is loaded: what its own file defines. A namesake in the file of another model, which happens to be
-    imported, is not meant. What else the model is made of is judged when it stands, by `check_built`.
+    >>> check_pins(Patcher(fusions="qkv", transformers=">=5.17"))
+
+    It is called before a model is built. What else the model consists of is compared afterwards, by `check_built`.
+
+    Args:
+        patcher: with pins or without.
+        model_class: the class of the model that is loaded. Only its own file counts: a namesake in the file of
+            another model, which happens to be imported, is not meant. Without it, every class that is imported counts.
 
     Raises:
         PresetDriftError: with the names of what changed.
     """
     if patcher.fingerprints:
         home = model_class.__module__ if model_class is not None else None
-        _judge(patcher, [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home])
+        classes = [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home]
+        _check_fingerprints(patcher, classes)
+    installed = transformers.__version__
+    if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
+        warn(
+            f"The patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on transformers "
+            f"{patcher.transformers}, installed is {installed}."
+        )
 
 
 def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_there: bool) -> None:
@@ -124,7 +142,7 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
     if all_there:
         gone = set(patcher.fingerprints) - {cls.__name__ for cls in known}
         gone = gone and gone - {name for name, _ in homes_of(gone)}
-    _judge(patcher, [cls for cls in known if cls in bases], gone)
+    _check_fingerprints(patcher, [cls for cls in known if cls in bases], gone)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -150,7 +168,7 @@ def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]
     ]
 
 
-def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
+def _check_fingerprints(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
     changed = []
     for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__name__)):
         pinned, found = patcher.fingerprints[cls.__name__], _found(cls)
@@ -165,7 +183,8 @@ def _judge(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
             f"`patcher fingerprint {patcher.name or 'MODULE:CONSTANT'} --verify MODEL` verifies it on this code and "
-            "prints the new pin; give it: patcher.replace(fingerprints={...})."
+            "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: "
+            "patcher.replace(fingerprints={...})."
         )
 
 
@@ -182,15 +201,3 @@ def _found(cls: type[nn.Module]) -> str:
         return fingerprint(cls)
     except (OSError, SyntaxError) as error:
         return f"nothing ({error})"
-
-
-def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:
-    """The fingerprints decide, the release alone is worth a warning."""
-    check(patcher, model_class)
-    if patcher.transformers and not SpecifierSet(patcher.transformers).contains(
-        transformers.__version__, prereleases=True
-    ):
-        warn(
-            f"The patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on transformers "
-            f"{patcher.transformers}, installed is {transformers.__version__}."
-        )

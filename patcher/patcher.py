@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from patcher import arguments, matching, seams
+from patcher import arguments, matching, seams, serializing
 from patcher.conversions import identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.fusions.base import Fusion, fusion_named, fusions_configured
+from patcher.fusions.base import Fusion, fusions_configured
 from patcher.seams import WeightTransform
 
 if TYPE_CHECKING:
@@ -24,168 +26,146 @@ if TYPE_CHECKING:
 
 __all__ = ["Patcher"]
 
-_FIELDS = (
-    "class_mapping",
-    "filtered_weight_conversion_patterns",
-    "extra_weight_conversions",
-    "fusions",
-    "new_weights",
-    "dropped_weights",
-    "strict",
-    "name",
-    "transformers",
-    "fingerprints",
-    "any_of",
-)
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
 
 
+class Converted(Generic[Given, Kept]):
+    """A field of a frozen dataclass that takes one type and keeps another.
+
+    Args:
+        convert: from the name of the field and what was given to what is kept.
+        default: what is given where nothing is.
+        read: from what is kept to what a reader gets; the same without it.
+    """
+
+    def __init__(
+        self, convert: Callable[[str, Any], Kept], *, default: Any = (), read: Callable[[Kept], Kept] | None = None
+    ) -> None:
+        self.convert, self.default, self.read = convert, default, read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object | None, owner: type) -> Kept:
+        if instance is None:  # where a dataclass looks for the default
+            return self.default  # type: ignore[no-any-return]
+        value: Kept = vars(instance)[self.name]
+        return value if self.read is None else self.read(value)
+
+    def __set__(self, instance: object, value: Given) -> None:
+        vars(instance)[self.name] = self.convert(self.name, value)
+
+
+class _Empty(dict[str, Any]):
+    """No entries, as a default: dataclasses take only what has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
+
+
+Expressions = Converted[str | Iterable[str], tuple[str, ...]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Patcher:
-    """What to change in a model for one load: an immutable value.
+    r"""What to change in a model for one load: an immutable value.
 
     >>> from torch import nn
     >>> class Doubled(nn.Linear): ...
     >>> patcher = Patcher({"LlamaMLP": Doubled}, new_weights="adapter")
+    >>> patcher
+    Patcher(class_mapping={'LlamaMLP': Doubled}, new_weights=['adapter'])
     >>> patcher == patcher.replace(name="") and patcher.replace(strict=False).strict
     False
 
     Pass it to `from_pretrained(..., patcher=patcher)`, to `from_config`, or enter `with patcher.applied():`.
 
+    *What changes*
+
     Args:
         class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
             name; any other key is a regular expression, searched in class names. An exact name wins.
+        fusions: layout families, by name or as objects of `patcher.fusions.Fusion`.
+
+    *Conversions of weights*
+
+    Args:
         filtered_weight_conversion_patterns: expressions; a stock conversion in whose source or target patterns one of
             them is found is dropped.
         extra_weight_conversions: conversions that are put in front of the remaining ones, in this order.
-        fusions: layout families, by name or as objects of `patcher.fusions.Fusion`.
+
+    *Expectations: what a load must do, or raise*
+
+    Args:
         new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint. They keep what
             their `__init__` gave them.
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused.
+        alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
+            several architectures. Every key outside of them must match a class.
         strict: raise when a load doesn't do what is said here; otherwise warn.
+
+    *Pins, and a name*
+
+    Args:
+        transformers: a PEP 440 specifier of the releases that it was verified on. Another release warns.
+        fingerprints: class name -> `patcher.fingerprint(cls)`, or several, of the code that it was verified on. Other
+            code raises.
         name: for reports.
-        transformers: a PEP 440 specifier of the releases that it was verified on.
-        fingerprints: class name -> fingerprint, or several, of the code that it was verified on.
-        any_of: groups of class keys of which a model needs to have only one, such as the classes of one modeling file:
-            no model has all of them.
 
     Raises:
-        InvalidPatcherError: something here can't mean anything.
-        PatchConflictError: two conversions take the same tensors.
+        InvalidPatcherError: an argument is invalid; the message says what to write instead.
+        PatchConflictError: two conversions take the same tensors, or two expressions match one pinned class and have
+            different replacements.
     """
 
-    __slots__ = (*(f"_{name}" for name in _FIELDS), "_key", "__weakref__")
+    class_mapping: Converted[Mapping[str, type[nn.Module]], Mapping[str, type[nn.Module]]] = Converted(
+        arguments.class_mapping, default=_Empty()
+    )
+    filtered_weight_conversion_patterns: Expressions = Converted(arguments.expressions)
+    extra_weight_conversions: Converted[WeightTransform | Iterable[WeightTransform], tuple[WeightTransform, ...]] = (
+        # Copies: a transform that somebody runs collects tensors, and this value must not.
+        Converted(arguments.transforms, read=lambda transforms: tuple(map(seams.copy_transform, transforms)))
+    )
+    _: KW_ONLY
+    fusions: Converted[str | Fusion | Iterable[str | Fusion], tuple[str | Fusion, ...]] = Converted(arguments.fusions)
+    new_weights: Expressions = Converted(arguments.expressions)
+    dropped_weights: Expressions = Converted(arguments.expressions)
+    strict: Converted[bool, bool] = Converted(arguments.typed(bool), default=True)
+    name: Converted[str, str] = Converted(arguments.typed(str), default="")
+    transformers: Converted[str, str] = Converted(arguments.specifier, default="")
+    fingerprints: Converted[Mapping[str, str | Iterable[str]], Mapping[str, tuple[str, ...]]] = Converted(
+        arguments.fingerprints, default=_Empty()
+    )
+    alternatives: Converted[Iterable[Iterable[str]], tuple[tuple[str, ...], ...]] = Converted(arguments.groups)
 
-    def __init__(
-        self,
-        class_mapping: Mapping[str, type[nn.Module]] = MappingProxyType({}),
-        filtered_weight_conversion_patterns: str | Iterable[str] = (),
-        extra_weight_conversions: WeightTransform | Iterable[WeightTransform] = (),
-        *,
-        fusions: str | Fusion | Iterable[str | Fusion] = (),
-        new_weights: str | Iterable[str] = (),
-        dropped_weights: str | Iterable[str] = (),
-        strict: bool = True,
-        name: str = "",
-        transformers: str = "",
-        fingerprints: Mapping[str, str | Iterable[str]] = MappingProxyType({}),
-        any_of: Iterable[Iterable[str]] = (),
-    ) -> None:
-        values: dict[str, Any] = {
-            "class_mapping": MappingProxyType(arguments.class_mapping(class_mapping)),
-            "filtered_weight_conversion_patterns": arguments.expressions(
-                "filtered_weight_conversion_patterns", filtered_weight_conversion_patterns
-            ),
-            "extra_weight_conversions": arguments.transforms(extra_weight_conversions),
-            "fusions": arguments.fusions(fusions),
-            "new_weights": arguments.expressions("new_weights", new_weights),
-            "dropped_weights": arguments.expressions("dropped_weights", dropped_weights),
-            "strict": arguments.typed("strict", strict, bool),
-            "name": arguments.typed("name", name, str),
-            "transformers": arguments.specifier(transformers),
-            "fingerprints": MappingProxyType(arguments.fingerprints(fingerprints)),
-            "any_of": arguments.groups(any_of, class_mapping),
-        }
-        for field, value in values.items():
-            object.__setattr__(self, f"_{field}", value)
+    def __post_init__(self) -> None:
+        arguments.check_groups(self.alternatives, self.class_mapping)
+        for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
+            matching.find_key(name, self.class_mapping)
         key = (
-            frozenset(values["class_mapping"].items()),
-            values["filtered_weight_conversion_patterns"],
-            tuple(identity(transform) for transform in values["extra_weight_conversions"]),
-            tuple(fusion_named(fusion) for fusion in values["fusions"]),
-            values["new_weights"],
-            values["dropped_weights"],
-            values["strict"],
-            values["name"],
-            SpecifierSet(values["transformers"]),
-            frozenset(values["fingerprints"].items()),
-            frozenset(values["any_of"]),
+            frozenset(self.class_mapping.items()),
+            self.filtered_weight_conversion_patterns,
+            tuple(map(identity, self.extra_weight_conversions)),
+            self.fusions,
+            self.new_weights,
+            self.dropped_weights,
+            self.strict,
+            self.name,
+            SpecifierSet(self.transformers),
+            frozenset(self.fingerprints.items()),
+            frozenset(self.alternatives),
         )
-        object.__setattr__(self, "_key", key)
+        # At once: a cache that is filled later takes a lock, which a fork may inherit.
+        vars(self).update(_key=key, _hash=hash(key))
 
     # --- the value ---------------------------------------------------------------------------------------------
 
-    @property
-    def class_mapping(self) -> Mapping[str, type[nn.Module]]:
-        return self._class_mapping  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def filtered_weight_conversion_patterns(self) -> tuple[str, ...]:
-        return self._filtered_weight_conversion_patterns  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def extra_weight_conversions(self) -> tuple[WeightTransform, ...]:
-        # Copies: a transform that somebody runs collects tensors, and this value must not.
-        return tuple(seams.copy_transform(item) for item in self._extra_weight_conversions)  # type: ignore[attr-defined]
-
-    @property
-    def fusions(self) -> tuple[str | Fusion, ...]:
-        return self._fusions  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def new_weights(self) -> tuple[str, ...]:
-        return self._new_weights  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def dropped_weights(self) -> tuple[str, ...]:
-        return self._dropped_weights  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def strict(self) -> bool:
-        return self._strict  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def name(self) -> str:
-        return self._name  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def transformers(self) -> str:
-        return self._transformers  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def fingerprints(self) -> Mapping[str, tuple[str, ...]]:
-        return self._fingerprints  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def any_of(self) -> tuple[tuple[str, ...], ...]:
-        return self._any_of  # type: ignore[attr-defined, no-any-return]
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
-
     def __eq__(self, other: object) -> bool:
-        return self._key == other._key if isinstance(other, Patcher) else NotImplemented  # type: ignore[attr-defined]
+        return bool(vars(self)["_key"] == vars(other)["_key"]) if isinstance(other, Patcher) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key)  # type: ignore[attr-defined]
-
-    @property
-    def _extra(self) -> tuple[WeightTransform, ...]:
-        return self._extra_weight_conversions  # type: ignore[attr-defined, no-any-return]
-
-    def _settings(self) -> dict[str, Any]:
-        return {field: getattr(self, f"_{field}") for field in _FIELDS}
+        return int(vars(self)["_hash"])
 
     def __copy__(self) -> Patcher:
         return self
@@ -194,81 +174,66 @@ class Patcher:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = self._settings()
-        settings["class_mapping"] = dict(settings["class_mapping"])
-        settings["fingerprints"] = dict(settings["fingerprints"])
-        return (_rebuild, (settings,))
+        # Through the constructor: hashes of names differ between processes, and read-only mappings aren't picklable.
+        given: dict[str, Any] = self._given()
+        given |= {key: dict(value) for key, value in given.items() if isinstance(value, Mapping)}
+        return functools.partial(Patcher, **given), ()
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments that aren't the default."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def __repr__(self) -> str:
-        parts = []
-        if self.class_mapping:
-            items = ", ".join(f"{key!r}: {cls.__qualname__}" for key, cls in self.class_mapping.items())
-            parts.append(f"class_mapping={{{items}}}")
-        for field in ("filtered_weight_conversion_patterns", "fusions", "new_weights", "dropped_weights"):
-            if value := getattr(self, field):
-                parts.append(f"{field}={list(value)!r}")
-        if self._extra:
-            parts.append(f"extra_weight_conversions=[{', '.join(map(_transform_repr, self._extra))}]")
-        if not self.strict:
-            parts.append("strict=False")
-        for field in ("name", "transformers"):
-            if value := getattr(self, field):
-                parts.append(f"{field}={value!r}")
-        if self.fingerprints:
-            parts.append(f"fingerprints={dict(self.fingerprints)!r}")
-        if self.any_of:
-            parts.append(f"any_of={list(self.any_of)!r}")
-        return f"Patcher({', '.join(parts)})"
+        return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
 
     def replace(self, **changes: Any) -> Patcher:
         """A copy with other values for some of the parameters.
 
+        >>> Patcher(fusions="qkv", name="mine").replace(fusions=("qkv", "gate_up"))
+        Patcher(fusions=['qkv', 'gate_up'], name='mine')
+
         Raises:
             InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
         """
+        known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
-            if name not in _FIELDS:
-                close = matching.nearest(name, _FIELDS)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(_FIELDS)}."
+            if name not in known:
+                close = matching.nearest(name, known)
+                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
                 raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
-        return Patcher(**{**self._settings(), **changes})
+        return dataclasses.replace(self, **changes)
 
     def __or__(self, other: Patcher) -> Patcher:
         """Both patchers in one.
 
+        >>> Patcher(fusions="qkv", transformers=">=5.17") | Patcher(fusions="gate_up", transformers="<6")
+        Patcher(fusions=['qkv', 'gate_up'], transformers='<6,>=5.17')
+
+        Which classes a model has isn't known here: two expressions with different replacements that match one class
+        raise when that class is built.
+
         Raises:
-            PatchConflictError: they want different things of one class, or take the same tensors.
+            PatchConflictError: they replace one class by different classes, or convert the same tensors.
         """
         if not isinstance(other, Patcher):
             return NotImplemented
-        mapping = dict(self.class_mapping)
-        for key, cls in other.class_mapping.items():
-            if mapping.setdefault(key, cls) is not cls:
+        for key, mine in self.class_mapping.items():
+            if (theirs := other.class_mapping.get(key, mine)) is not mine:
                 raise PatchConflictError(
-                    f"Both patchers replace {key!r}, by {mapping[key].__qualname__} and by {cls.__qualname__}. "
+                    f"Both patchers replace {key!r}, by {mine.__qualname__} and by {theirs.__qualname__}. "
                     f"Combine after taking one away: patcher.replace(class_mapping={{...}})."
                 )
-        for cls in matching.module_subclasses():  # two expressions that hit one class
-            matching.find_key(cls.__name__, mapping)
-        extras = list(self._extra)
-        extras += [item for item in other._extra if identity(item) not in {identity(mine) for mine in extras}]
-        fingerprints = {key: list(values) for key, values in self.fingerprints.items()}
-        for key, values in other.fingerprints.items():
-            fingerprints[key] = [*fingerprints.get(key, []), *values]
+        pins = [*self.fingerprints.items(), *other.fingerprints.items()]
+        # What is a tuple is joined; the constructor drops what is there twice.
+        joined = [field.name for field in dataclasses.fields(self) if field.default == ()]
         return Patcher(
-            mapping,
-            _united(self.filtered_weight_conversion_patterns, other.filtered_weight_conversion_patterns),
-            extras,
-            fusions=_united(self.fusions, other.fusions),
-            new_weights=_united(self.new_weights, other.new_weights),
-            dropped_weights=_united(self.dropped_weights, other.dropped_weights),
+            {**self.class_mapping, **other.class_mapping},
+            **{name: (*getattr(self, name), *getattr(other, name)) for name in joined},
             strict=self.strict or other.strict,
-            name=" | ".join(_united((self.name,), (other.name,)))
-            if self.name and other.name
-            else self.name or other.name,
+            name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
-            fingerprints=fingerprints,
-            any_of=_united(self.any_of, other.any_of),
+            fingerprints={name: [pin for key, values in pins if key == name for pin in values] for name, _ in pins},
         )
 
     @classmethod
@@ -303,9 +268,7 @@ class Patcher:
             InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, a
                 conversion that isn't made of transformers' own operations.
         """
-        from patcher.serializing import to_dict
-
-        return to_dict(self)
+        return serializing.to_dict(self._given())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], allowed: str | type | Iterable[str | type] = ()) -> Patcher:
@@ -322,19 +285,19 @@ class Patcher:
             InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
             PatchConflictError: two conversions take the same tensors.
         """
-        from patcher.serializing import from_dict
-
-        return from_dict(data, allowed)
+        return serializing.from_dict(cls, data, allowed)
 
     # --- using it ----------------------------------------------------------------------------------------------
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.
 
-        ```python
-        with patcher.applied():
-            model = LlamaForCausalLM(config)
-        ```
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+        >>> with Patcher(fusions="gate_up").applied():
+        ...     model = LlamaForCausalLM(config)
+        >>> model.model.layers[0].mlp.gate_up_proj.weight.shape
+        torch.Size([192, 64])
 
         Raises:
             UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
@@ -346,10 +309,13 @@ class Patcher:
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
         """A new model with the weights of a loaded one, patched by this patcher alone.
 
-        ```python
-        patched = patcher.apply(model)
-        stock = Patcher().apply(patched)
-        ```
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+        >>> patched = Patcher(fusions="gate_up").apply(LlamaForCausalLM(config))
+        >>> patched.model.layers[0].mlp.gate_up_proj.weight.shape
+        torch.Size([192, 64])
+        >>> Patcher().apply(patched).model.layers[0].mlp.gate_proj.weight.shape
+        torch.Size([96, 64])
 
         Storage is shared where no conversion runs. The given model stays as it is.
 
@@ -364,9 +330,10 @@ class Patcher:
     def resolve(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
         """What this patcher does to a model, module by module, without building it for real.
 
-        ```python
-        print(patcher.resolve(LlamaForCausalLM, config))
-        ```
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+        >>> list(Patcher(fusions="gate_up").resolve(LlamaForCausalLM, config).fused)
+        ['model.layers.0.mlp', 'model.layers.1.mlp']
 
         Raises:
             PatchConflictError: two fusions claim one module, or a fusion claims a replaced one.
@@ -377,16 +344,24 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
-def _rebuild(settings: dict[str, Any]) -> Patcher:
-    return Patcher(**settings)
+def _immutable(self: Patcher, name: str, value: object = None) -> NoReturn:
+    raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
 
 
-def _united(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys((*first, *second)))
+# In place of the dataclass' own, which don't say what to do instead.
+Patcher.__setattr__ = Patcher.__delattr__ = _immutable  # type: ignore[method-assign, assignment]
 
 
-def _transform_repr(transform: WeightTransform) -> str:
-    arguments = [repr(seams.source_patterns(transform)), repr(seams.target_patterns(transform))]
-    if operations := getattr(transform, "operations", None):
-        arguments.append(repr(list(operations)))
-    return f"{type(transform).__name__}({', '.join(arguments)})"
+def _argument_repr(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_item_repr(item)}' for key, item in value.items())}}}"
+    return f"[{', '.join(map(_item_repr, value))}]" if isinstance(value, tuple) else repr(value)
+
+
+def _item_repr(item: Any) -> str:
+    if isinstance(item, type):
+        return item.__qualname__
+    if not isinstance(item, WeightTransform):
+        return repr(item)
+    given = [seams.source_patterns(item), seams.target_patterns(item), list(getattr(item, "operations", ()))]
+    return f"{type(item).__name__}({', '.join(repr(each) for each in given if each)})"

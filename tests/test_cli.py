@@ -244,6 +244,19 @@ def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> No
     assert run("fingerprint", "my_patches:SAME", "--verify", folder / "none").exit_code == 2
 
 
+@pytest.mark.usefixtures("mine")
+def test_the_advice_for_what_names_no_class_is_followed(tmp_path: Path) -> None:
+    import patcher
+
+    (tmp_path / "fused_patches.py").write_text("from patcher import Patcher\nFUSED = Patcher(fusions='gate_up')\n")
+    done = run("fingerprint", "fused_patches:FUSED")
+    assert done.exit_code == 2
+    imported, written = re.findall(r"`(from patcher import .*)`, (patcher\.replace\(.*\))\.", said(done))[0]
+    names: dict[str, Any] = {"patcher": patcher.Patcher(fusions="gate_up")}
+    exec(f"from transformers.models.llama.modeling_llama import LlamaMLP\n{imported}\npinned = {written}", names)
+    assert names["pinned"].fingerprints == {"LlamaMLP": (patcher.fingerprint(names["LlamaMLP"]),)}
+
+
 # --- presets -------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Patcher, PatcherWarning, PresetDriftError
-from patcher.fingerprints import fingerprint
+from patcher.fingerprints import check_pins, fingerprint
 from tests.tiny import save_tiny, tiny_llama_config
 
 BASE = """
@@ -82,6 +83,16 @@ def test_what_counts_as_a_change(define: Callable[[str], type], change: Callable
     assert (fingerprint(define(BASE)) != fingerprint(define(change(BASE)))) is counts
 
 
+def test_a_file_that_is_written_anew_is_read_anew(define: Callable[[str], type[nn.Module]]) -> None:
+    cls = define(BASE)
+    before = fingerprint(cls)
+    path = Path(str(sys.modules[cls.__module__].__file__))
+    path.write_text(textwrap.dedent(BASE.replace("return x * SCALE", "return x / SCALE")), encoding="utf-8")
+    assert fingerprint(cls) != before
+    path.write_text(textwrap.dedent(BASE), encoding="utf-8")
+    assert fingerprint(cls) == before
+
+
 class MyNorm(LlamaRMSNorm):
     pass
 
@@ -110,6 +121,29 @@ def test_a_load_on_other_code_raises(llama: Path) -> None:
 
 def test_another_release_only_warns(llama: Path) -> None:
     pinned = Patcher({"LlamaRMSNorm": MyNorm}, transformers="<5")
-    with pytest.warns(PatcherWarning, match=r"verified on transformers <5, installed is 5\."):
+    with pytest.warns(PatcherWarning, match=r"verified on transformers <5, installed is 5\.") as said:
         model = AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
     assert type(model.model.norm) is MyNorm
+    assert [Path(one.filename) for one in said] == [Path(__file__)]  # the line of the load, not one of ours
+
+
+def warn_of(patcher: Patcher) -> None:
+    check_pins(patcher)
+
+
+@pytest.mark.parametrize("enter", [lambda p: p.applied().__enter__(), warn_of], ids=["a block", "the check itself"])
+def test_the_warning_points_at_the_line_of_the_user(enter: Callable[[Patcher], object]) -> None:
+    with pytest.warns(PatcherWarning, match="verified on transformers <5") as said:
+        enter(Patcher(transformers="<5"))
+    assert [Path(one.filename) for one in said] == [Path(__file__)]
+    line = Path(__file__).read_text(encoding="utf-8").splitlines()[said[0].lineno - 1]
+    assert "applied()" in line or "check_pins(" in line
+
+
+def test_the_advice_of_a_drifted_pin_is_followed(llama: Path) -> None:
+    pinned = Patcher({"LlamaRMSNorm": MyNorm}, fingerprints={"LlamaRMSNorm": "0" * 16})
+    with pytest.raises(PresetDriftError, match=r"give it: patcher.replace\(fingerprints=\{...\}\)") as caught:
+        AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
+    (found,) = re.findall("found ([0-9a-f]{16})", str(caught.value))
+    mended = pinned.replace(fingerprints={"LlamaRMSNorm": found})
+    assert type(AutoModelForCausalLM.from_pretrained(llama, patcher=mended).model.norm) is MyNorm

@@ -6,17 +6,19 @@ import copy
 import pickle
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Concatenate, WeightConverter
+from transformers import Concatenate, LlamaConfig, LlamaForCausalLM, WeightConverter
 from transformers.core_model_loading import Chunk, WeightRenaming
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, PatcherError
 from patcher.fusions import Fusion
+from tests.tiny import save_tiny, tiny_llama_config
 
 
 class One(nn.Module):
@@ -204,7 +206,11 @@ def test_combining() -> None:
     ("one", "other", "text"),
     [
         (Patcher({"A": One}), Patcher({"A": Two}), "Both patchers replace 'A', by One and by Two"),
-        (Patcher({".*ear$": One}), Patcher({"^Line": Two}), r"The expressions .* both match the class Line"),
+        (
+            Patcher({".*ear$": One}, fingerprints={"Linear": "0"}),
+            Patcher({"^Line": Two}),
+            r"The expressions .* both match the class Linear",
+        ),
         (Patcher(extra_weight_conversions=qkv(0)), Patcher(extra_weight_conversions=qkv(1)), "take the same tensors"),
     ],
 )
@@ -213,6 +219,77 @@ def test_conflicts(one: Patcher, other: Patcher, text: str) -> None:
         one | other
     with pytest.raises(PatchConflictError, match=text.replace("by One and by Two", "by Two and by One")):
         other | one
+
+
+def test_what_is_imported_does_not_decide_whether_patchers_conflict() -> None:
+    """Two expressions conflict where a model has a class that both match, or where a pin names one."""
+    unrelated = type("UnrelatedMLP", (nn.Module,), {})
+    both = Patcher({"^Unrelated": One}) | Patcher({"MLP$": Two})
+    assert set(both.class_mapping) == {"^Unrelated", "MLP$"}
+    with pytest.raises(PatchConflictError, match=f"both match the class {unrelated.__name__}, and they ask for"):
+        both.replace(fingerprints={"UnrelatedMLP": "0"})
+    assert both.replace(class_mapping={**both.class_mapping, "UnrelatedMLP": One}, fingerprints={"UnrelatedMLP": "0"})
+
+
+def _in_a_block(patcher: Patcher, config: LlamaConfig, folder: Path) -> None:
+    with patcher.applied():
+        LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p, config, folder: LlamaForCausalLM.from_pretrained(save_tiny(config, folder), patcher=p),
+        _in_a_block,
+        lambda p, config, folder: p.resolve(LlamaForCausalLM, config),
+    ],
+    ids=["a load", "a block", "resolve"],
+)
+def test_two_expressions_raise_where_a_class_is_built_that_both_match(build: Any, tmp_path: Path) -> None:
+    both = Patcher({"^LlamaML": One}) | Patcher({"aMLP$": Two})
+    with pytest.raises(PatchConflictError, match=r"'\^LlamaML' and 'aMLP\$' both match the class LlamaMLP"):
+        build(both, tiny_llama_config(), tmp_path)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.sets(st.integers() | st.booleans(), max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def otherwise_said(value: Any) -> Any:
+    """An equal value of other types and another order, whose repr is another."""
+    if isinstance(value, dict):
+        return {key: otherwise_said(item) for key, item in reversed(value.items())}
+    if isinstance(value, list | tuple):
+        return type(value)(map(otherwise_said, value))
+    if isinstance(value, bool | int) and value == float(value % 2**50):
+        return float(value)
+    return value
+
+
+@settings(deadline=None)
+@given(VALUES)
+def test_equal_fusions_have_equal_hashes(value: Any) -> None:
+    one, other = Family(value), Family(otherwise_said(value))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert Patcher(fusions=one) == Patcher(fusions=other)
+    assert hash(Patcher(fusions=one)) == hash(Patcher(fusions=other))
+
+
+def test_the_hash_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = full()
+    hash(patcher)
+    monkeypatch.setattr("patcher.patcher.identity", None)
+    assert hash(patcher) == hash(patcher)
+    assert patcher == patcher
 
 
 PATCHERS = st.builds(

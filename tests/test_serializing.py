@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def patchers(draw: st.DrawFn) -> Patcher:
         name=draw(st.text(max_size=10)),
         transformers=draw(st.sampled_from(["", ">=5.17", ">=5.17,<5.24", "==5.23.0"])),
         fingerprints=draw(st.dictionaries(NAMES, st.lists(NAMES, min_size=1, max_size=2), max_size=2)),
-        any_of=[list(mapping)] if mapping and draw(st.booleans()) else [],
+        alternatives=[list(mapping)] if mapping and draw(st.booleans()) else [],
     )
 
 
@@ -241,7 +242,7 @@ def test_nothing_is_imported_for_data_that_is_wrong_elsewhere(trap: Path) -> Non
         {"schema": 1, "class_mapping": both},
         _data("trapped:Block", fusions=["nothing"]),
         _data("trapped:Block", new_weights=["("]),
-        _data("trapped:Block", any_of=[["Unknown"]]),
+        _data("trapped:Block", alternatives=[["Unknown"]]),
     ):
         with pytest.raises(InvalidPatcherError, match=r"."):
             Patcher.from_dict(data, allowed=["trapped:Block"])
@@ -377,10 +378,10 @@ HOSTILE: list[tuple[str, Any, str]] = [
     ("class itself", {"schema": 1, "class_mapping": {"A": OwnMLP}}, "expected a text, found a type"),
     ("fingerprints", {"schema": 1, "fingerprints": {"A": "x"}}, r"fingerprints\['A'\]: expected a list"),
     ("no fingerprint", {"schema": 1, "fingerprints": {"A": []}}, "must be a text or several"),
-    ("any_of", {"schema": 1, "any_of": ["A"]}, "any_of: expected a list, found 'A'"),
-    ("any_of key", {"schema": 1, "any_of": [["A"]]}, "is no key of the class_mapping"),
-    ("fusion", {"schema": 1, "fusions": ["qkw"]}, "fusions: 'qkw' is not known; did you mean 'qkv'"),
-    ("fusion path", {"schema": 1, "fusions": ["os:system"]}, "'os:system' is not known"),
+    ("alternatives", {"schema": 1, "alternatives": ["A"]}, "alternatives: expected a list, found 'A'"),
+    ("alternatives key", {"schema": 1, "alternatives": [["A"]]}, "is no key of the class_mapping"),
+    ("fusion", {"schema": 1, "fusions": ["qkw"]}, "fusions: 'qkw' is no fusion; did you mean 'qkv'"),
+    ("fusion path", {"schema": 1, "fusions": ["os:system"]}, "'os:system' is no fusion"),
     ("fusion type", {"schema": 1, "fusions": [3]}, "fusions: expected an object"),
     ("fusion without name", {"schema": 1, "fusions": [{"options": {}}]}, "fusions: expected a text, found None"),
     ("fusion key", {"schema": 1, "fusions": [{"name": "qkv", "class": "os"}]}, "unknown key 'class'"),
@@ -432,7 +433,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=12,
 )
-KEYS = st.sampled_from(sorted(Patcher().replace()._settings())) | st.text(max_size=8)
+KEYS = st.sampled_from([field.name for field in dataclasses.fields(Patcher)]) | st.text(max_size=8)
 
 
 @settings(max_examples=200, deadline=None)

@@ -53,7 +53,7 @@ def from_patcher(
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
     if patcher.fusions:  # otherwise there is nothing to resolve
-        resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
+        resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
         own = _classes_of_others(resolution, stock, shipped, described)
     _check_builders(resolution, replaced, stock, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
@@ -72,7 +72,7 @@ def from_patcher(
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
     if converted or declared or seams.stock_conversions(stock, legacy=False):
         described.add_conversions(
-            patcher.replace(class_mapping={}, any_of=(), fusions=(), extra_weight_conversions=converted)
+            patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
         )
     return described
 
@@ -111,7 +111,7 @@ def _replaced_classes(patcher: Patcher, shipped: ModuleType, described: PatchCon
         if key is not None:
             found[name] = patcher.class_mapping[key]
             hit.update(matching.hits(name, patcher.class_mapping))
-    for group in patcher.any_of:
+    for group in patcher.alternatives:
         if hit.intersection(group):
             hit.update(group)
     for key in patcher.class_mapping:

@@ -52,7 +52,7 @@ def to_patcher(config: PatchConfig) -> Patcher:
             "patched, or uses what is patched. Use generate() or write() for this config."
         )
     return conversions.replace(
-        class_mapping=classes, any_of=[tuple(classes)] if len(classes) > 1 else (), name=config.target_file
+        class_mapping=classes, alternatives=[tuple(classes)] if len(classes) > 1 else (), name=config.target_file
     )
 
 

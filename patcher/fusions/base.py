@@ -28,18 +28,20 @@ class Findings:
 
 
 class Fusion:
-    """A layout family: which modules it takes, the class that it makes of theirs, and how the weights follow.
+    r"""A layout family: which modules it takes, the class that it makes of theirs, and how the weights follow.
 
-    ```python
-    class DoubledLinear(Fusion):
-        target_modules_patterns = (r"\\.mlp$",)
-
-        def is_fusable(self, module): ...
-        def make_fused_class(self, original_cls): ...
-        def make_transforms(self, config, matches): ...
-
-    Patcher(fusions=[DoubledLinear()])
-    ```
+    >>> class Recomputed(Fusion):
+    ...     target_modules_patterns = (r"\.mlp$",)
+    ...     def is_fusable(self, module):
+    ...         return hasattr(module, "act_fn")
+    ...     def make_fused_class(self, original_cls):
+    ...         def forward(self, x):
+    ...             return torch.utils.checkpoint.checkpoint(super(fused, self).forward, x, use_reentrant=False)
+    ...         fused = type(f"Recomputed{original_cls.__name__}", (original_cls,), {"forward": forward})
+    ...         return fused
+    >>> from patcher import Patcher
+    >>> Patcher(fusions=[Recomputed()])
+    Patcher(fusions=[Recomputed()])
 
     A fusion is decided per instance, on a skeleton of the model on the meta device: one class can hold layers of
     different shapes. Objects of one class with equal attributes are equal, so that patchers can be compared.
@@ -113,7 +115,7 @@ class Fusion:
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((type(self), repr(sorted(vars(self).items()))))
+        return hash((type(self), *sorted(vars(self))))  # not the values: they needn't have a hash, as lists don't
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items())
@@ -173,7 +175,7 @@ def _family(name: Any) -> type[Fusion]:
         home, _, cls = FAMILIES[name].partition(":")
         family: type[Fusion] = getattr(importlib.import_module(home), cls)
         return family
-    known = ", ".join(repr(known) for known in FAMILIES) or "none in this release"
+    known = ", ".join(repr(known) for known in FAMILIES)
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
     elif close := nearest(name, FAMILIES):

@@ -114,8 +114,8 @@ def check_matches(
 def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
     patcher, problems = entry.patcher, []
     keys = matched.of(entry, "class_mapping")
-    grouped = {key for group in patcher.any_of for key in group}
-    for group in patcher.any_of:
+    grouped = {key for group in patcher.alternatives for key in group}
+    for group in patcher.alternatives:
         if not keys.intersection(group):
             problems.append(
                 f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "

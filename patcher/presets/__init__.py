@@ -1,11 +1,11 @@
 """Patchers that are pinned to the code that they were verified on.
 
-```python
-from patcher import presets
-
-model = AutoModelForCausalLM.from_pretrained(repo, patcher=presets.MIXTRAL_LINEAR_EXPERTS)
-presets.for_model(repo)  # those that fit, the recommended first
-```
+>>> from patcher import presets
+>>> from transformers import AutoModel, ViTConfig
+>>> config = ViTConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=96, image_size=32)
+>>> [preset.name for preset in presets.for_model(config)]  # those that fit, the recommended first
+['VIT_LINEAR_PATCH_EMBEDDINGS']
+>>> model = AutoModel.from_config(config, patcher=presets.VIT_LINEAR_PATCH_EMBEDDINGS)
 
 A load raises `PresetDriftError` where a transformers release has changed the code that a preset works on.
 """
@@ -17,6 +17,7 @@ import importlib
 import inspect
 from functools import cache
 from itertools import pairwise
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patcher.errors import InvalidPatcherError
@@ -25,38 +26,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from patcher.patcher import Patcher
-
-#: module of this package -> presets
-_HOMES = {
-    "experts": (
-        "DEEPSEEK_V3_LINEAR_EXPERTS",
-        "GPT_OSS_LINEAR_EXPERTS",
-        "MIXTRAL_LINEAR_EXPERTS",
-        "OLMOE_LINEAR_EXPERTS",
-        "QWEN2_MOE_LINEAR_EXPERTS",
-        "QWEN3_MOE_LINEAR_EXPERTS",
-    ),
-    "kernels": ("LLAMA_LIGER", "MISTRAL_LIGER", "QWEN3_LIGER"),
-    "patch_embeddings": (
-        "CLIP_LINEAR_PATCH_EMBEDDINGS",
-        "GLM4V_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN2_VL_LINEAR_PATCH_EMBEDDINGS",
-        "QWEN3_VL_LINEAR_PATCH_EMBEDDINGS",
-        "SIGLIP_LINEAR_PATCH_EMBEDDINGS",
-        "VIT_LINEAR_PATCH_EMBEDDINGS",
-    ),
-    "projections": (
-        "BERT_FUSED_PROJECTIONS",
-        "GEMMA3_FUSED_PROJECTIONS",
-        "LLAMA_FUSED_PROJECTIONS",
-        "MISTRAL_FUSED_PROJECTIONS",
-        "PHI_FUSED_PROJECTIONS",
-        "QWEN2_FUSED_PROJECTIONS",
-        "QWEN3_FUSED_PROJECTIONS",
-    ),
-}
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 #: model type -> the presets for it, the recommended first; kernels after what needs nothing
 _FOR_MODELS = {
@@ -85,6 +54,20 @@ _FOR_MODELS = {
     "vit": ("VIT_LINEAR_PATCH_EMBEDDINGS",),
 }
 
+#: preset -> the module of this package that has it, by how it is named
+_MODULE_OF = {
+    name: module
+    for suffix, module in (
+        ("_LINEAR_EXPERTS", "experts"),
+        ("_LIGER", "kernels"),
+        ("_LINEAR_PATCH_EMBEDDINGS", "patch_embeddings"),
+        ("_FUSED_PROJECTIONS", "projections"),
+    )
+    for names in _FOR_MODELS.values()
+    for name in names
+    if name.endswith(suffix)
+}
+
 __all__ = sorted(_MODULE_OF)
 
 
@@ -103,9 +86,8 @@ def __dir__() -> list[str]:
 def describe(name: str) -> str:
     """What a preset does, why, for whom, and what was measured.
 
-    ```python
-    print(presets.describe("MIXTRAL_LINEAR_EXPERTS"))
-    ```
+    >>> print(describe("MIXTRAL_LINEAR_EXPERTS").splitlines()[0])
+    Mixtral with each expert as plain linear layers, which quantizers find.
 
     Raises:
         InvalidPatcherError: there is no such preset.
@@ -115,18 +97,17 @@ def describe(name: str) -> str:
 
         close = nearest(name, __all__)
         raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
-    return _documented(_MODULE_OF[name])[name]
+    home = importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}")
+    return f"{_documented(home)[name]}\n\n{inspect.cleandoc(home.__doc__ or '')}"  # its own, and what all have
 
 
 @cache
-def _documented(module: str) -> dict[str, str]:
+def _documented(home: ModuleType) -> dict[str, str]:
     """The text that stands below each constant of a module."""
-    home = importlib.import_module(f"patcher.presets.{module}")
     if hasattr(home, "DESCRIPTIONS"):
-        return {name: inspect.cleandoc(text) for name, text in home.DESCRIPTIONS.items()}
-    body = ast.parse(inspect.getsource(home)).body
+        return dict(home.DESCRIPTIONS)
     found = {}
-    for node, below in pairwise(body):
+    for node, below in pairwise(ast.parse(inspect.getsource(home)).body):
         if isinstance(node, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[ast.unparse(node.targets[0])] = inspect.cleandoc(str(below.value.value))
     return found
@@ -135,9 +116,9 @@ def _documented(module: str) -> dict[str, str]:
 def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Patcher, ...]:
     """The presets that fit a model, the recommended first; none for a model that there is no preset for.
 
-    ```python
-    best, *others = presets.for_model("mistralai/Mixtral-8x7B-v0.1")
-    ```
+    >>> from transformers import MixtralConfig
+    >>> for_model(MixtralConfig())[0].name
+    'MIXTRAL_LINEAR_EXPERTS'
 
     Presets that need a package or a device that isn't here are left out.
 

@@ -1,7 +1,8 @@
-"""Kernels of Liger: RMSNorm and SwiGLU in Triton, for GPUs.
+"""Kernels of Liger: RMSNorm and SwiGLU in Triton, for training on GPUs.
 
-They need the package `liger-kernel` and a GPU, so they are made when they are first asked for, and say what is
-missing.
+The kernels keep fewer activations and read memory once. Their parameters are named as stock's, so nothing is
+converted. They compute as stock does within the rounding of the dtype; verify on your GPU with
+`patcher verify MODEL --preset NAME`. They need the package `liger-kernel` and a GPU.
 """
 
 from __future__ import annotations
@@ -13,24 +14,14 @@ import torch
 
 from patcher import InvalidPatcherError, Patcher
 
-VERIFIED = ">=5.17,<5.24"
-
 #: preset -> (the norm and the MLP that it replaces, with the fingerprints of the code that they were verified on)
 _PINS = {
     "LLAMA_LIGER": {"LlamaRMSNorm": "d343b51fc4f03ebb", "LlamaMLP": "eafbe94b23d9df2e"},
     "MISTRAL_LIGER": {"MistralRMSNorm": "defbb7587335fe14", "MistralMLP": "c73b8ed157b7f657"},
     "QWEN3_LIGER": {"Qwen3RMSNorm": "96d2aafc97b998f1", "Qwen3MLP": "b5887e774e35e3ce"},
 }
-
-DESCRIPTIONS = {
-    name: f"""{family} with Liger's RMSNorm and SwiGLU.
-
-For training on GPUs: the kernels keep fewer activations and read memory once. Their parameters are named as stock's,
-so nothing is converted. They compute as stock does within the rounding of the dtype; verify on your GPU with
-`patcher verify MODEL --preset {name}`.
-"""
-    for name, family in {"LLAMA_LIGER": "Llama", "MISTRAL_LIGER": "Mistral", "QWEN3_LIGER": "Qwen3"}.items()
-}
+# A preset needs the package, so it is made when it is first asked for; what it is can be said without.
+DESCRIPTIONS = {name: f"{name.split('_')[0].capitalize()} with Liger's RMSNorm and SwiGLU." for name in _PINS}
 
 __all__ = list(_PINS)
 
@@ -39,15 +30,8 @@ def __getattr__(name: str) -> Patcher:
     if name not in _PINS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     norm, mlp = _PINS[name]
-    preset = Patcher(
-        {
-            norm: _from_liger("rms_norm", "LigerRMSNorm", name),
-            mlp: _from_liger("swiglu", "LigerSwiGLUMLP", name),
-        },
-        name=name,
-        transformers=VERIFIED,
-        fingerprints=_PINS[name],
-    )
+    classes = {norm: _from_liger("rms_norm", "LigerRMSNorm", name), mlp: _from_liger("swiglu", "LigerSwiGLUMLP", name)}
+    preset = Patcher(classes, name=name, transformers=">=5.17,<5.24", fingerprints=_PINS[name])
     globals()[name] = preset
     return preset
 

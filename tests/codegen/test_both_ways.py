@@ -223,7 +223,7 @@ PATCHERS: dict[str, tuple[str, Patcher]] = {
     "a class of torch": ("llama", Patcher({"LlamaRMSNorm": nn.RMSNorm})),
     "one of several classes": (
         "llama",
-        Patcher({"LlamaMLP": InheritingMLP, "X": InheritingMLP}, any_of=[["X", "LlamaMLP"]]),
+        Patcher({"LlamaMLP": InheritingMLP, "X": InheritingMLP}, alternatives=[["X", "LlamaMLP"]]),
     ),
     "an expression": ("llama", Patcher({"^Llama.*MLP$": InheritingMLP})),
     "a conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=GATE_UP)),

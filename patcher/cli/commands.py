@@ -1,15 +1,16 @@
 """The commands around a patcher: `presets`, `plan`, `verify`, `diff`, `fingerprint`.
 
-Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when it was used in a way that can't
-mean anything. The answer is all that goes to stdout.
+Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
+answer is all that goes to stdout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -37,6 +38,35 @@ Revision = Annotated[str | None, typer.Option("--revision", help="The branch, ta
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
 
 
+def _command(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
+    """Print what a function answers, and exit with whether it is right: (value, right).
+
+    Errors of ours, and those of a place that isn't there, are one paragraph; stdout is kept for the answer.
+    """
+
+    @functools.wraps(answer)
+    def command(as_json: bool, **arguments: Any) -> None:
+        from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                value, right = answer(as_json=as_json, **arguments)
+        except (PatcherError, OSError) as error:  # OSError: of files that aren't there
+            wrong = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
+            typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
+            raise typer.Exit(2 if wrong else 1) from error
+        if as_json:
+            typer.echo(json.dumps(value.to_dict(), indent=2))
+        elif hasattr(value, "show"):  # in colours, where that is a terminal
+            value.show()
+        else:
+            typer.echo(str(value))
+        raise typer.Exit(0 if right else 1)
+
+    return command
+
+
+@_command
 def presets(
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Only those that fit this repo or folder, the best first.")
@@ -44,15 +74,14 @@ def presets(
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
-) -> None:
+) -> tuple[Any, bool]:
     """List the presets, or those that fit a model."""
-    with _answering():
-        from patcher.command_values import listing
+    from patcher.cli.values import listing
 
-        found = listing(model, **_options(revision, remote))
-    _show(found, as_json)
+    return listing(model, _options(revision, remote)), True
 
 
+@_command
 def plan(
     model: Model,
     preset: Preset = None,
@@ -62,17 +91,16 @@ def plan(
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
-) -> None:
+) -> tuple[Any, bool]:
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
-    with _answering():
-        asked, options = _asked("plan", model, preset, fusion, constant, revision, remote, unpinned)
-        from patcher.planning import plan
+    asked, options = _asked("plan", model, preset, fusion, constant, revision, remote, unpinned)
+    from patcher.planning import plan
 
-        planned = plan(model, asked, **options)
-    _show(planned, as_json)
-    raise typer.Exit(0 if planned.ok else 1)
+    planned = plan(model, asked, **options)
+    return planned, planned.ok
 
 
+@_command
 def verify(
     model: Model,
     preset: Preset = None,
@@ -85,22 +113,21 @@ def verify(
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
-) -> None:
+) -> tuple[Any, bool]:
     """Compare stock and patched.
 
     Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
     """
-    with _answering():
-        asked, options = _asked("verify", model, preset, fusion, constant, revision, remote, unpinned)
-        import torch
+    asked, options = _asked("verify", model, preset, fusion, constant, revision, remote, unpinned)
+    import torch
 
-        from patcher.verification import verify
+    from patcher.verification import verify
 
-        verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
-    _show(verified, as_json)
-    raise typer.Exit(0 if verified.passed else 1)
+    verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
+    return verified, verified.passed
 
 
+@_command
 def diff(
     model: Model,
     preset: Preset = None,
@@ -109,22 +136,18 @@ def diff(
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
-) -> None:
+) -> tuple[Any, bool]:
     """Show what changes in the code.
 
     For each class that is replaced or fused, as patched against as shipped.
     """
-    with _answering():
-        asked, options = _asked("diff", model, preset, fusion, constant, revision, remote)
-        from patcher.diffing import diff
+    asked, options = _asked("diff", model, preset, fusion, constant, revision, remote)
+    from patcher.diffing import diff
 
-        shown = diff(model, asked, **options)
-    if as_json:
-        _show(shown, as_json)
-    else:
-        shown.show()
+    return diff(model, asked, **options), True
 
 
+@_command
 def fingerprint(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="The name of a preset, or MODULE:CONSTANT.")],
     model: Annotated[
@@ -133,27 +156,25 @@ def fingerprint(
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
-) -> None:
+) -> tuple[Any, bool]:
     """Print the pin of a preset.
 
     For the transformers that is installed. Exits with 1 if the preset is pinned to other code; with --verify, if what
     is verified on this code is not the same as stock.
     """
-    with _answering():
-        from patcher.command_values import checked, named, pin_of, without_pins
+    from patcher.cli.values import config_of, named, pin_of, without_pins
 
-        pin, passed = pin_of(preset), True
-        if model:
-            from patcher.verification import verify
+    pin = pin_of(preset)
+    if model:
+        from patcher.verification import verify
 
-            options = _options(revision, remote)
-            checked(model, options)
-            verified = verify(model, without_pins(named(preset)), **options)
-            typer.echo(str(verified), err=True)
-            passed = verified.passed
-    if passed:
-        _show(pin, as_json)
-    raise typer.Exit(0 if passed and (model or pin.holds) else 1)
+        options = _options(revision, remote)
+        config_of(model, options)
+        verified = verify(model, without_pins(named(preset)), **options)
+        typer.echo(str(verified), err=True)
+        if not verified.passed:
+            raise typer.Exit(1)
+    return pin, bool(model) or pin.holds
 
 
 # --- what they share -----------------------------------------------------------------------------------------------
@@ -180,28 +201,8 @@ def _asked(
             f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
             "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
         )
-    from patcher.command_values import checked, combined, without_pins
+    from patcher.cli.values import combined, config_of, without_pins
 
     patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
-    checked(model, options)
+    config_of(model, options)
     return without_pins(patcher) if unpinned else patcher, options
-
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    """Errors of ours, and those of a place that isn't there, as one paragraph; stdout is kept for the answer."""
-    from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
-
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except PatcherError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, InvalidPatcherError | PatchConflictError) else 1) from error
-    except OSError as error:  # of files that aren't there
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-
-
-def _show(value: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(value.to_dict(), indent=2) if as_json else str(value))

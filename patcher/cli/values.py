@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from patcher import model_classes
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.fingerprints import fingerprint, homes_of
 from patcher.matching import nearest
 from patcher.patcher import Patcher
 from patcher.tables import Shown, Table
 
-__all__ = ["Listing", "Pin", "checked", "combined", "listing", "named", "pin_of", "without_pins"]
+__all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_of", "without_pins"]
 
 
-def checked(model: str, options: dict[str, Any]) -> str:
-    """A repo or a folder that has a config which transformers knows.
+def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
+    """The config of a repo or a folder.
 
     Raises:
-        InvalidPatcherError: it hasn't, or it needs code that may not be run.
+        InvalidPatcherError: it has none that transformers knows, or it needs code that may not be run.
     """
-    from patcher.model_classes import config_of
-
     try:
-        config_of(model, options)
+        return model_classes.config_of(model, options)
     except (OSError, ValueError) as error:
         raise InvalidPatcherError(
             f"{model!r} is no model that can be used here: {' '.join(str(error).split())}"
         ) from error
-    return model
 
 
 def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
     """All that was asked for, as one patcher.
 
     Raises:
-        InvalidPatcherError: a name that means nothing.
+        InvalidPatcherError: an unknown name.
         PatchConflictError: they want different things of one class.
     """
-    named = list(fusions)
-    parts = [Patcher(fusions=named)] if named else []
-    parts += [preset(name) for name in presets]
-    parts += [constant(text) for text in constants]
-    result = parts[0]
-    for part in parts[1:]:
-        result |= part
-    return result
+    named = [Patcher(fusions=names)] if (names := list(fusions)) else []
+    return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants)])
 
 
 def preset(name: str) -> Patcher:
@@ -106,55 +100,47 @@ def constant(text: str) -> Patcher:
 
 @dataclass(frozen=True)
 class Listing(Shown):
-    """The presets: (name, what it is, the transformers that it was verified on, why it can't be used)."""
+    """The presets: name, description, the transformers that it was verified on, and why it can't be used here."""
 
-    presets: tuple[tuple[str, str, str, str], ...]
-    model: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists and texts, for JSON."""
-        heads = ("name", "description", "transformers", "missing")
-        return {"model": self.model, "presets": [dict(zip(heads, row, strict=True)) for row in self.presets]}
+    model: str
+    presets: tuple[Mapping[str, str], ...]
 
     def _headline(self) -> str:
         count = len(self.presets)
-        text = f"{count} preset{'' if count == 1 else 's'}"
-        if not self.model:
-            return text
-        return f"{text} for {self.model}, the recommended first" if count > 1 else f"{text} for {self.model}"
+        text = f"{count} preset{'' if count == 1 else 's'}{f' for {self.model}' if self.model else ''}"
+        return f"{text}, the recommended first" if self.model and count > 1 else text
 
     def _tables(self) -> Iterable[Table]:
-        usable = [(row[0], row[1].partition("\n")[0], row[2]) for row in self.presets if not row[3]]
-        yield Table("Presets", ("name", "what it is", "verified on transformers"), list(usable))
-        yield Table("Can't be used here", ("name", "reason"), [(row[0], row[3]) for row in self.presets if row[3]])
+        rows = [
+            (row["name"], row["description"].partition("\n")[0], row["transformers"], row["missing"])
+            for row in self.presets
+        ]
+        yield Table("Presets", ("name", "what it is", "verified on transformers"), [r[:3] for r in rows if not r[3]])
+        yield Table("Can't be used here", ("name", "reason"), [(r[0], r[3]) for r in rows if r[3]])
 
 
-def listing(model: str | None, **options: Any) -> Listing:
+def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
     """All presets, or those that fit a model.
 
     Raises:
         InvalidPatcherError: the model has no config that transformers knows.
     """
     home = importlib.import_module("patcher.presets")
-    rows = [row for name in sorted(home.__all__) if (row := _row(home, name))]
+    rows: dict[Any, dict[str, str]] = {}
+    for name in sorted(home.__all__):
+        row = {"name": name, "description": "", "transformers": "", "missing": ""}
+        try:
+            found = getattr(home, name)
+        except (ImportError, PatcherError) as error:  # a package that it needs isn't there
+            found, row["missing"] = name, str(error)
+        else:
+            if not isinstance(found, Patcher):
+                continue
+            row["transformers"] = found.transformers
+        rows[found] = row | {"description": home.describe(name)}
     if model is None:
-        return Listing(tuple(row for row, _ in rows))
-    from patcher.model_classes import config_of
-
-    checked(model, options)
-    fitting = home.for_model(config_of(model, options))
-    by_value = {found: row for row, found in rows if found is not None}
-    return Listing(tuple(by_value[found] for found in fitting), model)
-
-
-def _row(home: Any, name: str) -> tuple[tuple[str, str, str, str], Patcher | None] | None:
-    try:
-        found = getattr(home, name)
-    except (ImportError, PatcherError) as error:  # a package that it needs isn't there
-        return (name, home.describe(name), "", str(error)), None
-    if not isinstance(found, Patcher):
-        return None
-    return (name, home.describe(name), found.transformers, ""), found
+        return Listing("", tuple(rows.values()))
+    return Listing(model, tuple(rows[found] for found in home.for_model(config_of(model, options))))
 
 
 # --- pins ----------------------------------------------------------------------------------------------------------
@@ -167,34 +153,24 @@ class Pin(Shown):
     Attributes:
         name: of the patcher.
         transformers: the release that is installed.
-        classes: (class, its module, its fingerprint, those that the patcher is pinned to).
+        holds: whether the code is what the patcher is pinned to, where it is pinned.
+        classes: class, module, fingerprint ("" where there is none) and pinned, the fingerprints of the patcher.
     """
 
     name: str
     transformers: str
-    classes: tuple[tuple[str, str, str, tuple[str, ...]], ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether the code is what the patcher is pinned to, where it is pinned."""
-        return all(not pinned or found in pinned for _, _, found, pinned in self.classes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists and texts, for JSON."""
-        heads = ("class", "module", "fingerprint", "pinned")
-        rows = [dict(zip(heads, (*row[:3], list(row[3])), strict=True)) for row in self.classes]
-        return {"name": self.name, "transformers": self.transformers, "holds": self.holds, "classes": rows}
+    holds: bool
+    classes: tuple[Mapping[str, Any], ...]
 
     def __str__(self) -> str:
         lines = [f"# {self.name} on transformers {self.transformers}", "fingerprints={"]
-        for name, module, found, pinned in self.classes:
+        for row in self.classes:
+            found, pinned = row["fingerprint"], ", ".join(row["pinned"])
             if not found:
-                lines.append(f"    # {name}: pinned {', '.join(pinned)}, and this transformers has no such class")
+                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has no such class")
                 continue
-            state = (
-                "not pinned yet" if not pinned else "as pinned" if found in pinned else f"pinned {', '.join(pinned)}"
-            )
-            lines.append(f'    "{name}": "{found}",  # {module}: {state}')
+            state = "not pinned yet" if not pinned else "as pinned" if found in row["pinned"] else f"pinned {pinned}"
+            lines.append(f'    "{row["class"]}": "{found}",  # {row["module"]}: {state}')
         return "\n".join([*lines, "}"])
 
 
@@ -221,16 +197,15 @@ def pin_of(name: str) -> Pin:
     if not homes:
         raise InvalidPatcherError(
             f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
-            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin what it works on: "
-            "Patcher(..., fingerprints={'LlamaMLP': ''}) with the names of the classes, and ask again."
+            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
+            "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
         )
-    rows = []
-    for cls, module in homes:
-        found = fingerprint(getattr(importlib.import_module(module), cls))
-        rows.append((cls, module, found, tuple(pinned.get(cls, ()))))
-    gone = set(pinned) - {cls for cls, _ in homes}
-    rows += [(cls, "", "", tuple(pinned[cls])) for cls in sorted(gone)]
-    return Pin(patcher.name or name, transformers.__version__, tuple(rows))
+    found = [(cls, module, fingerprint(getattr(importlib.import_module(module), cls))) for cls, module in homes]
+    found += [(cls, "", "") for cls in sorted(set(pinned) - {cls for cls, _ in homes})]
+    heads = ("class", "module", "fingerprint", "pinned")
+    rows = [dict(zip(heads, (*row, pinned.get(row[0], ())), strict=True)) for row in found]
+    holds = all(not row["pinned"] or row["fingerprint"] in row["pinned"] for row in rows)
+    return Pin(patcher.name or name, transformers.__version__, holds, tuple(rows))
 
 
 def _meant(patcher: Patcher, homes: list[tuple[str, str]]) -> list[tuple[str, str]]:

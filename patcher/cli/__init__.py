@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from patcher import commands
+from patcher.cli import commands
 from patcher.codegen.cli import codegen
 
 __all__ = ["app", "main"]
@@ -14,12 +14,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
 )
-app.command()(commands.presets)
-app.command()(commands.plan)
-app.command()(commands.verify)
-app.command()(commands.diff)
-app.command()(commands.fingerprint)
-app.command()(codegen)
+for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint, codegen):
+    app.command()(command)
 
 
 @app.callback()
@@ -30,7 +26,3 @@ def patcher() -> None:
 def main() -> None:
     """The entry point of the `patcher` command."""
     app(prog_name="patcher")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,61 @@
+"""What `import patcher` gives, and what it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+import patcher
+
+NAMES = """
+    ClassDiff CodegenError Diff Fusion InvalidPatcherError PatchConflictError PatchConstructionError
+    PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report Resolution Stage
+    UnmatchedPatchError Verification VerificationError __version__ diff fingerprint install plan report verify
+""".split()
+MODULES = ["codegen", "errors", "fusions", "monkey_patching", "presets"]
+
+
+def test_these_names_are_public() -> None:
+    assert sorted(patcher.__all__) == NAMES
+    assert dir(patcher) == sorted([*NAMES, *MODULES])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *MODULES])
+def test_each_is_there(name: str) -> None:
+    found = getattr(patcher, name)
+    assert name.startswith("__") or found.__name__.rpartition(".")[2] == name
+    scope: dict[str, object] = {}
+    exec(f"from patcher import {name}", scope)
+    assert scope[name] is found
+
+
+def test_what_is_not_there_says_so() -> None:
+    with pytest.raises(AttributeError, match="module 'patcher' has no attribute 'Pacher'"):
+        _ = patcher.Pacher
+
+
+def test_the_version_is_that_of_the_installation() -> None:
+    assert patcher.__version__ == importlib.metadata.version("patcher")
+
+
+@pytest.mark.parametrize(
+    "statement", ["import patcher", "from patcher import __version__, PatcherError", "from patcher import errors"]
+)
+def test_it_imports_nothing_heavy(statement: str) -> None:
+    code = f"import sys\n{statement}\nassert not {{'torch', 'transformers', 'libcst', 'rich'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_name_that_loads_models_installs_the_hook() -> None:
+    code = (
+        "import transformers\nbefore = transformers.PreTrainedModel.from_pretrained\nfrom patcher import {name}\n"
+        "assert (transformers.PreTrainedModel.from_pretrained != before) is {installed}"
+    )
+    for name, installed in (("Fusion", True), ("PatcherError", False)):
+        program = code.format(name=name, installed=installed)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
