@@ -6,13 +6,23 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PRECISION", "Difference", "Precision", "difference", "first_difference", "noting_calls", "precisions"]
+__all__ = [
+    "PRECISION",
+    "Difference",
+    "Precision",
+    "difference",
+    "first_difference",
+    "floating_tensors",
+    "noting_calls",
+    "precisions",
+]
 
 
 class Difference(NamedTuple):
@@ -34,6 +44,9 @@ class Difference(NamedTuple):
 
 def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
     """The difference of two lists of tensors; infinite where their number or a shape isn't the same.
+
+    >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])])
+    Difference(absolute=0.5, relative=0.25, scale=2.0)
 
     A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
     """
@@ -66,15 +79,15 @@ def first_difference(
     In the order in which the calls of stock return, so that of nested modules the innermost is named. Where small
     differences add up until they are more than the tolerance, it is the module that has added most so far.
     """
-    theirs, mine = _calls(stock, run), _calls(ours, run)
-    seen: dict[str, int] = {}
+    mine: dict[str, list[Call]] = {}
+    for path, call in reversed(_calls(ours, run)):
+        mine.setdefault(path, []).append(call)
     most, due = 0.0, None
-    for path, (inputs, outputs) in theirs:
-        number = seen[path] = seen.get(path, -1) + 1
-        calls = [call for name, call in mine if name == path]
-        if number >= len(calls) or not outputs:
+    for path, (inputs, outputs) in _calls(stock, run):
+        found = mine[path].pop() if mine.get(path) else None
+        if found is None or not outputs:
             continue
-        before, after = difference(calls[number][0], inputs), difference(calls[number][1], outputs)
+        before, after = difference(found[0], inputs), difference(found[1], outputs)
         if (grown := after.share - before.share) > most:
             most, due = grown, path
         if before.within(tolerance) and not after.within(tolerance):
@@ -85,13 +98,10 @@ def first_difference(
 def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[str, Call]]:
     calls: list[tuple[str, Call]] = []
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((path, (list(_tensors((args, kwargs))), list(_tensors(output)))))
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((path, (_copies((args, kwargs)), _copies(output))))
 
-        return hook
-
-    with _hooked((module, note(path)) for path, module in model.named_modules()), torch.no_grad():
+    with _hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
         run(model)
     return calls
 
@@ -119,17 +129,19 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[N
             handle.remove()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Copies of the floating-point tensors in it: a later module may write into the very same memory."""
+def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
-            yield value.detach().clone()
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating_tensors(item)
+
+
+def _copies(value: Any) -> list[torch.Tensor]:
+    """A later module may write into the very same memory."""
+    return [tensor.detach().clone() for tensor in floating_tensors(value)]
 
 
 # --- precision -----------------------------------------------------------------------------------------------------
@@ -184,7 +196,7 @@ def precisions(
     inputs: dict[str, tuple[int, Any, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        size = sum(tensor.numel() for tensor in _tensors(output))
+        size = sum(tensor.numel() for tensor in floating_tensors(output))
         if size > inputs.get(wanted[module], (0,))[0]:
             inputs[wanted[module]] = size, copy.copy(args), dict(kwargs)
 
@@ -202,9 +214,8 @@ def precisions(
         except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
             continue
         error, base = _error(found, exact), _error(theirs, exact)
-        yield Precision(
-            path, tuple(sorted(mine.half - other.half)), error / base if base else math.inf if error else 1.0
-        )
+        ratio = error / base if base else math.inf if error else 1.0
+        yield Precision(path, tuple(sorted(mine.half - other.half)), ratio)
 
 
 def _cast(value: Any) -> Any:
@@ -212,15 +223,12 @@ def _cast(value: Any) -> Any:
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {name: _cast(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item) for item in value) if type(value) in (list, tuple) else value
-    return value
+    return type(value)(map(_cast, value)) if type(value) in (list, tuple) else value
 
 
 def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
     output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    first = next(_tensors(output))
-    return first.double()
+    return next(floating_tensors(output)).double()
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:

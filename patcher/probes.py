@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from patcher.inputs import NoInputsError, Pass, chosen_passes
+from patcher.inputs import NoInputsError, Pass, chosen_passes, parameters_of
 from patcher.model_classes import PLACES
 
-__all__ = ["Probe", "probes_for", "token_rows"]
+__all__ = ["Probe", "probes_for", "processor_of"]
 
 #: The lengths of the rows of the padded batch, and of the short and the long row, in tokens.
 _BATCH, _SHORT, _LONG = (16, 11, 5), 5, 64
@@ -34,9 +33,9 @@ class Probe:
     #: how many tokens at the end come one by one, with what was kept of those before; 0 for one call
     steps: int = 0
 
-    def outputs_of(self, model: nn.Module) -> list[torch.Tensor]:
+    def outputs_of(self, model: nn.Module, *, gradients: bool = False) -> list[torch.Tensor]:
         """All floating-point tensors that the run gives; of what is padding, none."""
-        with _without_memory(model):
+        with _without_memory(model), torch.set_grad_enabled(gradients):
             outputs = self._stepwise(model) if self.steps else self.run.of(model)
         if self.counted is None:
             return outputs
@@ -79,21 +78,22 @@ def _content(value: Any) -> dict[Any, Any] | None:
     return dict(value) if type(value) in (dict, OrderedDict) else None
 
 
-def probes_for(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:
+def probes_for(model: PreTrainedModel, processor: Any, seed: int) -> list[Probe]:
     """The runs for one model: a short row, a long one, a padded batch, a prompt with steps after it; and whatever
     else reaches layers that these don't, such as images for a vision tower.
 
     Args:
         model: the stock model.
-        rows: token ids, at least as many as in the longest probe.
+        processor: what makes inputs of texts, images and sounds for it, from `processor_of`.
+        seed: of token ids, where there is no tokenizer.
 
     Raises:
         NoInputsError: nothing that was tried runs on the stock model.
     """
-    probes = [probe for probe in _text_probes(model, rows) if _runs(model, probe)]
+    probes = [probe for probe in _text_probes(model, _token_rows(model, processor, seed)) if _runs(model, probe)]
     try:
         with _without_memory(model):
-            passes = chosen_passes(model)
+            passes = chosen_passes(model, _processed(model, processor))
         probes += [Probe(f"{one.path or 'the model'}: {_names(one)}", one) for one in passes]
     except NoInputsError:
         if not probes:
@@ -107,14 +107,13 @@ def _names(one: Pass) -> str:
 
 def _runs(model: PreTrainedModel, probe: Probe) -> bool:
     try:
-        with torch.no_grad():
-            return bool(probe.outputs_of(model))
+        return bool(probe.outputs_of(model))
     except Exception:  # whatever a model raises for what it isn't made for
         return False
 
 
 def _text_probes(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:
-    taken = inspect.signature(model.forward).parameters
+    taken = parameters_of(model)
     if "input_ids" not in taken:
         return []
     text = model.config.get_text_config()
@@ -145,18 +144,16 @@ def _text_probes(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:
     return probes
 
 
-def token_rows(model: Any, stock: PreTrainedModel, options: Mapping[str, Any], seed: int) -> list[list[int]]:
-    """Rows of token ids: English by the tokenizer that lies beside the checkpoint, or else drawn at random."""
+def _token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[int]]:
+    """Rows of token ids: English by the model's own tokenizer, or else drawn at random."""
     text = stock.config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None) or 100
-    if isinstance(model, str | os.PathLike):
-        rows = _english(model, {key: value for key, value in options.items() if key in PLACES - {"variant"}})
-        if rows and all(max(row) < vocabulary for row in rows):
-            return rows
-    configs = [stock.config, text]
+    rows = _english(getattr(processor, "tokenizer", processor))
+    if rows and all(max(row) < vocabulary for row in rows):
+        return rows
     special = {
         value
-        for config in configs
+        for config in (stock.config, text)
         for name, value in vars(config).items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
@@ -166,15 +163,54 @@ def token_rows(model: Any, stock: PreTrainedModel, options: Mapping[str, Any], s
     return [[ordinary[index] for index in row] for row in drawn.tolist()]
 
 
-def _english(model: str | os.PathLike[str], places: dict[str, Any]) -> list[list[int]]:
+def _english(tokenizer: Any) -> list[list[int]]:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return []
     from pydoc_data.topics import topics
 
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, **places)
-        texts = [topics[name].split("\n", 3)[-1] for name in ("assert", "while", "lambda")]
-        rows = [tokenizer(text[:2000], add_special_tokens=False)["input_ids"][:_LONG] for text in texts]
-    except Exception:  # there is none, or it needs a package that isn't here
-        return []
+    texts = [topics[name].split("\n", 3)[-1] for name in ("assert", "while", "lambda")]
+    rows = [tokenizer(text[:2000], add_special_tokens=False)["input_ids"][:_LONG] for text in texts]
     return rows if all(len(row) >= max(_BATCH) for row in rows) else []
+
+
+# --- what lies beside a checkpoint ---------------------------------------------------------------------------------
+
+
+def processor_of(model: Any, options: Mapping[str, Any]) -> Any:
+    """What makes inputs of texts, images and sounds: the processor of a folder or a repo, or its image processor,
+    feature extractor or tokenizer. None where there is none, or it needs a package that isn't here.
+    """
+    places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
+    for auto in (AutoProcessor, AutoTokenizer) if isinstance(model, str | os.PathLike) else ():
+        with suppress(Exception):
+            return auto.from_pretrained(model, **places)
+    return None
+
+
+def _processed(model: PreTrainedModel, processor: Any) -> Iterator[Pass]:
+    """What a processor makes of a generated image and a sound, with a text where it takes one: the richest first."""
+    taken = parameters_of(model)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (64, 96, 3), dtype=torch.uint8, generator=generator).numpy()
+    rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
+    sound = torch.randn(rate or 1, generator=generator).numpy()
+    spoken: dict[str, Any] = {"sampling_rate": rate}
+    seen, heard = getattr(processor, "image_token", ""), getattr(processor, "audio_token", "")
+    said = {"text": [f"{seen or ''}{heard or ''} What is it?"]}
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
+    decoder = {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
+    calls: list[Callable[[], Any]] = [
+        lambda: processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
+        ),
+        lambda: processor(images=[image], **said, return_tensors="pt"),
+        lambda: processor(audio=[sound], **said, **spoken, return_tensors="pt"),
+        lambda: processor(images=[image], return_tensors="pt"),
+        lambda: processor(audio=[sound], **spoken, return_tensors="pt"),
+        lambda: processor([sound], **spoken, return_tensors="pt"),
+    ]
+    for call in calls if processor is not None else ():
+        with suppress(Exception):  # it takes something else
+            made = {name: value for name, value in call().items() if name in taken and isinstance(value, torch.Tensor)}
+            if any(value.is_floating_point() for value in made.values()):  # an image or a sound, which it took
+                yield Pass("forward", decoder | made)
