@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -270,9 +270,9 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
     if "input_ids" not in text:
         return
     names = ("image_token_id", "image_token_index", "image_patch_id", "media_placeholder_token_id")
-    token = next((value for name in names if isinstance(value := getattr(model.config, name, None), int)), None)
-    for image in images if token is not None else ():
-        for count in _feature_counts(model, image) if image else ():
+    tokens: list[Any] = [value for name in names if isinstance(value := getattr(model.config, name, None), int)]
+    for token, image in product(tokens[:1], filter(None, images)):
+        for count in _feature_counts(model, image):
             rows = 2 if count % 2 == 0 else 1
             ids = text["input_ids"][:rows]
             ids = torch.cat([ids[:, :2], torch.full((rows, count // rows), token), ids[:, 2:]], 1)
