@@ -8,8 +8,9 @@ checkpoint, what it makes of an image or a sound is tried before anything is gue
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
@@ -33,37 +34,93 @@ def seeded(seed: int = 0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pass:
-    """One call of a model, or of a model inside of it: a method and its keyword arguments."""
+    """One run of a model, or of a model inside of it.
+
+    Attributes:
+        method: what is called.
+        arguments: its keyword arguments.
+        path: of the model inside.
+        title: what to call it, where method and arguments don't say it.
+        counted: (batch, length), True where a token stands; None where all positions of the outputs count.
+        steps: how many tokens at the end come one by one, with what was kept of those before; 0 for one call.
+    """
 
     method: str
     arguments: dict[str, Any]
     path: str = ""
+    title: str = ""
+    counted: torch.Tensor | None = None
+    steps: int = 0
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        method = "" if self.method == "forward" else f"{self.method} "
+        return self.title or f"{self.path or 'the model'}: {method}{', '.join(self.arguments)}"
 
     def of(self, model: nn.Module) -> list[torch.Tensor]:
-        """All floating-point tensors that the call gives."""
+        """All floating-point tensors that the run gives; of what is padding, none."""
         arguments = _fitted(self.arguments, model)
         part = model.get_submodule(self.path)
-        call = part if self.method == "forward" else getattr(part, self.method)
-        cached = {"use_cache": False} if "use_cache" in parameters_of(part, self.method) else {}
-        with seeded():
-            return list(floating_tensors(call(**arguments, **cached)))
+        with seeded(), _without_memory(model):
+            outputs = list(floating_tensors(list(self._results(part, arguments))))
+        mask = self.counted
+        if mask is None:
+            return outputs
+        return [output[mask.to(output.device)] if output.shape[:2] == mask.shape else output for output in outputs]
+
+    def _results(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[Any]:
+        call: Any = part if self.method == "forward" else getattr(part, self.method)
+        if not self.steps:
+            yield call(**arguments, **{"use_cache": False} if "use_cache" in parameters_of(part, self.method) else {})
+            return
+        ids, memory = arguments["input_ids"], None
+        for tokens in ids.tensor_split(tuple(range(ids.shape[1] - self.steps, ids.shape[1])), dim=1):
+            result = call(input_ids=tokens, past_key_values=memory, use_cache=True)
+            memory = result.past_key_values
+            yield result.logits
+
+
+@contextmanager
+def _without_memory(model: nn.Module) -> Iterator[None]:
+    """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
+    # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
+    before = [
+        (module, [(name, value, _content(value)) for name, value in vars(module).items()])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            for name, value, content in attributes:
+                if content is not None:
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
+
+
+def _content(value: Any) -> dict[Any, Any] | None:
+    return dict(value) if type(value) in (dict, OrderedDict) else None
 
 
 class NoInputsError(Exception):
     """Stock runs with nothing that was tried."""
 
 
-def chosen_passes(model: Any, given: Iterable[Pass] = ()) -> list[Pass]:
+def chosen_passes(model: Any, always: Iterable[Pass] = (), first: Iterable[Pass] = ()) -> list[Pass]:
     """The passes that stock runs, without those that reach nothing new.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    >>> [sorted(one.arguments) for one in chosen_passes(LlamaForCausalLM(config))]
-    [['attention_mask', 'input_ids']]
+    >>> [one.name for one in chosen_passes(LlamaForCausalLM(config))]
+    ['the model: input_ids, attention_mask']
 
     Args:
         model: the stock model.
-        given: what is tried before anything is guessed.
+        always: passes that are kept whatever they reach.
+        first: passes that are tried before any is guessed.
 
     Raises:
         NoInputsError: there is none; what the first one says.
@@ -75,30 +132,37 @@ def chosen_passes(model: Any, given: Iterable[Pass] = ()) -> list[Pass]:
         if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
         or any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
     }
+    errors: list[Exception] = []
+
+    def reached_by(one: Pass) -> set[str] | None:
+        here: set[str] = set()
+        try:
+            with torch.no_grad(), noting_calls(model, here):
+                return here & layers if one.of(model) else None
+        except Exception as error:  # whatever a model raises for what it isn't made for
+            errors.append(error)
+            return None
+
+    kept = [one for one in always if reached_by(one) is not None]
     reached: set[str] = set()
     chosen: list[Pass] = []
-    first: Exception | None = None
     # The whole first, then models inside of which it has not reached everything: towers that want other inputs.
     for path, part in model.named_modules():
         if not isinstance(part, PreTrainedModel):
             continue
         inside = {name for name in layers if name.startswith(f"{path}.") or not path}
-        for one in chain(() if path else given, _candidates(part, path)):
+        for one in chain(() if path else first, _candidates(part, path)):
             if chosen and reached >= inside:
                 break
-            here: set[str] = set()
-            try:
-                with torch.no_grad(), noting_calls(model, here):
-                    outputs = one.of(model)
-            except Exception as error:
-                first = first or error
-                continue
-            if outputs and (not chosen or here & layers - reached):
+            here = reached_by(one)
+            if here is not None and (not chosen or here - reached):
                 chosen.append(one)
-                reached |= here & layers
-    if not chosen:
-        raise NoInputsError(f"{type(first).__name__}: {first}" if first else f"{type(model).__name__} takes nothing")
-    return chosen
+                reached |= here
+    if not kept and not chosen:
+        raise NoInputsError(
+            f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"{type(model).__name__} takes nothing"
+        )
+    return kept + chosen
 
 
 def _fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -272,7 +336,7 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
     names = ("image_token_id", "image_token_index", "image_patch_id", "media_placeholder_token_id")
     tokens: list[Any] = [value for name in names if isinstance(value := getattr(model.config, name, None), int)]
     for token, image in product(tokens[:1], filter(None, images)):
-        for count in _feature_counts(model, image):
+        if count := _feature_count(model, image):
             rows = 2 if count % 2 == 0 else 1
             ids = text["input_ids"][:rows]
             ids = torch.cat([ids[:, :2], torch.full((rows, count // rows), token), ids[:, 2:]], 1)
@@ -285,20 +349,13 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
         yield text | image
 
 
-def _feature_counts(model: Any, image: dict[str, Any]) -> Iterator[int]:
+def _feature_count(model: Any, image: dict[str, Any]) -> int:
     """How many image features the model makes of an image, by what it says itself."""
-    for owner in (model, getattr(model, "model", None)):
-        if (method := getattr(owner, "get_image_features", None)) is None:
-            continue
-        try:
-            with torch.no_grad():
-                result = method(**_known(_fitted(image, model), parameters_of(owner, "get_image_features")))
-        except Exception:
-            continue
-        counts = []
-        for value in (getattr(result, "pooler_output", None), result):
-            pieces: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
-            if pieces and all(isinstance(piece, torch.Tensor) for piece in pieces):
-                counts.append(sum(piece[..., 0].numel() for piece in pieces))
-        yield from dict.fromkeys(count for count in counts if count)
-        return
+    owners: list[Any] = [model, getattr(model, "model", None)]
+    for owner in owners:
+        with suppress(Exception), torch.no_grad():
+            accepted = parameters_of(owner, "get_image_features")
+            result = owner.get_image_features(**_known(_fitted(image, model), accepted))
+            features = getattr(result, "pooler_output", result)
+            return sum(piece[..., 0].numel() for piece in floating_tensors(features))
+    return 0

@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from patcher.inputs import NoInputsError, Pass, chosen_passes, parameters_of
+from patcher.inputs import Pass, chosen_passes, parameters_of
 from patcher.model_classes import PLACES
 
-__all__ = ["Probe", "probes_for", "processor_of"]
+__all__ = ["passes_for", "processor_of"]
 
 #: The lengths of the rows of the padded batch, and of the short and the long row, in tokens.
 _BATCH, _SHORT, _LONG = (16, 11, 5), 5, 64
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One run of a model, and which positions of its outputs mean something."""
-
-    name: str
-    run: Pass
-    #: (batch, length), True where a token stands; None where all count
-    counted: torch.Tensor | None = None
-    #: how many tokens at the end come one by one, with what was kept of those before; 0 for one call
-    steps: int = 0
-
-    def outputs_of(self, model: nn.Module, *, gradients: bool = False) -> list[torch.Tensor]:
-        """All floating-point tensors that the run gives; of what is padding, none."""
-        with _without_memory(model), torch.set_grad_enabled(gradients):
-            outputs = self._stepwise(model) if self.steps else self.run.of(model)
-        if self.counted is None:
-            return outputs
-        mask = self.counted
-        return [output[mask.to(output.device)] if output.shape[:2] == mask.shape else output for output in outputs]
-
-    def _stepwise(self, model: nn.Module) -> list[torch.Tensor]:
-        ids = self.run.arguments["input_ids"].to(next(model.parameters()).device)
-        first = ids.shape[1] - self.steps
-        call: Any = model
-        result = call(input_ids=ids[:, :first], use_cache=True)
-        found = [result.logits]
-        for place in range(first, ids.shape[1]):
-            result = call(input_ids=ids[:, place : place + 1], past_key_values=result.past_key_values, use_cache=True)
-            found.append(result.logits)
-        return found
-
-
-@contextmanager
-def _without_memory(model: nn.Module) -> Iterator[None]:
-    """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
-    # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
-    before = [
-        (module, [(name, value, _content(value)) for name, value in vars(module).items()])
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            for name, value, content in attributes:
-                if content is not None:
-                    value.clear()
-                    value.update(content)
-                vars(module)[name] = value
-
-
-def _content(value: Any) -> dict[Any, Any] | None:
-    return dict(value) if type(value) in (dict, OrderedDict) else None
-
-
-def probes_for(model: PreTrainedModel, processor: Any, seed: int) -> list[Probe]:
+def passes_for(model: PreTrainedModel, processor: Any, seed: int) -> list[Pass]:
     """The runs for one model: a short row, a long one, a padded batch, a prompt with steps after it; and whatever
-    else reaches layers that these don't, such as images for a vision tower.
+    reaches layers with weights, such as images for a vision tower.
 
     Args:
         model: the stock model.
@@ -90,41 +31,20 @@ def probes_for(model: PreTrainedModel, processor: Any, seed: int) -> list[Probe]
     Raises:
         NoInputsError: nothing that was tried runs on the stock model.
     """
-    probes = [probe for probe in _text_probes(model, _token_rows(model, processor, seed)) if _runs(model, probe)]
-    try:
-        with _without_memory(model):
-            passes = chosen_passes(model, _processed(model, processor))
-        probes += [Probe(f"{one.path or 'the model'}: {_names(one)}", one) for one in passes]
-    except NoInputsError:
-        if not probes:
-            raise
-    return probes
+    texts = _texts(model, _token_rows(model, processor, seed))
+    return chosen_passes(model, texts, _processed(model, processor))
 
 
-def _names(one: Pass) -> str:
-    return f"{'' if one.method == 'forward' else one.method + ' '}{', '.join(one.arguments)}"
-
-
-def _runs(model: PreTrainedModel, probe: Probe) -> bool:
-    try:
-        return bool(probe.outputs_of(model))
-    except Exception:  # whatever a model raises for what it isn't made for
-        return False
-
-
-def _text_probes(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:
+def _texts(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]:
     taken = parameters_of(model)
     if "input_ids" not in taken:
-        return []
+        return
     text = model.config.get_text_config()
     longest = min(_LONG, getattr(text, "max_position_embeddings", None) or _LONG)
-    steps_back = max(1, min(longest, len(rows[0])))
-    decoder = {"decoder_input_ids": torch.tensor([rows[0][:6]])} if "decoder_input_ids" in taken else {}
-
-    def one(name: str, ids: list[int], steps: int = 0) -> Probe:
-        return Probe(name, Pass("forward", {"input_ids": torch.tensor([ids])} | decoder), steps=steps)
-
-    probes = [one("a short row", rows[0][:_SHORT]), one("a long row", rows[0][:steps_back])]
+    row = torch.tensor(rows[:1])[:, : max(1, longest)]
+    decoder = {"decoder_input_ids": row[:, :6]} if "decoder_input_ids" in taken else {}
+    for title, ids in (("a short row", row[:, :_SHORT]), ("a long row", row)):
+        yield Pass("forward", {"input_ids": ids} | decoder, title=title)
     if "attention_mask" in taken:
         lengths = [min(length, longest) for length in _BATCH]
         pad = text.pad_token_id if isinstance(getattr(text, "pad_token_id", None), int) else 0
@@ -138,10 +58,9 @@ def _text_probes(model: PreTrainedModel, rows: list[list[int]]) -> list[Probe]:
         arguments = {"input_ids": ids, "attention_mask": mask}
         if decoder:
             arguments["decoder_input_ids"] = torch.tensor([row[:6] for row in (rows * 3)[: len(lengths)]])
-        probes.append(Probe("a padded batch", Pass("forward", arguments), None if decoder else mask.bool()))
+        yield Pass("forward", arguments, title="a padded batch", counted=None if decoder else mask.bool())
     if "past_key_values" in taken and model.can_generate() and not decoder:
-        probes.append(one("a prompt, then token by token", rows[0][: min(12, steps_back)], steps=3))
-    return probes
+        yield Pass("forward", {"input_ids": row[:, :12]}, title="a prompt, then token by token", steps=3)
 
 
 def _token_rows(stock: PreTrainedModel, processor: Any, seed: int) -> list[list[int]]:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
-from patcher.inputs import NoInputsError, seeded
+from patcher.inputs import NoInputsError, Pass, seeded
 from patcher.matching import compress
 from patcher.patcher import Patcher
-from patcher.probes import Probe, probes_for, processor_of
+from patcher.probes import passes_for, processor_of
 from patcher.record import record_of
 from patcher.saving import original_state_dict
 from patcher.session import unpatched
@@ -95,7 +95,7 @@ class Run:
         self.step("inputs")
         checks: dict[str, Callable[[], Stage]] = {"save": self._save}
         try:
-            self.probes = probes_for(self.stock, processor_of(self.folder, self.options), self.seed)
+            self.passes = passes_for(self.stock, processor_of(self.folder, self.options), self.seed)
         except NoInputsError as error:  # what wasn't compared is not the same
             yield Stage("outputs", False, message=f"stock runs on nothing that was tried, the first says: {error}")
         else:
@@ -104,11 +104,13 @@ class Run:
         for name, check in checks.items():
             self.step(name)
             try:
-                yield check()
+                with torch.set_grad_enabled(name == "gradients"):
+                    stage = check()
             except _UncheckedError as error:
-                yield Stage(name, True, message=f"not checked: {error}", checked=False)
+                stage = Stage(name, True, message=f"not checked: {error}", checked=False)
             except Exception as error:  # stock went through it, or it would have been left out
-                yield Stage(name, False, message=_said(error))
+                stage = Stage(name, False, message=_said(error))
+            yield stage
 
     def _load(self, folder: Any, **options: Any) -> Any:
         loaded: Any = self.cls
@@ -125,33 +127,33 @@ class Run:
     # --- outputs ---------------------------------------------------------------------------------------------------
 
     def _outputs(self) -> Stage:
-        self.reference = {probe.name: probe.outputs_of(self.stock) for probe in self.probes}
+        self.reference = {one.name: one.of(self.stock) for one in self.passes}
         self.floor = self._stock_against_stock()
         worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
         reached: set[str] = set()
-        for probe in self.probes:
-            expected = self.reference[probe.name]
+        for one in self.passes:
+            expected = self.reference[one.name]
             try:
                 with noting_calls(self.ours, reached):
-                    found = probe.outputs_of(self.ours)
+                    found = one.of(self.ours)
             except Exception as error:
-                return Stage("outputs", False, message=f"on {probe.name} the patched model raises {_said(error)}")
+                return Stage("outputs", False, message=f"on {one.name} the patched model raises {_said(error)}")
             gap = difference(found, expected)
             if expected and found and found[0].shape == expected[0].shape and expected[0].dim() > 1:
                 agreement.append((found[0].argmax(-1) == expected[0].argmax(-1)).float().mean())
             if gap.share >= worst.share:
                 worst = gap
             if wrong is None and not gap.within(self.tolerance):
-                wrong = probe, gap
+                wrong = one, gap
         figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
         if agreement:
             figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
         allowed = self.tolerance * max(1.0, worst.scale)
         message = ""
         if wrong is not None:
-            probe, gap = wrong
-            begins = first_difference(self.ours, self.stock, probe.outputs_of, self.tolerance)
-            message = f"on {probe.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
+            one, gap = wrong
+            begins = first_difference(self.ours, self.stock, one.of, self.tolerance)
+            message = f"on {one.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
         elif missed := sorted(self.patched - reached):  # what wasn't compared is not the same
             message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
         return Stage("outputs", not message, tuple(figures), allowed, message)
@@ -173,7 +175,7 @@ class Run:
             return None
 
     def _gaps(self, model: Any) -> list[Difference]:
-        return [difference(probe.outputs_of(model), self.reference[probe.name]) for probe in self.probes]
+        return [difference(one.of(model), self.reference[one.name]) for one in self.passes]
 
     def _precision(self) -> Stage:
         if self.dtype not in (torch.bfloat16, torch.float16):
@@ -182,8 +184,8 @@ class Run:
             raise _UncheckedError("nothing is replaced")
 
         def run(model: torch.nn.Module) -> None:
-            for probe in self.probes:
-                probe.outputs_of(model)
+            for one in self.passes:
+                one.of(model)
 
         compared = 0
         for found in precisions(self.ours, self.stock, self.by_class, run):
@@ -198,11 +200,10 @@ class Run:
     # --- generation and gradients ----------------------------------------------------------------------------------
 
     def _generation(self) -> Stage:
-        texts = (probe for probe in self.probes if "input_ids" in probe.run.arguments and not probe.run.path)
-        probe = next(texts, None)
-        if probe is None or not self.stock.can_generate():
+        texts = (one for one in self.passes if "input_ids" in one.arguments and not one.path)
+        if (text := next(texts, None)) is None or not self.stock.can_generate():
             raise _UncheckedError("the model generates nothing from text")
-        ids = probe.run.arguments["input_ids"].to(self.stock.device)
+        ids = text.arguments["input_ids"].to(self.stock.device)
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "output_scores": True}
         options |= {"return_dict_in_generate": True, "eos_token_id": None, "disable_compile": True}
         try:
@@ -220,18 +221,18 @@ class Run:
         margin, noise = float(best[0] - best[1]), 2 * self.tolerance * max(1.0, float(best[0].abs()))
         if same < length and margin <= noise:
             return Stage("generation", True, figures, message=f"then two tokens are equally likely (by {margin:.1g})")
-        text = f"token {same + 1} of {len(expected.scores)} is another, which stock prefers by {margin:.3g}"
-        return Stage("generation", False, figures, message=text)
+        message = f"token {same + 1} of {len(expected.scores)} is another, which stock prefers by {margin:.3g}"
+        return Stage("generation", False, figures, message=message)
 
     def _gradients(self) -> Stage:
-        probe = next((probe for probe in self.probes if not probe.steps), None)
-        if probe is None or any(not parameter.is_floating_point() for parameter in self.stock.parameters()):
+        whole = next((one for one in self.passes if not one.steps), None)
+        if whole is None or any(not parameter.is_floating_point() for parameter in self.stock.parameters()):
             raise _UncheckedError("the weights are no floating-point numbers")
         try:
-            expected = self._gradients_of(self.stock, probe)
+            expected = self._gradients_of(self.stock, whole)
         except Exception as error:
             raise _UncheckedError(f"stock can't be trained: {_said(error)}") from None
-        found = self._gradients_of(self.ours, probe)
+        found = self._gradients_of(self.ours, whole)
         allowed = GRADIENTS * self.tolerance
         gaps = {
             key: difference([found[key]] if key in found else [], [gradient]) for key, gradient in expected.items()
@@ -249,11 +250,11 @@ class Run:
         largest = sorted(float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
         return largest[len(largest) // 2] if largest else 1.0
 
-    def _gradients_of(self, model: Any, probe: Probe) -> dict[str, torch.Tensor]:
+    def _gradients_of(self, model: Any, one: Pass) -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
         generator = torch.Generator().manual_seed(self.seed)
         loss = torch.zeros(())
-        for output in probe.outputs_of(model, gradients=True):
+        for output in one.of(model):
             if output.requires_grad:
                 weights = torch.randn(output.shape, generator=generator).to(output.device)
                 loss = loss + (output.float() * weights).mean().cpu()

@@ -52,7 +52,7 @@ from patcher import InvalidPatcherError, Patcher, Verification, VerificationErro
 from patcher.comparing import first_difference
 from patcher.inputs import NoInputsError
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-from patcher.probes import probes_for, processor_of
+from patcher.probes import passes_for, processor_of
 from tests.replacements import JOINED, OWN, JoinedMLP, With
 from tests.tiny import (
     build_tiny,
@@ -444,7 +444,7 @@ def tiny_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 def passes_of(model: PreTrainedModel, folder: Path) -> list[dict[str, torch.Tensor]]:
-    return [probe.run.arguments for probe in probes_for(model, processor_of(folder, {}), 0) if probe.counted is None]
+    return [one.arguments for one in passes_for(model, processor_of(folder, {}), 0) if one.counted is None]
 
 
 def test_an_image_goes_through_the_image_processor(tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_an_image_goes_through_the_image_processor(tmp_path: Path) -> None:
     model = build_tiny(copy.deepcopy(VIT), model_class=ViTForImageClassification)
     model.config.image_size = 32
     with pytest.raises(NoInputsError):
-        probes_for(model, None, 0)
+        passes_for(model, None, 0)
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
 
