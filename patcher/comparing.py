@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "PRECISION",
     "Difference",
-    "Precision",
     "difference",
     "first_difference",
     "floating_tensors",
@@ -147,8 +147,7 @@ def _copies(value: Any) -> list[torch.Tensor]:
 # --- precision -----------------------------------------------------------------------------------------------------
 
 #: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
-_DELICATE = ("mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum")
-
+_DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
 
 #: How much less exact than stock's a module may be. Rounding an intermediate value besides the result makes errors
 #: about 1.4 times as large (the square root of 2); a module that keeps its upcasts is as exact as stock's.
@@ -156,7 +155,7 @@ PRECISION = 1.2
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the delicate operations that run in half precision."""
+    """Notes the operations that run in half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -164,10 +163,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.strip("_")
-        half = isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16)
-        if half and name in _DELICATE:
-            self.half.add(name)
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
+            self.half.add(func.overloadpacket.__name__.strip("_"))
         return result
 
 
@@ -190,7 +187,7 @@ def precisions(
     """How exactly modules compute that stand in for stock's, those of `paths` that can be run by themselves.
 
     Each module gets the largest inputs that its stock counterpart gets; the error of both is measured against the
-    stock module in float64, root mean square over all elements.
+    stock module in float64, as the Euclidean distance.
     """
     wanted = {stock.get_submodule(path): path for path in paths}
     inputs: dict[str, tuple[int, Any, Any]] = {}
@@ -206,30 +203,24 @@ def precisions(
         reference, other, mine = stock.get_submodule(path), _Operations(), _Operations()
         try:
             with torch.no_grad():
-                exact = _result(copy.deepcopy(reference).double(), _cast(args), _cast(kwargs))
+                exact = _result(copy.deepcopy(reference).double(), _double(args), _double(kwargs))
                 with other:
                     theirs = _result(reference, args, kwargs)
                 with mine:
                     found = _result(ours.get_submodule(path), args, kwargs)
         except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
             continue
-        error, base = _error(found, exact), _error(theirs, exact)
+        error, base = float(torch.dist(found, exact)), float(torch.dist(theirs, exact))
         ratio = error / base if base else math.inf if error else 1.0
-        yield Precision(path, tuple(sorted(mine.half - other.half)), ratio)
+        yield Precision(path, tuple(sorted((mine.half - other.half) & _DELICATE)), ratio)
 
 
-def _cast(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: _cast(item) for name, item in value.items()}
-    return type(value)(map(_cast, value)) if type(value) in (list, tuple) else value
+def _double(value: Any) -> Any:
+    def is_floating(item: Any) -> bool:
+        return isinstance(item, torch.Tensor) and item.is_floating_point()
+
+    return recursively_apply(torch.Tensor.double, value, test_type=is_floating)
 
 
 def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    return next(floating_tensors(output)).double()
-
-
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).square().mean().sqrt())
+    return next(floating_tensors(module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))).double()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,27 +109,29 @@ def processor_of(model: Any, options: Mapping[str, Any]) -> Any:
 
 def _processed(model: PreTrainedModel, processor: Any) -> Iterator[Pass]:
     """What a processor makes of a generated image and a sound, with a text where it takes one: the richest first."""
+    if processor is None:
+        return
     taken = parameters_of(model)
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (64, 96, 3), dtype=torch.uint8, generator=generator).numpy()
     rate = getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
+    image = torch.randint(0, 256, (64, 96, 3), dtype=torch.uint8, generator=generator).numpy()
     sound = torch.randn(rate or 1, generator=generator).numpy()
-    spoken: dict[str, Any] = {"sampling_rate": rate}
-    seen, heard = getattr(processor, "image_token", ""), getattr(processor, "audio_token", "")
-    said = {"text": [f"{seen or ''}{heard or ''} What is it?"]}
+    tokens = [getattr(processor, name, None) or "" for name in ("image_token", "audio_token")]
+    text = {"text": [f"{''.join(tokens)} What is it?"]}
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is it?"}]
-    decoder = {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
-    calls: list[Callable[[], Any]] = [
+    seen, heard = {"images": [image]}, {"audio": [sound], "sampling_rate": rate}
+    spoken = {"raw_speech": [sound], "sampling_rate": rate}  # as feature extractors call it
+    calls: list[Any] = [
         lambda: processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt"
         ),
-        lambda: processor(images=[image], **said, return_tensors="pt"),
-        lambda: processor(audio=[sound], **said, **spoken, return_tensors="pt"),
-        lambda: processor(images=[image], return_tensors="pt"),
-        lambda: processor(audio=[sound], **spoken, return_tensors="pt"),
-        lambda: processor([sound], **spoken, return_tensors="pt"),
+        *(
+            partial(processor, **each, return_tensors="pt")
+            for each in (seen | text, heard | text, seen, heard, spoken)
+        ),
     ]
-    for call in calls if processor is not None else ():
+    decoder = {"decoder_input_ids": torch.tensor([[0, 1, 2, 3]])} if "decoder_input_ids" in taken else {}
+    for call in calls:
         with suppress(Exception):  # it takes something else
             made = {name: value for name, value in call().items() if name in taken and isinstance(value, torch.Tensor)}
             if any(value.is_floating_point() for value in made.values()):  # an image or a sound, which it took

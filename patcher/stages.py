@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,8 @@ from patcher.session import unpatched
 
 __all__ = ["TOLERANCES", "Run", "Stage"]
 
-#: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller): some
-#: hundred roundings of float32, which sums of a few thousand products in another order make; and about four of the
-#: half-precision types, whose layers round each result but sum in float32.
+#: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
+#: says why. Half-precision types round each result of a layer but sum in float32.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 #: Eager attention against sdpa is an equally good way to compute the same: twice that is allowed as well.
 FLOORS = 2.0
@@ -56,17 +56,7 @@ class Stage:
 
 @dataclass
 class Run:
-    """One verification under way.
-
-    Attributes:
-        cls: the class of model.
-        folder: a folder or a repo.
-        options: of `from_pretrained`.
-        scratch: an empty folder, for what is saved.
-        step: is told what is being done.
-        replaced: how many modules were replaced or fused.
-        floor: the largest difference of stock against stock.
-    """
+    """One verification under way: how it is asked for, then what it found by the way."""
 
     cls: type[PreTrainedModel]
     folder: Any
@@ -74,8 +64,8 @@ class Run:
     dtype: torch.dtype
     seed: int
     options: Mapping[str, Any]
-    scratch: Path
-    step: Callable[[str], None]
+    scratch: Path  # an empty folder, for what is saved
+    step: Callable[[str], None]  # is told what is being done
     replaced: int = 0
     floor: float | None = None
 
@@ -191,8 +181,7 @@ class Run:
         for found in precisions(self.ours, self.stock, self.by_class, run):
             compared += 1
             if found.lost:
-                text = f"{', '.join(found.operations)} in {self.dtype}, which stock doesn't"
-                text = f"{self._blame(found.path)}: {text}"
+                text = f"{self._blame(found.path)}: {', '.join(found.operations)} in {self.dtype}, which stock doesn't"
                 return Stage("precision", False, (("error / stock's", found.ratio),), PRECISION, text)
         figures = (("modules compared with float64", float(compared)), ("of", float(len(self.by_class))))
         return Stage("precision", True, figures)
@@ -211,8 +200,8 @@ class Run:
         except Exception as error:
             raise _UncheckedError(f"stock raises {_said(error)}") from None
         found = self.ours.generate(input_ids=ids, **options)
-        length = min(len(expected.scores), len(found.scores))
         tokens = [sequence.sequences[0][-len(sequence.scores) :].tolist() for sequence in (expected, found)]
+        length = min(map(len, tokens))
         same = next((place for place in range(length) if tokens[0][place] != tokens[1][place]), length)
         figures = (("tokens equal", float(same)), ("of", float(len(expected.scores))))
         if same == len(expected.scores) == len(found.scores):
@@ -234,21 +223,14 @@ class Run:
             raise _UncheckedError(f"stock can't be trained: {_said(error)}") from None
         found = self._gradients_of(self.ours, whole)
         allowed = GRADIENTS * self.tolerance
-        gaps = {
-            key: difference([found[key]] if key in found else [], [gradient]) for key, gradient in expected.items()
-        }
-        typical = self._typical(expected)
+        gaps = {key: difference([found[key]] if key in found else [], [one]) for key, one in expected.items()}
+        # What is small beside the median of the largest gradient of each tensor is rounding.
+        typical = statistics.median_high([gap.scale for gap in gaps.values()] or [1.0])
         wrong = [key for key, gap in gaps.items() if gap.absolute > allowed * max(gap.scale, typical)]
         worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
         figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
         text = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
         return Stage("gradients", not wrong, figures, allowed, text)
-
-    @staticmethod
-    def _typical(gradients: Mapping[str, torch.Tensor]) -> float:
-        """What is small beside this is rounding: the median of the largest gradient of each tensor."""
-        largest = sorted(float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
-        return largest[len(largest) // 2] if largest else 1.0
 
     def _gradients_of(self, model: Any, one: Pass) -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
@@ -322,6 +304,5 @@ def _saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
