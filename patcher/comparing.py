@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -110,12 +111,10 @@ def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[s
 def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
 
-    def note(path: str) -> Callable[..., None]:
-        parts = path.split(".")
-        around = {".".join(parts[:count]) for count in range(len(parts) + 1)}
-        return lambda *_: reached.update(around)
+    def note(path: str, *_: object) -> None:
+        reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    with _hooked((module, note(path)) for path, module in model.named_modules(remove_duplicate=False)):
+    with _hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield
 
 
@@ -168,24 +167,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Precision(NamedTuple):
-    """How exactly a module computes."""
-
-    path: str
-    operations: tuple[str, ...]  #: delicate ones that it does in half precision and stock doesn't
-    ratio: float  #: its error to that of stock
-
-    @property
-    def lost(self) -> bool:
-        """Whether an upcast was lost: it does in half precision what stock doesn't, and is less exact for it."""
-        return bool(self.operations) and self.ratio > PRECISION
-
-
 def precisions(
     ours: nn.Module, stock: nn.Module, paths: Iterable[str], run: Callable[[nn.Module], object]
-) -> Iterator[Precision]:
+) -> Iterator[tuple[str, list[str], float]]:
     """How exactly modules compute that stand in for stock's, those of `paths` that can be run by themselves.
 
+    For each its path, the delicate operations that it does in half precision and stock doesn't, and its error to that
+    of stock: an upcast was lost where there are such operations and the error is more than `PRECISION`.
     Each module gets the largest inputs that its stock counterpart gets; the error of both is measured against the
     stock module in float64, as the Euclidean distance.
     """
@@ -212,7 +200,7 @@ def precisions(
             continue
         error, base = float(torch.dist(found, exact)), float(torch.dist(theirs, exact))
         ratio = error / base if base else math.inf if error else 1.0
-        yield Precision(path, tuple(sorted((mine.half - other.half) & _DELICATE)), ratio)
+        yield path, sorted((mine.half - other.half) & _DELICATE), ratio
 
 
 def _double(value: Any) -> Any:

@@ -64,9 +64,16 @@ def headers_of(
     path = Path(source)
     if path.is_file():
         return _headers_of_file(path)
-    if path.is_dir():
-        return _headers_of_folder(path / subfolder, variant)
-    return _headers_of_repo(str(source), subfolder, [_varied(name, variant) for name in _NAMES], hub)
+    names = [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in _NAMES]
+    if not path.is_dir():
+        return _headers_of_repo(str(source), subfolder, names, hub)
+    for name in names:
+        if (path / subfolder / name).is_file():
+            return _headers_of_file(path / subfolder / name)
+    raise InvalidPatcherError(
+        f"{path / subfolder} has no checkpoint: none of {', '.join(names)}. "
+        "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
+    )
 
 
 def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
@@ -92,22 +99,6 @@ def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
-
-
-def _headers_of_folder(folder: Path, variant: str | None) -> Headers:
-    names = [_varied(name, variant) for name in _NAMES]
-    for name in names:
-        if (folder / name).is_file():
-            return _headers_of_file(folder / name)
-    raise InvalidPatcherError(
-        f"{folder} has no checkpoint: none of {', '.join(names)}. "
-        "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
-    )
-
-
-def _varied(name: str, variant: str | None) -> str:
-    stem, _, suffix = name.rpartition(".")
-    return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
 def _headers_of_file(path: Path) -> Headers:

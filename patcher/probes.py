@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from patcher.inputs import Pass, chosen_passes, parameters_of
@@ -47,18 +48,14 @@ def _texts(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]:
     for title, ids in (("a short row", row[:, :_SHORT]), ("a long row", row)):
         yield Pass("forward", {"input_ids": ids} | decoder, title=title)
     if "attention_mask" in taken:
-        lengths = [min(length, longest) for length in _BATCH]
+        batch = [torch.tensor(rows[(n + 1) % len(rows)][: min(size, longest)]) for n, size in enumerate(_BATCH)]
         pad = text.pad_token_id if isinstance(getattr(text, "pad_token_id", None), int) else 0
-        ids = torch.full((len(lengths), max(lengths)), max(pad, 0))
-        mask = torch.zeros_like(ids)
         left = model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
-        for number, length in enumerate(lengths):
-            place = slice(ids.shape[1] - length, None) if left else slice(0, length)
-            ids[number, place] = torch.tensor(rows[(number + 1) % len(rows)][:length])
-            mask[number, place] = 1
+        padded = partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
+        ids, mask = padded(batch, padding_value=max(pad, 0)), padded([torch.ones_like(each) for each in batch])
         arguments = {"input_ids": ids, "attention_mask": mask}
         if decoder:
-            arguments["decoder_input_ids"] = torch.tensor([row[:6] for row in (rows * 3)[: len(lengths)]])
+            arguments["decoder_input_ids"] = torch.tensor([each[:6] for each in (rows * 3)[: len(batch)]])
         yield Pass("forward", arguments, title="a padded batch", counted=None if decoder else mask.bool())
     if "past_key_values" in taken and model.can_generate() and not decoder:
         yield Pass("forward", {"input_ids": row[:, :12]}, title="a prompt, then token by token", steps=3)
