@@ -85,24 +85,18 @@ class Pass:
 def _without_memory(model: nn.Module) -> Iterator[None]:
     """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
     # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
+    kinds = (dict, OrderedDict)
     before = [
-        (module, [(name, value, _content(value)) for name, value in vars(module).items()])
+        (module, dict(vars(module)), [(each, dict(each)) for each in vars(module).values() if type(each) in kinds])
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes in before:
-            vars(module).clear()
-            for name, value, content in attributes:
-                if content is not None:
-                    value.clear()
-                    value.update(content)
-                vars(module)[name] = value
-
-
-def _content(value: Any) -> dict[Any, Any] | None:
-    return dict(value) if type(value) in (dict, OrderedDict) else None
+        for module, attributes, contents in before:
+            for changed, content in [*contents, (vars(module), attributes)]:
+                changed.clear()
+                changed.update(content)
 
 
 class NoInputsError(Exception):

@@ -183,11 +183,12 @@ def _random_checkpoint(cls: type[PreTrainedModel], config: PretrainedConfig, fol
     model = make(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                size = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-                noise = torch.randn(parameter.shape, generator=generator) * size
-                parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise * 0.1)
     model.save_pretrained(folder)
     return folder
 
