@@ -6,13 +6,24 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["PRECISION", "Difference", "Precision", "difference", "first_difference", "noting_calls", "precisions"]
+__all__ = [
+    "PRECISION",
+    "Difference",
+    "difference",
+    "first_difference",
+    "floating_tensors",
+    "noting_calls",
+    "precisions",
+]
 
 
 class Difference(NamedTuple):
@@ -34,6 +45,9 @@ class Difference(NamedTuple):
 
 def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) -> Difference:
     """The difference of two lists of tensors; infinite where their number or a shape isn't the same.
+
+    >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])])
+    Difference(absolute=0.5, relative=0.25, scale=2.0)
 
     A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
     """
@@ -66,15 +80,15 @@ def first_difference(
     In the order in which the calls of stock return, so that of nested modules the innermost is named. Where small
     differences add up until they are more than the tolerance, it is the module that has added most so far.
     """
-    theirs, mine = _calls(stock, run), _calls(ours, run)
-    seen: dict[str, int] = {}
+    mine: dict[str, list[Call]] = {}
+    for path, call in reversed(_calls(ours, run)):
+        mine.setdefault(path, []).append(call)
     most, due = 0.0, None
-    for path, (inputs, outputs) in theirs:
-        number = seen[path] = seen.get(path, -1) + 1
-        calls = [call for name, call in mine if name == path]
-        if number >= len(calls) or not outputs:
+    for path, (inputs, outputs) in _calls(stock, run):
+        found = mine[path].pop() if mine.get(path) else None
+        if found is None or not outputs:
             continue
-        before, after = difference(calls[number][0], inputs), difference(calls[number][1], outputs)
+        before, after = difference(found[0], inputs), difference(found[1], outputs)
         if (grown := after.share - before.share) > most:
             most, due = grown, path
         if before.within(tolerance) and not after.within(tolerance):
@@ -85,13 +99,10 @@ def first_difference(
 def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[str, Call]]:
     calls: list[tuple[str, Call]] = []
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.append((path, (list(_tensors((args, kwargs))), list(_tensors(output)))))
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((path, (_copies((args, kwargs)), _copies(output))))
 
-        return hook
-
-    with _hooked((module, note(path)) for path, module in model.named_modules()), torch.no_grad():
+    with _hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
         run(model)
     return calls
 
@@ -100,12 +111,10 @@ def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[s
 def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
 
-    def note(path: str) -> Callable[..., None]:
-        parts = path.split(".")
-        around = {".".join(parts[:count]) for count in range(len(parts) + 1)}
-        return lambda *_: reached.update(around)
+    def note(path: str, *_: object) -> None:
+        reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    with _hooked((module, note(path)) for path, module in model.named_modules(remove_duplicate=False)):
+    with _hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield
 
 
@@ -119,24 +128,25 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[N
             handle.remove()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Copies of the floating-point tensors in it: a later module may write into the very same memory."""
+def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
-            yield value.detach().clone()
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
+            yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from floating_tensors(item)
+
+
+def _copies(value: Any) -> list[torch.Tensor]:
+    """A later module may write into the very same memory."""
+    return [tensor.detach().clone() for tensor in floating_tensors(value)]
 
 
 # --- precision -----------------------------------------------------------------------------------------------------
 
 #: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
-_DELICATE = ("mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum")
-
+_DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
 
 #: How much less exact than stock's a module may be. Rounding an intermediate value besides the result makes errors
 #: about 1.4 times as large (the square root of 2); a module that keeps its upcasts is as exact as stock's.
@@ -144,7 +154,7 @@ PRECISION = 1.2
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the delicate operations that run in half precision."""
+    """Notes the operations that run in half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,39 +162,26 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.strip("_")
-        half = isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16)
-        if half and name in _DELICATE:
-            self.half.add(name)
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
+            self.half.add(func.overloadpacket.__name__.strip("_"))
         return result
-
-
-class Precision(NamedTuple):
-    """How exactly a module computes."""
-
-    path: str
-    operations: tuple[str, ...]  #: delicate ones that it does in half precision and stock doesn't
-    ratio: float  #: its error to that of stock
-
-    @property
-    def lost(self) -> bool:
-        """Whether an upcast was lost: it does in half precision what stock doesn't, and is less exact for it."""
-        return bool(self.operations) and self.ratio > PRECISION
 
 
 def precisions(
     ours: nn.Module, stock: nn.Module, paths: Iterable[str], run: Callable[[nn.Module], object]
-) -> Iterator[Precision]:
+) -> Iterator[tuple[str, list[str], float]]:
     """How exactly modules compute that stand in for stock's, those of `paths` that can be run by themselves.
 
+    For each its path, the delicate operations that it does in half precision and stock doesn't, and its error to that
+    of stock: an upcast was lost where there are such operations and the error is more than `PRECISION`.
     Each module gets the largest inputs that its stock counterpart gets; the error of both is measured against the
-    stock module in float64, root mean square over all elements.
+    stock module in float64, as the Euclidean distance.
     """
     wanted = {stock.get_submodule(path): path for path in paths}
     inputs: dict[str, tuple[int, Any, Any]] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        size = sum(tensor.numel() for tensor in _tensors(output))
+        size = sum(tensor.numel() for tensor in floating_tensors(output))
         if size > inputs.get(wanted[module], (0,))[0]:
             inputs[wanted[module]] = size, copy.copy(args), dict(kwargs)
 
@@ -194,34 +191,24 @@ def precisions(
         reference, other, mine = stock.get_submodule(path), _Operations(), _Operations()
         try:
             with torch.no_grad():
-                exact = _result(copy.deepcopy(reference).double(), _cast(args), _cast(kwargs))
+                exact = _result(copy.deepcopy(reference).double(), _double(args), _double(kwargs))
                 with other:
                     theirs = _result(reference, args, kwargs)
                 with mine:
                     found = _result(ours.get_submodule(path), args, kwargs)
         except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
             continue
-        error, base = _error(found, exact), _error(theirs, exact)
-        yield Precision(
-            path, tuple(sorted(mine.half - other.half)), error / base if base else math.inf if error else 1.0
-        )
+        error, base = float(torch.dist(found, exact)), float(torch.dist(theirs, exact))
+        ratio = error / base if base else math.inf if error else 1.0
+        yield path, sorted((mine.half - other.half) & _DELICATE), ratio
 
 
-def _cast(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {name: _cast(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item) for item in value) if type(value) in (list, tuple) else value
-    return value
+def _double(value: Any) -> Any:
+    def is_floating(item: Any) -> bool:
+        return isinstance(item, torch.Tensor) and item.is_floating_point()
+
+    return recursively_apply(torch.Tensor.double, value, test_type=is_floating)
 
 
 def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    output = module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    first = next(_tensors(output))
-    return first.double()
-
-
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).square().mean().sqrt())
+    return next(floating_tensors(module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))).double()

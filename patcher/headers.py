@@ -8,38 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
 from patcher.errors import InvalidPatcherError
 
 __all__ = ["Headers", "headers_of", "headers_of_mapping"]
 
-# https://huggingface.co/docs/safetensors: the names of the format. What torch has no name for counts as bytes.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-# A header is 100 MB at most: the format's own limit.
-_LONGEST = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -62,9 +44,19 @@ def headers_of(
 ) -> Headers:
     """The headers of a folder, a file, an index or a repo.
 
-    ```python
-    headers_of("HuggingFaceTB/SmolLM2-135M").tensors["model.norm.weight"].shape
-    ```
+    >>> import tempfile, torch
+    >>> from pathlib import Path
+    >>> from safetensors.torch import save_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"norm.weight": torch.ones(64)}, Path(folder, "model.safetensors"))
+    ...     headers_of(folder).tensors
+    {'norm.weight': tensor(..., device='meta', size=(64,))}
+
+    Args:
+        source: a folder, a file, an index or a repo id.
+        subfolder: where in the folder or repo the checkpoint is.
+        variant: of the file names, as `from_pretrained` takes it.
+        hub: `revision`, `token`, `cache_dir`, `local_files_only` of a repo.
 
     Raises:
         InvalidPatcherError: there is no checkpoint, or none that can be read by name and shape.
@@ -72,86 +64,84 @@ def headers_of(
     path = Path(source)
     if path.is_file():
         return _headers_of_file(path)
-    if path.is_dir():
-        return _headers_of_folder(path / subfolder, variant)
-    cached = _cached_folder(str(source), subfolder, variant, hub)
-    if cached is not None:
-        return _headers_of_folder(cached, variant)
-    return _headers_of_repo(str(source), subfolder, variant, hub)
+    names = [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in _NAMES]
+    if not path.is_dir():
+        return _headers_of_repo(str(source), subfolder, names, hub)
+    for name in names:
+        if (path / subfolder / name).is_file():
+            return _headers_of_file(path / subfolder / name)
+    raise InvalidPatcherError(
+        f"{path / subfolder} has no checkpoint: none of {', '.join(names)}. "
+        "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
+    )
 
 
 def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
-    """Headers from key -> shape, or -> anything that has a shape; None stands for one that isn't known."""
+    """Headers from key -> shape, or -> anything that has a shape; None stands for one that isn't known.
+
+    >>> headers_of_mapping({"norm.weight": (64,), "bias": None}).unknown
+    frozenset({'bias'})
+
+    Raises:
+        InvalidPatcherError: a value is no shape.
+    """
     found: dict[str, torch.Tensor] = {}
-    unknown = set()
     for key, value in tensors.items():
         shape = getattr(value, "shape", value)
-        if shape is None:
-            unknown.add(key)
         try:
-            found[key] = _tensor(tuple(shape or ()), getattr(value, "dtype", torch.float32))
+            found[key] = torch.empty(tuple(shape or ()), dtype=getattr(value, "dtype", torch.float32), device="meta")
         except (TypeError, RuntimeError) as error:
             raise InvalidPatcherError(
                 f"checkpoint= maps keys to shapes, found {value!r} for {key!r}; write {{{key!r}: (64, 64)}}."
             ) from error
-    return Headers("the given shapes", found, frozenset(unknown))
-
-
-def _tensor(shape: Iterable[int], dtype: Any) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype if isinstance(dtype, torch.dtype) else torch.uint8, device="meta")
+    unknown = frozenset(key for key, value in tensors.items() if getattr(value, "shape", value) is None)
+    return Headers("the given shapes", found, unknown)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def _headers_of_folder(folder: Path, variant: str | None) -> Headers:
-    for name in _NAMES:
-        if (folder / _varied(name, variant)).is_file():
-            return _headers_of_file(folder / _varied(name, variant))
-    raise InvalidPatcherError(
-        f"{folder} has no checkpoint: none of {', '.join(_varied(name, variant) for name in _NAMES)}. "
-        "Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder."
-    )
-
-
-def _varied(name: str, variant: str | None) -> str:
-    stem, _, suffix = name.rpartition(".")
-    return name if variant is None else f"{stem}.{variant}.{suffix}"
-
-
 def _headers_of_file(path: Path) -> Headers:
-    if path.name.endswith(".index.json"):
-        return _headers_of_index(path)
-    return Headers(str(path), _tensors_of_file(path))
+    if not path.name.endswith(".index.json"):
+        return Headers(str(path), _tensors_of_file(path))
+    tensors: dict[str, torch.Tensor] = {}
+    unknown: set[str] = set()
+    for name, keys in _shards(path).items():
+        if (path.parent / name).is_file():
+            tensors.update(_tensors_of_file(path.parent / name))
+        else:
+            tensors.update((key, torch.empty((), device="meta")) for key in keys)
+            unknown.update(keys)
+    return Headers(str(path), tensors, frozenset(unknown))
+
+
+def _shards(index: Path) -> dict[str, list[str]]:
+    """shard -> its keys."""
+    shards: dict[str, list[str]] = {}
+    try:
+        for key, name in json.loads(index.read_text())["weight_map"].items():
+            shards.setdefault(name, []).append(key)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidPatcherError(f"{index} is no index of a checkpoint: {error!r}. Fetch it again.") from error
+    return shards
 
 
 def _tensors_of_file(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST + 1
-            text = file.read(length) if length <= _LONGEST else b""
-        return _tensors_of_header(text, str(path))
-    if path.suffix in (".bin", ".pt", ".pth"):
-        return _tensors_of_pickle(path)
-    raise InvalidPatcherError(
-        f"{path} is no checkpoint that can be read by name and shape; pass a .safetensors or .bin file, or an index."
-    )
+        from huggingface_hub import parse_local_safetensors_file_metadata
+        from huggingface_hub.errors import SafetensorsParsingError
 
-
-def _tensors_of_header(text: bytes, where: str) -> dict[str, torch.Tensor]:
-    try:
-        entries = json.loads(text)
-        return {
-            key: _tensor(entry["shape"], _DTYPES.get(entry["dtype"]))
-            for key, entry in entries.items()
-            if key != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidPatcherError(f"{where} has no header of a safetensors file: {error}. Fetch it again.") from error
-
-
-def _tensors_of_pickle(path: Path) -> dict[str, torch.Tensor]:
+        try:
+            return _tensors(parse_local_safetensors_file_metadata(path))
+        except (SafetensorsParsingError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidPatcherError(
+                f"{path} has no header of a safetensors file: {error}. Fetch it again."
+            ) from error
+    if path.suffix not in (".bin", ".pt", ".pth"):
+        raise InvalidPatcherError(
+            f"{path} is no checkpoint that can be read by name and shape; "
+            "pass a .safetensors or .bin file, or an index."
+        )
     try:
         held = torch.load(path, map_location="meta", mmap=True, weights_only=True)
     except RuntimeError:  # written before torch 1.6, as no archive that can be mapped
@@ -159,69 +149,47 @@ def _tensors_of_pickle(path: Path) -> dict[str, torch.Tensor]:
     return {key: value.to("meta") for key, value in held.items() if isinstance(value, torch.Tensor)}
 
 
-def _headers_of_index(path: Path) -> Headers:
-    shards = _shards(path.read_text(), str(path))
-    tensors: dict[str, torch.Tensor] = {}
-    unknown: set[str] = set()
-    for name, keys in shards.items():
-        if (path.parent / name).is_file():
-            held = _tensors_of_file(path.parent / name)
-            tensors.update((key, held[key]) for key in held)
-        else:
-            tensors.update((key, _tensor((), torch.float32)) for key in keys)
-            unknown.update(keys)
-    return Headers(str(path), tensors, frozenset(unknown))
-
-
-def _shards(text: str, where: str) -> dict[str, list[str]]:
-    """shard -> its keys."""
-    shards: dict[str, list[str]] = {}
-    try:
-        for key, name in json.loads(text)["weight_map"].items():
-            shards.setdefault(name, []).append(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidPatcherError(f"{where} is no index of a checkpoint: {error!r}. Fetch it again.") from error
-    return shards
+def _tensors(metadata: Any) -> dict[str, torch.Tensor]:
+    """What the header of one safetensors file names. What torch has no type for counts as bytes."""
+    return {
+        key: torch.empty(tuple(info.shape), dtype=str_to_torch_dtype.get(info.dtype, torch.uint8), device="meta")
+        for key, info in metadata.tensors.items()
+    }
 
 
 # --- the hub -------------------------------------------------------------------------------------------------------
 
 
-def _cached_folder(repo: str, subfolder: str, variant: str | None, hub: Mapping[str, Any]) -> Path | None:
-    """The folder of a repo that was downloaded before, where nothing may be fetched."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if not (hub.get("local_files_only") or constants.HF_HUB_OFFLINE):
-        return None
-    for name in _NAMES:
-        file = "/".join(part for part in (subfolder, _varied(name, variant)) if part)
-        found = try_to_load_from_cache(repo, file, cache_dir=hub.get("cache_dir"), revision=hub.get("revision"))
-        if isinstance(found, str):
-            return Path(found).parent
-    raise InvalidPatcherError(
-        f"{repo} is no folder, its checkpoint isn't in the cache, and nothing may be fetched (offline). "
-        "Pass a folder, or a config."
-    )
-
-
-def _headers_of_repo(repo: str, subfolder: str, variant: str | None, hub: Mapping[str, Any]) -> Headers:
-    from huggingface_hub import HfApi, hf_hub_download
+def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[str, Any]) -> Headers:
+    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
-    options: dict[str, Any] = {"revision": hub.get("revision"), "token": hub.get("token")}
-    api = HfApi()
+    def below(name: str) -> str:
+        return f"{subfolder}/{name}" if subfolder else name
+
+    places: dict[str, Any] = {"revision": hub.get("revision"), "cache_dir": hub.get("cache_dir")}
+    if hub.get("local_files_only") or constants.HF_HUB_OFFLINE:  # what was downloaded before
+        for name in names:
+            found = try_to_load_from_cache(repo, below(name), **places)
+            if isinstance(found, str):
+                return _headers_of_file(Path(found))
+        raise InvalidPatcherError(
+            f"{repo} is no folder, its checkpoint isn't in the cache, and nothing may be fetched (offline). "
+            "Pass a folder, or a config."
+        )
+    token, api = hub.get("token"), HfApi()
 
     def parsed(name: str) -> dict[str, torch.Tensor]:
-        metadata = api.parse_safetensors_file_metadata(repo, _below(subfolder, name), **options)
-        return {key: _tensor(info.shape, _DTYPES.get(info.dtype)) for key, info in metadata.tensors.items()}
+        revision = hub.get("revision")
+        return _tensors(api.parse_safetensors_file_metadata(repo, below(name), revision=revision, token=token))
 
-    whole, index = (_varied(name, variant) for name in _NAMES[:2])
+    whole, index = names[:2]
     try:
         return Headers(f"{repo} ({whole})", parsed(whole))
     except EntryNotFoundError:
         pass
     try:
-        fetched = hf_hub_download(repo, _below(subfolder, index), cache_dir=hub.get("cache_dir"), **options)
+        fetched = hf_hub_download(repo, below(index), token=token, **places)
     except EntryNotFoundError as error:
         raise InvalidPatcherError(
             f"{repo} has no {whole} and no {index}, and of files of another kind the weights can't be left out. "
@@ -229,10 +197,6 @@ def _headers_of_repo(repo: str, subfolder: str, variant: str | None, hub: Mappin
         ) from error
     tensors: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(8) as pool:
-        for part in pool.map(parsed, _shards(Path(fetched).read_text(), f"{repo}/{index}")):
+        for part in pool.map(parsed, _shards(Path(fetched))):
             tensors.update(part)
     return Headers(f"{repo} ({index})", tensors)
-
-
-def _below(subfolder: str, name: str) -> str:
-    return f"{subfolder}/{name}" if subfolder else name

@@ -18,30 +18,11 @@ __all__ = ["PLACES", "config_of", "model_class_of"]
 
 #: The options of `from_pretrained` that say where files are, and no more.
 PLACES = frozenset(
-    {
-        "cache_dir",
-        "code_revision",
-        "force_download",
-        "local_files_only",
-        "proxies",
-        "revision",
-        "subfolder",
-        "token",
-        "trust_remote_code",
-        "variant",
-    }
+    "cache_dir code_revision force_download local_files_only proxies revision subfolder token trust_remote_code "
+    "variant".split()
 )
-_CODE_PLACES = PLACES - {"subfolder", "trust_remote_code", "variant"}
-# In this order: what a config without `architectures` is most likely used for.
-_AUTO_CLASSES = (
-    "AutoModelForImageTextToText",
-    "AutoModelForCausalLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForImageClassification",
-    "AutoModel",
-)
+#: Auto classes, in this order: what a config without `architectures` is most likely used for.
+_TASKS = "ImageTextToText CausalLM Seq2SeqLM MaskedLM SpeechSeq2Seq ImageClassification".split()
 
 
 def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
@@ -73,8 +54,9 @@ def model_class_of(
     """
     if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
         return model_class
+    options = options or {}
     if model_class is not None:
-        found = _remote(getattr(model_class, "__name__", ""), config, model, options or {})
+        found = _brought(getattr(model_class, "__name__", ""), config, model, options)
         if found is None and hasattr(model_class, "_model_mapping"):
             found = seams.class_in(model_class, config)
         if found is None:
@@ -84,44 +66,38 @@ def model_class_of(
             )
         return found
     for name in config.architectures or ():
-        named = _named(name, config, model, options or {})
-        if named is not None:
+        if (named := _named(name, config, model, options)) is not None:
             return named
     if config.architectures:
         raise InvalidPatcherError(
             f"The config names {config.architectures[0]} as its architecture, which transformers doesn't have; pass "
             "model_class=, or trust_remote_code=True if the repo brings its code."
         )
-    for name in _AUTO_CLASSES:
-        found = seams.class_in(getattr(transformers, name), config)
-        if found is not None and not (name == "AutoModelForCausalLM" and _is_encoder(config)):
+    known = {task: seams.class_in(getattr(transformers, f"AutoModelFor{task}"), config) for task in _TASKS}
+    if known["MaskedLM"] is not None and not getattr(config, "is_decoder", False):
+        known["CausalLM"] = None  # a variant that goes on with a text, of a model that fills in masked words
+    for found in [*known.values(), seams.class_in(transformers.AutoModel, config)]:
+        if found is not None:
             return found
     raise InvalidPatcherError(
         f"No Auto class knows {type(config).__name__}, and it names no architecture; pass model_class=."
     )
 
 
-def _is_encoder(config: PretrainedConfig) -> bool:
-    """Whether the model fills in masked words, though there is a variant of it that goes on with a text."""
-    masked = seams.class_in(transformers.AutoModelForMaskedLM, config) is not None
-    return masked and not getattr(config, "is_decoder", False)
-
-
 def _named(
     name: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
 ) -> type[PreTrainedModel] | None:
-    for auto, reference in (getattr(config, "auto_map", None) or {}).items():
-        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
-            found = _remote(auto, config, model, options)
-            if found is not None:
-                return found
+    references = (getattr(config, "auto_map", None) or {}).items()
+    brought = [auto for auto, reference in references if str(reference).rpartition(".")[2] == name]
+    for auto in brought:
+        if (found := _brought(auto, config, model, options)) is not None:
+            return found
     cls = getattr(transformers, name, None)
-    if cls is None:  # of a module that registers its own
-        cls = next((each for each in module_subclasses(name.__eq__) if issubclass(each, PreTrainedModel)), None)
-    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+    known = module_subclasses(name.__eq__) if cls is None else [cls]  # those of a module that registers its own
+    return next((cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
 
 
-def _remote(
+def _brought(
     auto: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
 ) -> type[PreTrainedModel] | None:
     """The class that the repo brings for an Auto class, if its code may be run."""
@@ -130,6 +106,7 @@ def _remote(
         return None
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    places = {key: value for key, value in options.items() if key in _CODE_PLACES}
+    names = PLACES - {"subfolder", "trust_remote_code", "variant"}
+    places = {key: value for key, value in options.items() if key in names}
     found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(model), **places)
     return found

@@ -142,11 +142,19 @@ def plan(
 ) -> Plan:
     """What a load would do, without reading a weight.
 
-    ```python
-    plan = patcher.plan("HuggingFaceTB/SmolLM2-135M", Patcher({"LlamaMLP": MyMLP}))
-    print(plan)
-    assert plan.ok
-    ```
+    >>> import patcher, torch
+    >>> from patcher import Patcher
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    >>> plan = patcher.plan(config, Patcher(fusions="qkv"))  # or a repo, or a folder
+    >>> plan.ok
+    True
+    >>> plan.fused[0]
+    ('model.layers.0.self_attn', 'LlamaAttention', 'FusedLlamaAttention')
+    >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
+    The patcher asks for what it can't do in LlamaForCausalLM:
+      class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
+    Correct it or take it out; with strict=False this is a warning.
 
     The load itself is gone through, on the meta device, to where it would read; what it would go on to do is decided
     by names and shapes. Of a repo on the hub only its config and the headers of its safetensors files are fetched. An

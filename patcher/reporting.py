@@ -99,12 +99,24 @@ class Report(Shown):
 def report(model: PreTrainedModel) -> Report:
     """What was patched in a model.
 
-    ```python
-    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", patcher=patcher)
-    print(patcher.report(model))
-    ```
+    >>> import patcher
+    >>> from patcher import Patcher
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    >>> model = AutoModelForCausalLM.from_config(config, patcher=Patcher(fusions="qkv"))
+    >>> print(patcher.report(model))
+    LlamaForCausalLM: 2 modules replaced
+    Fused
+     module                        ┃ was            ┃ is
+    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━
+     model.layers.{0..1}.self_attn │ LlamaAttention │ FusedLlamaAttention
+    Conversions
+    ...
 
     A model that no patcher has touched has a report that says so.
+
+    Args:
+        model: a model in memory, loaded, built from a config or by hand.
 
     Raises:
         InvalidPatcherError: not a module.

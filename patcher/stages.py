@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
 from patcher.construction.in_force import unpatched
-from patcher.inputs import NoInputsError
+from patcher.inputs import NoInputsError, Pass, seeded
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
 from patcher.matching import compress
 from patcher.patcher import Patcher
-from patcher.probes import Probe, probes_for, token_rows
+from patcher.probes import passes_for, processor_of
 
 __all__ = ["TOLERANCES", "Run", "Stage"]
 
-#: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller): some
-#: hundred roundings of float32, which sums of a few thousand products in another order make; and about four of the
-#: half-precision types, whose layers round each result but sum in float32.
+#: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
+#: says why. Half-precision types round each result of a layer but sum in float32.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 #: Eager attention against sdpa is an equally good way to compute the same: twice that is allowed as well.
 FLOORS = 2.0
@@ -54,30 +54,23 @@ class Stage:
     checked: bool = True
 
 
+@dataclass
 class Run:
-    """One verification under way."""
+    """One verification under way: how it is asked for, then what it found by the way."""
 
-    def __init__(
-        self,
-        cls: type[PreTrainedModel],
-        folder: Any,
-        patcher: Patcher,
-        dtype: torch.dtype,
-        seed: int,
-        options: Mapping[str, Any],
-        scratch: Path,
-        step: Callable[[str], None],
-    ) -> None:
-        self.cls, self.folder, self.patcher, self.dtype, self.seed = cls, folder, patcher, dtype, seed
-        self.options, self.scratch, self.step = dict(options), scratch, step
-        self.replaced = 0
-        self.floor: float | None = None
-        self.stock: Any = None
-        self.ours: Any = None
-        self.probes: list[Probe] = []
-        self.reference: dict[str, list[torch.Tensor]] = {}
+    cls: type[PreTrainedModel]
+    folder: Any
+    patcher: Patcher
+    dtype: torch.dtype
+    seed: int
+    options: Mapping[str, Any]
+    scratch: Path  # an empty folder, for what is saved
+    step: Callable[[str], None]  # is told what is being done
+    replaced: int = 0
+    floor: float | None = None
 
     def stages(self) -> Iterator[Stage]:
+        """Load both, then check one thing after another."""
         self.step("loading stock")
         self.stock = self._stock()
         self.step("loading patched")
@@ -86,36 +79,33 @@ class Run:
         except Exception as error:  # stock could be loaded: it is the patcher
             yield Stage("load", False, message=_said(error))
             return
-        self.replaced = len(self._patched())
+        self.patched, self.by_class = patched_modules(self.ours)
+        self.replaced = len(self.patched)
         yield Stage("load", True, (("modules replaced", float(self.replaced)),))
         self.step("inputs")
-        checks: list[tuple[str, Callable[[], Stage]]] = [("save", self._save)]
+        checks: dict[str, Callable[[], Stage]] = {"save": self._save}
         try:
-            self.probes = probes_for(self.stock, token_rows(self.folder, self.stock, self.options, self.seed))
+            self.passes = passes_for(self.stock, processor_of(self.folder, self.options), self.seed)
         except NoInputsError as error:  # what wasn't compared is not the same
             yield Stage("outputs", False, message=f"stock runs on nothing that was tried, the first says: {error}")
         else:
-            checks = self._checks()
-        for name, check in checks:
+            checks = {"outputs": self._outputs, "precision": self._precision, "generation": self._generation}
+            checks |= {"gradients": self._gradients, "save": self._save, "reload": self._reload}
+        for name, check in checks.items():
             self.step(name)
             try:
-                yield check()
+                with torch.set_grad_enabled(name == "gradients"):
+                    stage = check()
+            except _UncheckedError as error:
+                stage = Stage(name, True, message=f"not checked: {error}", checked=False)
             except Exception as error:  # stock went through it, or it would have been left out
-                yield Stage(name, False, message=_said(error))
-
-    def _checks(self) -> list[tuple[str, Callable[[], Stage]]]:
-        return [
-            ("outputs", self._outputs),
-            ("precision", self._precision),
-            ("generation", self._generation),
-            ("gradients", self._gradients),
-            ("save", self._save),
-            ("reload", self._reload),
-        ]
+                stage = Stage(name, False, message=_said(error))
+            yield stage
 
     def _load(self, folder: Any, **options: Any) -> Any:
         loaded: Any = self.cls
-        return loaded.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
+        with seeded(self.seed):  # of weights that the checkpoint doesn't have
+            return loaded.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
 
     def _stock(self, **more: Any) -> Any:
         return unpatched(lambda: self._load(self.folder, **{**self.options, **more}))
@@ -127,42 +117,36 @@ class Run:
     # --- outputs ---------------------------------------------------------------------------------------------------
 
     def _outputs(self) -> Stage:
-        with torch.no_grad():
-            self.reference = {probe.name: probe.outputs_of(self.stock) for probe in self.probes}
+        self.reference = {one.name: one.of(self.stock) for one in self.passes}
         self.floor = self._stock_against_stock()
         worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
         reached: set[str] = set()
-        for probe in self.probes:
-            expected = self.reference[probe.name]
+        for one in self.passes:
+            expected = self.reference[one.name]
             try:
-                with torch.no_grad(), noting_calls(self.ours, reached):
-                    found = probe.outputs_of(self.ours)
+                with noting_calls(self.ours, reached):
+                    found = one.of(self.ours)
             except Exception as error:
-                return Stage("outputs", False, message=f"on {probe.name} the patched model raises {_said(error)}")
+                return Stage("outputs", False, message=f"on {one.name} the patched model raises {_said(error)}")
             gap = difference(found, expected)
             if expected and found and found[0].shape == expected[0].shape and expected[0].dim() > 1:
                 agreement.append((found[0].argmax(-1) == expected[0].argmax(-1)).float().mean())
             if gap.share >= worst.share:
                 worst = gap
             if wrong is None and not gap.within(self.tolerance):
-                wrong = probe, gap
+                wrong = one, gap
         figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
         if agreement:
             figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
         allowed = self.tolerance * max(1.0, worst.scale)
         message = ""
         if wrong is not None:
-            probe, gap = wrong
-            begins = first_difference(self.ours, self.stock, probe.outputs_of, self.tolerance)
-            message = f"on {probe.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
-        elif missed := sorted(self._patched() - reached):  # what wasn't compared is not the same
+            one, gap = wrong
+            begins = first_difference(self.ours, self.stock, one.of, self.tolerance)
+            message = f"on {one.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
+        elif missed := sorted(self.patched - reached):  # what wasn't compared is not the same
             message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
         return Stage("outputs", not message, tuple(figures), allowed, message)
-
-    def _patched(self) -> set[str]:
-        """The paths of the modules that were replaced or fused."""
-        record = record_of(self.ours)
-        return {item.path for item in record.replaced} | set(record.fused) if record else set()
 
     def _blame(self, path: str | None) -> str:
         if path is None:
@@ -176,57 +160,48 @@ class Run:
         if "attn_implementation" in self.options or self.stock.config._attn_implementation != "sdpa":
             return None
         try:
-            eager = self._stock(attn_implementation="eager")
-            with torch.no_grad():
-                gaps = [difference(probe.outputs_of(eager), self.reference[probe.name]) for probe in self.probes]
+            return max(gap.share for gap in self._gaps(self._stock(attn_implementation="eager")))
         except Exception:  # stock has no eager attention, or it takes other inputs
             return None
-        return max(gap.share for gap in gaps)
+
+    def _gaps(self, model: Any) -> list[Difference]:
+        return [difference(one.of(model), self.reference[one.name]) for one in self.passes]
 
     def _precision(self) -> Stage:
         if self.dtype not in (torch.bfloat16, torch.float16):
-            return _unchecked("precision", f"{self.dtype} loses nothing by an upcast that is left out")
-        record = record_of(self.ours)
-        by_class: dict[tuple[type, type], str] = {}
-        for item in record.replaced if record else ():
-            by_class.setdefault((item.original, item.replacement), item.path)
-        for path, (original, fused) in (record.fused if record else {}).items():
-            by_class.setdefault((original, fused), path)
-        if not by_class:
-            return _unchecked("precision", "nothing is replaced")
+            raise _UncheckedError(f"{self.dtype} loses nothing by an upcast that is left out")
+        if not self.by_class:
+            raise _UncheckedError("nothing is replaced")
 
         def run(model: torch.nn.Module) -> None:
-            for probe in self.probes:
-                probe.outputs_of(model)
+            for one in self.passes:
+                one.of(model)
 
         compared = 0
-        for found in precisions(self.ours, self.stock, by_class.values(), run):
+        for path, operations, ratio in precisions(self.ours, self.stock, self.by_class, run):
             compared += 1
-            if found.lost:
-                text = f"{', '.join(found.operations)} in {self.dtype}, which stock doesn't"
-                figures = (("error / stock's", found.ratio),)
-                return Stage("precision", False, figures, PRECISION, f"{self._blame(found.path)}: {text}")
-        return Stage("precision", True, (("modules compared with float64", float(compared)), ("of", len(by_class))))
+            if operations and ratio > PRECISION:
+                text = f"{self._blame(path)}: {', '.join(operations)} in {self.dtype}, which stock doesn't"
+                return Stage("precision", False, (("error / stock's", ratio),), PRECISION, text)
+        figures = (("modules compared with float64", float(compared)), ("of", float(len(self.by_class))))
+        return Stage("precision", True, figures)
 
     # --- generation and gradients ----------------------------------------------------------------------------------
 
     def _generation(self) -> Stage:
-        probe = next(
-            (probe for probe in self.probes if "input_ids" in probe.run.arguments and not probe.run.path), None
-        )
-        if probe is None or not self.stock.can_generate():
-            return _unchecked("generation", "the model generates nothing from text")
-        ids = probe.run.arguments["input_ids"].to(self.stock.device)
+        texts = (one for one in self.passes if "input_ids" in one.arguments and not one.path)
+        if (text := next(texts, None)) is None or not self.stock.can_generate():
+            raise _UncheckedError("the model generates nothing from text")
+        ids = text.arguments["input_ids"].to(self.stock.device)
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "output_scores": True}
         options |= {"return_dict_in_generate": True, "eos_token_id": None, "disable_compile": True}
-        with torch.no_grad():
-            try:
-                expected = self.stock.generate(input_ids=ids, **options)
-            except Exception as error:
-                return _unchecked("generation", f"stock raises {_said(error)}")
-            found = self.ours.generate(input_ids=ids, **options)
-        length = min(len(expected.scores), len(found.scores))
+        try:
+            expected = self.stock.generate(input_ids=ids, **options)
+        except Exception as error:
+            raise _UncheckedError(f"stock raises {_said(error)}") from None
+        found = self.ours.generate(input_ids=ids, **options)
         tokens = [sequence.sequences[0][-len(sequence.scores) :].tolist() for sequence in (expected, found)]
+        length = min(map(len, tokens))
         same = next((place for place in range(length) if tokens[0][place] != tokens[1][place]), length)
         figures = (("tokens equal", float(same)), ("of", float(len(expected.scores))))
         if same == len(expected.scores) == len(found.scores):
@@ -235,40 +210,33 @@ class Run:
         margin, noise = float(best[0] - best[1]), 2 * self.tolerance * max(1.0, float(best[0].abs()))
         if same < length and margin <= noise:
             return Stage("generation", True, figures, message=f"then two tokens are equally likely (by {margin:.1g})")
-        text = f"token {same + 1} of {len(expected.scores)} is another, which stock prefers by {margin:.3g}"
-        return Stage("generation", False, figures, message=text)
+        message = f"token {same + 1} of {len(expected.scores)} is another, which stock prefers by {margin:.3g}"
+        return Stage("generation", False, figures, message=message)
 
     def _gradients(self) -> Stage:
-        probe = next((probe for probe in self.probes if not probe.steps), None)
-        if probe is None or any(not parameter.is_floating_point() for parameter in self.stock.parameters()):
-            return _unchecked("gradients", "the weights are no floating-point numbers")
+        whole = next((one for one in self.passes if not one.steps), None)
+        if whole is None or any(not parameter.is_floating_point() for parameter in self.stock.parameters()):
+            raise _UncheckedError("the weights are no floating-point numbers")
         try:
-            expected = self._gradients_of(self.stock, probe)
+            expected = self._gradients_of(self.stock, whole)
         except Exception as error:
-            return _unchecked("gradients", f"stock can't be trained: {_said(error)}")
-        found = self._gradients_of(self.ours, probe)
+            raise _UncheckedError(f"stock can't be trained: {_said(error)}") from None
+        found = self._gradients_of(self.ours, whole)
         allowed = GRADIENTS * self.tolerance
-        gaps = {
-            key: difference([found[key]] if key in found else [], [gradient]) for key, gradient in expected.items()
-        }
-        typical = self._typical(expected)
+        gaps = {key: difference([found[key]] if key in found else [], [one]) for key, one in expected.items()}
+        # What is small beside the median of the largest gradient of each tensor is rounding.
+        typical = statistics.median_high([gap.scale for gap in gaps.values()] or [1.0])
         wrong = [key for key, gap in gaps.items() if gap.absolute > allowed * max(gap.scale, typical)]
         worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
         figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
         text = f"they differ for {', '.join(compress(wrong))}" if wrong else ""
         return Stage("gradients", not wrong, figures, allowed, text)
 
-    @staticmethod
-    def _typical(gradients: Mapping[str, torch.Tensor]) -> float:
-        """What is small beside this is rounding: the median of the largest gradient of each tensor."""
-        largest = sorted(float(gradient.abs().max()) for gradient in gradients.values() if gradient.numel())
-        return largest[len(largest) // 2] if largest else 1.0
-
-    def _gradients_of(self, model: Any, probe: Probe) -> dict[str, torch.Tensor]:
+    def _gradients_of(self, model: Any, one: Pass) -> dict[str, torch.Tensor]:
         model.zero_grad(set_to_none=True)
         generator = torch.Generator().manual_seed(self.seed)
         loss = torch.zeros(())
-        for output in probe.outputs_of(model):
+        for output in one.of(model):
             if output.requires_grad:
                 weights = torch.randn(output.shape, generator=generator).to(output.device)
                 loss = loss + (output.float() * weights).mean().cpu()
@@ -286,7 +254,7 @@ class Run:
         try:
             self.stock.save_pretrained(self.scratch / "stock")
         except Exception as error:
-            return _unchecked("save", f"stock can't be saved: {_said(error)}")
+            raise _UncheckedError(f"stock can't be saved: {_said(error)}") from None
         self.ours.save_pretrained(self.scratch / "patched")
         expected, found = _saved(self.scratch / "stock"), _saved(self.scratch / "patched")
         wrong = [f"{key} is missing" for key in compress(expected.keys() - found.keys())]
@@ -301,12 +269,11 @@ class Run:
 
     def _reload(self) -> Stage:
         if not (self.scratch / "patched").exists():
-            return _unchecked("reload", "nothing was saved")
+            raise _UncheckedError("nothing was saved")
         # Where the files were, and how they became quantized, is behind us.
         options = {name: self.options[name] for name in ("attn_implementation", "device_map") if name in self.options}
         again = unpatched(lambda: self._load(self.scratch / "patched", **options))
-        with torch.no_grad():
-            gaps = [difference(probe.outputs_of(again), self.reference[probe.name]) for probe in self.probes]
+        gaps = self._gaps(again)
         worst = max(gaps)
         allowed = TOLERANCES[self.dtype]
         passed = all(gap.within(allowed) for gap in gaps)
@@ -318,19 +285,24 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _unchecked(name: str, why: str) -> Stage:
-    return Stage(name, True, message=f"not checked: {why}", checked=False)
+class _UncheckedError(Exception):
+    """Why a stage could not be checked."""
+
+
+def patched_modules(model: Any) -> tuple[set[str], list[str]]:
+    """The paths of the modules that were replaced or fused, and of these one for each pair of classes."""
+    record = record_of(model)
+    if record is None:
+        return set(), []
+    modules = {item.path: (item.original, item.replacement) for item in record.replaced} | dict(record.fused)
+    first = {pair: path for path, pair in reversed(modules.items())}
+    return set(modules), list(first.values())
 
 
 def _saved(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a dict
-    return tensors
+    return {key: tensor for path in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(path).items()}
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -41,32 +41,33 @@ class Shown:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        console = Console(file=io.StringIO(), width=119, color_system=None)
+        written = io.StringIO()
+        console = Console(file=written, width=119, color_system=None)
         console.print(Text(self._headline()))
-        for title, heads, rows in self._tables():
-            if rows:
-                table = RichTable(title=title, title_justify="left", show_edge=False)
-                for head in heads:
-                    table.add_column(Text(head), overflow="fold")
-                for row in rows:
-                    table.add_row(*(Text(cell) for cell in row))
-                console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        for title, heads, rows in self._filled():
+            table = RichTable(title=title, title_justify="left", show_edge=False)
+            for head in heads:
+                table.add_column(Text(head), overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
+        def row(kind: str, cells: Iterable[str]) -> str:
+            inside = "".join(f"<{kind} style='text-align:left'>{html.escape(cell)}</{kind}>" for cell in cells)
+            return f"<tr>{inside}</tr>"
+
         parts = [f"<p><b>{html.escape(self._headline())}</b></p>"]
-        for title, heads, rows in self._tables():
-            if rows:
-                head = "".join(f"<th style='text-align:left'>{html.escape(text)}</th>" for text in heads)
-                body = "".join(
-                    "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                    for row in rows
-                )
-                parts.append(
-                    f"<p>{html.escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-                )
+        for title, heads, rows in self._filled():
+            body = "".join(row("td", cells) for cells in rows)
+            parts.append(
+                f"<p>{html.escape(title)}</p><table><thead>{row('th', heads)}</thead><tbody>{body}</tbody></table>"
+            )
         return "".join(parts)
+
+    def _filled(self) -> Iterable[Table]:
+        return (table for table in self._tables() if table.rows)
 
 
 def folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import threading
 import time
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError, VerificationError
+from patcher.inputs import seeded
 from patcher.loading.hooks import install
 from patcher.model_classes import config_of, model_class_of
 from patcher.patcher import Patcher
@@ -74,8 +77,7 @@ class Verification(Shown):
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON; `passed` and `failures` besides."""
         stages = [{**vars(stage), "figures": dict(stage.figures)} for stage in self.stages]
-        answer = {"passed": self.passed, "failures": list(self.failures)}
-        return {name: value for name, value in vars(self).items() if name != "stages"} | {"stages": stages} | answer
+        return super().to_dict() | {"stages": stages, "passed": self.passed, "failures": list(self.failures)}
 
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
@@ -108,14 +110,21 @@ def verify(
 ) -> Verification:
     """Load a model stock and patched, and compare what they compute, what they learn and what they save.
 
-    ```python
-    verification = patcher.verify("HuggingFaceTB/SmolLM2-135M", Patcher(fusions=["qkv", "gate_up"]))
-    print(verification)
-    verification.raise_on_failure()
-    ```
+    >>> import tempfile, patcher
+    >>> from patcher import Patcher
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     verification = patcher.verify(folder, Patcher(fusions=["qkv", "gate_up"]))
+    >>> verification.passed, [stage.name for stage in verification.stages]
+    (True, ['load', 'outputs', 'precision', 'generation', 'gradients', 'save', 'reload'])
+    >>> verification.raise_on_failure()  # and print(verification) shows what was measured
 
     Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), short,
-    long, as a padded batch, and token by token with a cache; images and sounds for what they reach. Tolerances are
+    long, as a padded batch, and token by token with a cache; images and sounds for what they reach, by its processor
+    (in shapes that the config tells where it has none). Random states, default dtype and gradient mode are what they
+    were when it returns or raises, and what it finds doesn't depend on them. Tolerances are
     relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8 each), which sums in
     another order make of thousands of products, and a hundredth of what the smallest of real mistakes makes; in
     bfloat16 3e-2 and in float16 4e-3, a few roundings of a layer's result (4e-3 and 5e-4). Or, if that is more, twice
@@ -148,7 +157,7 @@ def verify(
     started = time.perf_counter()
     config = config_of(model, options)
     cls = model_class_of(config, model_class, model, options)
-    with tempfile.TemporaryDirectory() as name, _steps(progress) as step:
+    with _global_state_kept(seed), tempfile.TemporaryDirectory() as name, _steps(progress) as step:
         folder, checkpoint = model, "" if isinstance(model, PretrainedConfig) else str(model)
         if isinstance(model, PretrainedConfig):
             step("a random checkpoint")
@@ -174,13 +183,33 @@ def _random_checkpoint(cls: type[PreTrainedModel], config: PretrainedConfig, fol
     model = make(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                size = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1
-                noise = torch.randn(parameter.shape, generator=generator) * size
-                parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise * 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _global_state_kept(seed: int) -> Iterator[None]:
+    """Nothing of the random states, the default dtype and the gradient mode goes in or comes out.
+
+    What is verified, replacements included, may draw and set what it likes.
+    """
+    python, array, dtype = random.getstate(), numpy.random.get_state(), torch.get_default_dtype()
+    try:
+        with seeded(seed), torch.inference_mode(False), torch.enable_grad():
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+        torch.set_default_dtype(dtype)
 
 
 @contextmanager
@@ -190,25 +219,25 @@ def _steps(shown: bool | None) -> Iterator[Callable[[str], None]]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    shown = (console.is_terminal or console.is_jupyter) if shown is None else shown
+    alive = console.is_terminal or console.is_jupyter
+    shown = alive if shown is None else shown
     columns = (SpinnerColumn(), TextColumn("verifying: {task.description}"), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task("", total=None)
+    timer = threading.Timer(MOMENT, progress.start)
+    timer.daemon = True
+
+    def step(what: str) -> None:
+        if shown and not alive:  # a log: line by line
+            console.print(f"verifying: {what}")
+        progress.update(task, description=what)
+
     bars: Any = transformers_logging
     were = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()  # those of the loads
     try:
-        progress = Progress(*columns, console=console, transient=True)
-        task = progress.add_task("", total=None)
-        alive = console.is_terminal or console.is_jupyter
-        timer = threading.Timer(MOMENT, progress.start)
-        timer.daemon = True
         if shown and alive:
             timer.start()
-
-        def step(what: str) -> None:
-            if shown and not alive:  # a log: line by line
-                console.print(f"verifying: {what}")
-            progress.update(task, description=what)
-
         yield step
     finally:
         timer.cancel()

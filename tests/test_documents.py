@@ -1,4 +1,7 @@
-"""What documents name exists: files that they link to, names of ours that they tell people to write."""
+"""What documents name exists: files that they link to, names of ours that they tell people to write.
+
+Fenced programs and commands run, those of docstrings too; `>>>` examples are run by pytest's `--doctest-modules`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -86,7 +95,8 @@ def test_every_public_name_begins_with_an_example_or_says_what_it_is(name: str) 
 
     assert documentation
     if inspect.isfunction(getattr(patcher, name)):
-        assert "```python" in documentation or ">>> " in documentation
+        example = documentation.split("\n\n")[1]
+        assert example.startswith((">>> ", "```python\n"))
 
 
 #: What users import from: everything else may change.
@@ -111,3 +121,81 @@ def test_examples_get_by_with_public_names(path: Path) -> None:
         elif isinstance(node, ast.Import):
             used = {alias.name for alias in node.names if alias.name.partition(".")[0] == "patcher"}
             assert used <= PUBLIC, ast.unparse(node)
+
+
+# --- programs and commands -----------------------------------------------------------------------------------------
+
+#: Documents and files whose fenced blocks don't run yet.
+DO_NOT_RUN_YET = {
+    "examples/codegen/README.md",
+    "patcher/codegen/config.py",
+    "patcher/diffing.py",
+    "patcher/fingerprints.py",
+    "patcher/fusions/base.py",
+    "patcher/fusions/rewrite.py",
+    "patcher/fusions/stacks.py",
+    "patcher/monkey_patching.py",
+    "patcher/patcher.py",
+    "patcher/presets/__init__.py",
+}
+#: The repo that documents load: in tests its first layers, from a folder.
+REPO = re.compile(r"HuggingFaceTB/SmolLM2-135M(-Instruct)?\b")
+
+
+class Program(NamedTuple):
+    """Blocks of one language that stand in one document or docstring: they run one after another."""
+
+    file: str
+    line: int
+    language: str
+    text: str
+
+
+def programs_of(text: str, file: str, line: int = 1) -> list[Program]:
+    """`line` is the first one of the text."""
+    found: dict[str, Program] = {}
+    for block in re.finditer(r"^( *)```(python|bash)\n(.*?)^ *```$", text, flags=re.S | re.M):
+        place = line + text[: block.start()].count("\n")
+        first = found.setdefault(block[2], Program(file, place, block[2], ""))
+        found[block[2]] = first._replace(text=first.text + inspect.cleandoc(f"\n{block[3]}") + "\n")
+    return list(found.values())
+
+
+def all_programs() -> Iterator[Program]:
+    for path in DOCUMENTS:
+        yield from programs_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+    for path in sorted((ROOT / "patcher").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+                first = node.body[0]
+                if isinstance(first, ast.Expr) and isinstance(text := getattr(first.value, "value", None), str):
+                    yield from programs_of(text, str(path.relative_to(ROOT)), first.lineno)
+
+
+PROGRAMS = list(all_programs())
+
+
+def test_the_readme_has_programs_and_commands() -> None:
+    assert {program.language for program in PROGRAMS if program.file == "README.md"} == {"python", "bash"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [each for each in PROGRAMS if each.file not in DO_NOT_RUN_YET],
+    ids=lambda program: f"{program.file}:{program.line} {program.language}",
+)
+def test_it_runs(program: Program, tmp_path: Path, smollm2_small: Path) -> None:
+    here = tmp_path / "checkout"
+    shutil.copytree(ROOT / "examples", here / "examples")
+    shutil.copy(ROOT / "pyproject.toml", here)
+    stand_ins = ROOT / "tests" / "support" / "stand_in_commands.py"
+    subprocess.run([sys.executable, str(stand_ins), "python", "-m", "venv", str(tmp_path / "venv")], check=True)
+    script = here / "program"
+    script.write_text(REPO.sub(str(smollm2_small), program.text), encoding="utf-8")
+    paths = {"PATH": f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable] if program.language == "python" else ["bash", "-euo", "pipefail"]
+    done = subprocess.run(
+        [*command, str(script)], cwd=here, env={**os.environ, **paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import Concatenate, EsmConfig, LlamaForCausalLM, T5Config, ViTConfig, WeightConverter, WhisperConfig
+from transformers import (
+    CLIPImageProcessor,
+    Concatenate,
+    EsmConfig,
+    LlamaForCausalLM,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+    WeightConverter,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 from transformers.core_model_loading import ConversionOps
 from transformers.models.bert.modeling_bert import BertSelfOutput
 from transformers.models.esm.modeling_esm import EsmContactPredictionHead
@@ -27,9 +50,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, Verification, VerificationError, verify
 from patcher.comparing import first_difference
+from patcher.inputs import NoInputsError
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+from patcher.probes import passes_for, processor_of
 from tests.replacements import JOINED, OWN, JoinedMLP, With
 from tests.tiny import (
+    build_tiny,
     save_tiny,
     tiny_bert_config,
     tiny_llama_config,
@@ -404,6 +430,136 @@ def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most
 
     assert first_difference(ours, stock, lambda model: model(x), 1e-5) == "1"
     assert first_difference(stock, stock, lambda model: model(x), 1e-5) is None
+
+
+# --- what lies beside a checkpoint ---------------------------------------------------------------------------------
+
+WORDS = {word: number for number, word in enumerate(["<pad>", "<unk>", "<image>", "What", "is", "it?"])}
+
+
+def tiny_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    tokens = Tokenizer(WordLevel(WORDS, unk_token="<unk>"))
+    tokens.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>", pad_token="<pad>", **special)
+
+
+def passes_of(model: PreTrainedModel, folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [one.arguments for one in passes_for(model, processor_of(folder, {}), 0) if one.counted is None]
+
+
+def test_an_image_goes_through_the_image_processor(tmp_path: Path) -> None:
+    """Stock takes one size here, which the config doesn't tell."""
+    model = build_tiny(copy.deepcopy(VIT), model_class=ViTForImageClassification)
+    model.config.image_size = 32
+    with pytest.raises(NoInputsError):
+        passes_for(model, None, 0)
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+
+    (arguments,) = passes_of(model, tmp_path)
+    assert arguments["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_a_sound_goes_through_the_feature_extractor(tmp_path: Path) -> None:
+    WHISPER.save_pretrained(tmp_path)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=1, n_fft=400, hop_length=125).save_pretrained(tmp_path)
+
+    (arguments,) = passes_of(build_tiny(WHISPER, model_class=WhisperForConditionalGeneration), tmp_path)
+    assert arguments["input_features"].shape == (1, 16, 128)
+    assert "decoder_input_ids" in arguments
+
+
+def test_an_image_with_its_tokens_goes_through_the_processor(tmp_path: Path) -> None:
+    config = tiny_llava_config(image_token_index=WORDS["<image>"])
+    images = CLIPImageProcessor(size={"height": 28, "width": 28}, crop_size={"height": 28, "width": 28})
+    tokenizer = tiny_tokenizer(extra_special_tokens={"image_token": "<image>"})
+    LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    ).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+
+    *_, arguments = passes_of(build_tiny(config), tmp_path)
+    assert arguments["input_ids"].tolist() == [[WORDS[word] for word in ["<image>"] * 4 + ["What", "is", "it?"]]]
+    assert arguments["pixel_values"].shape == (1, 3, 28, 28)
+
+
+def test_where_nothing_lies_beside_it_inputs_are_guessed(tmp_path: Path) -> None:
+    save_tiny(VIT, tmp_path, model_class=ViTForImageClassification)
+    assert processor_of(tmp_path, {}) is None
+    assert processor_of(VIT, {}) is None
+    (arguments,) = passes_of(build_tiny(VIT, model_class=ViTForImageClassification), tmp_path)
+    assert arguments["pixel_values"].shape == (2, 3, 16, 16)
+
+
+# --- what it leaves behind -----------------------------------------------------------------------------------------
+
+
+class Careless(LlamaMLP):
+    """Draws from every random state there is, and changes what is global."""
+
+    raises: type[BaseException] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3), random.random(), numpy.random.rand(3)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        if self.raises is not None:
+            raise self.raises
+        return super().forward(x)
+
+
+class Interrupted(Careless):
+    raises = KeyboardInterrupt
+
+
+@pytest.fixture
+def _drawn_from() -> None:
+    torch.manual_seed(5)
+    torch.rand(3)
+
+
+def global_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": [str(part) for part in numpy.random.get_state(legacy=False).items()],
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+    }
+
+
+@pytest.mark.usefixtures("_drawn_from")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_it_changes_no_global_state(llama: Path, mode: Any) -> None:
+    with mode():
+        before = global_state()
+        found = verify(llama, OWN)
+        assert global_state() == before
+        assert found.failures == ()
+        assert all(stage.checked for stage in found.stages if stage.name == "gradients")
+        assert verify(tiny_llama_config(), OWN).passed
+        assert global_state() == before
+
+
+@pytest.mark.usefixtures("_drawn_from")
+@pytest.mark.parametrize("replacement", [Careless, Interrupted])
+def test_nor_does_a_replacement_that_changes_some(llama: Path, replacement: type[nn.Module]) -> None:
+    before = global_state()
+    with contextlib.suppress(KeyboardInterrupt):
+        verify(llama, Patcher({"LlamaMLP": replacement}))
+        assert replacement is Careless
+    assert global_state() == before
+
+
+@pytest.mark.usefixtures("_drawn_from")
+def test_nor_one_that_cannot_be_verified(tmp_path: Path) -> None:
+    save_tiny(tiny_llama_config(), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    before = global_state()
+    with pytest.raises(Exception, match="header"):
+        verify(tmp_path, OWN)
+    assert global_state() == before
 
 
 # --- the value -----------------------------------------------------------------------------------------------------
