@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patcher import seams
 from patcher.matching import search
-from patcher.seams import Concatenate, ConversionOps, WeightTransform
+from patcher.seams import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
-__all__ = ["RememberingConcatenate", "SplitBySizes", "describe", "filter_conversions", "identity", "joins", "single"]
+if TYPE_CHECKING:
+    from patcher.patcher import Patcher
+
+__all__ = [
+    "RememberingConcatenate",
+    "SelectedConversions",
+    "SplitBySizes",
+    "describe",
+    "identity",
+    "joins",
+    "select_conversions",
+    "single",
+]
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
@@ -47,25 +60,6 @@ def describe(transform: WeightTransform) -> str:
     arrow = f"{', '.join(seams.source_patterns(transform))} -> {', '.join(seams.target_patterns(transform))}"
     operations = getattr(transform, "operations", None)
     return f"{arrow} [{', '.join(map(repr, operations))}]" if operations else f"{arrow} [rename]"
-
-
-def filter_conversions(
-    conversions: Iterable[WeightTransform], filters: Iterable[str]
-) -> tuple[list[WeightTransform], list[tuple[WeightTransform, str]]]:
-    """The conversions that no filter is found in, and the dropped ones with the filters that dropped them."""
-    kept: list[WeightTransform] = []
-    dropped: list[tuple[WeightTransform, str]] = []
-    expressions = list(filters)
-    if not expressions:
-        return list(conversions), []
-    for conversion in conversions:
-        patterns = seams.all_patterns(conversion)
-        hits = [expression for expression in expressions if any(search(expression, text) for text in patterns)]
-        if hits:
-            dropped += [(conversion, hit) for hit in hits]
-        else:
-            kept.append(conversion)
-    return kept, dropped
 
 
 def joins(transform: WeightTransform) -> bool:
@@ -131,3 +125,41 @@ class SplitBySizes(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return Concatenate(self.dim)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedConversions:
+    """The conversions of a load: the added ones come first, the dropped ones are gone."""
+
+    added: tuple[WeightTransform, ...] = ()
+    kept: tuple[WeightTransform, ...] = ()
+    #: (stock conversion, the filter that dropped it, or "" where an added conversion takes its tensors)
+    dropped: tuple[tuple[WeightTransform, str], ...] = ()
+
+
+def select_conversions(
+    stock: Iterable[WeightTransform], patchers: Iterable[Patcher], fusion_transforms: Iterable[WeightTransform] = ()
+) -> SelectedConversions:
+    """Filter the stock conversions and put the extra ones in front, those of the innermost patcher first."""
+    patchers = list(patchers)
+    filters = dict.fromkeys(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
+    added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
+    added += [seams.copy_transform(transform) for transform in fusion_transforms]
+    kept: list[WeightTransform] = []
+    dropped: list[tuple[WeightTransform, str]] = []
+    for conversion in stock:
+        patterns = seams.all_patterns(conversion) if filters else ()
+        hits = [filtered for filtered in filters if any(search(filtered, text) for text in patterns)]
+        dropped += [(conversion, hit) for hit in hits]
+        if not hits:
+            kept.append(conversion)
+    # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
+    # but the first one names the target. So of two with one text only the one in front may stay.
+    taken = {
+        text for transform in added if isinstance(transform, WeightConverter) for text in transform.source_patterns
+    }
+    for transform in list(kept):
+        if isinstance(transform, WeightConverter) and taken.intersection(transform.source_patterns):
+            kept.remove(transform)
+            dropped.append((transform, ""))
+    return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))

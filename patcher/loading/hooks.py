@@ -25,6 +25,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, constructing, current_construction
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import cover_new_classes, covering
+from patcher.conversions import select_conversions
 from patcher.errors import PatcherError
 from patcher.fingerprints import check_built, check_pins
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
@@ -51,7 +52,6 @@ from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
 from patcher.patcher import Patcher
 from patcher.resolution.fused_modules import convert_modules, fuse_modules, prepare_fusions
-from patcher.resolution.resolution import select_conversions
 from patcher.seams import original_class
 
 __all__ = ["applied", "dry_run", "install"]
@@ -332,7 +332,7 @@ def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **k
     if record is None:
         return stock(model, *args, **kwargs)
     found = stock(seams.as_stock(model), *args, **kwargs)
-    selected = select_conversions(found, record.in_force, record.fusion_transforms)
+    selected = select_conversions(found, record.patchers, record.fusion_transforms)
     return [*map(seams.copy_transform, selected.added), *selected.kept]
 
 

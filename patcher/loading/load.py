@@ -22,7 +22,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction, constructing
 from patcher.construction.in_force import InForce, Matched, entering, in_force_for, tell_blocks
 from patcher.construction.init_hooks import covering
-from patcher.conversions import describe, identity, joins
+from patcher.conversions import SelectedConversions, describe, identity, joins, select_conversions
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatchedWeightsError
 from patcher.fingerprints import check_pins
 from patcher.journals import Journal, journal_of, track
@@ -42,7 +42,7 @@ from patcher.loading.initial_values import (
     keep_new_weights,
 )
 from patcher.loading.record import PatchRecord, Replaced, keep_record
-from patcher.resolution.resolution import Resolution, SelectedConversions, select_conversions, skeleton
+from patcher.resolution.resolution import Resolution, skeleton
 from patcher.seams import WeightTransform, original_class
 from patcher.simulation import Outcome, simulate
 
@@ -281,7 +281,7 @@ def select(
 ) -> tuple[Selected, list[WeightTransform]]:
     """The conversions of the load, from those of transformers: before the quantizer adapts them."""
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
-    conversions = select_conversions(stock[asked:], constructed.request.in_force, constructed.record.fusion_transforms)
+    conversions = select_conversions(stock[asked:], constructed.record.patchers, constructed.record.fusion_transforms)
     traced = tuple(track(transform) for transform in conversions.added)
     kept = [track(item) if joins(item) else item for item in conversions.kept]
     followed = tuple(item for item in kept if journal_of(item) is not None)

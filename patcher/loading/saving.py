@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.conversions import describe, identity
+from patcher.conversions import describe, identity, select_conversions
 from patcher.errors import PatchedWeightsError
 from patcher.giving_back import Renamed, undo
 from patcher.journals import Journal, journal_of, track
 from patcher.loading.record import PatchRecord, record_of
 from patcher.matching import compress
-from patcher.resolution.resolution import resolve_in_force, select_conversions, skeleton
+from patcher.resolution.resolution import resolve_in_force, skeleton
 from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
 from patcher.simulation import simulate
 
@@ -155,7 +155,7 @@ def _conversions_from_scratch(
     fusions = record.fusion_transforms
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_transforms
-    selected = select_conversions(conversions, record.in_force, fusions)
+    selected = select_conversions(conversions, record.patchers, fusions)
     traced = [track(transform) for transform in selected.added]
     if not traced and len(selected.kept) == len(conversions):
         return selected.kept

@@ -19,14 +19,14 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, constructing
 from patcher.construction.in_force import InForce, entering
 from patcher.construction.init_hooks import covering
-from patcher.conversions import describe, filter_conversions
+from patcher.conversions import describe, select_conversions
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
 from patcher.matching import compress
 from patcher.patcher import Patcher
-from patcher.seams import WeightConverter, WeightTransform, original_class
+from patcher.seams import WeightTransform, original_class
 
-__all__ = ["Resolution", "SelectedConversions", "resolve", "resolve_in_force", "select_conversions", "skeleton"]
+__all__ = ["Resolution", "resolve", "resolve_in_force", "skeleton"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ def resolve_in_force(
     for path in fused:
         refused.pop(path, None)
 
-    selected = select_conversions(seams.stock_conversions(model), entries, transforms)
+    selected = select_conversions(seams.stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
         classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
         replaced=MappingProxyType(replaced),
@@ -168,34 +168,3 @@ def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str
     classes = dict.fromkeys(type(module) for module in matches.values())
     made = {cls: fusion.make_fused_class(cls) for cls in classes}
     return {path: made[type(module)] for path, module in matches.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class SelectedConversions:
-    """The conversions of a load: the added ones come first, the dropped ones are gone."""
-
-    added: tuple[WeightTransform, ...] = ()
-    kept: tuple[WeightTransform, ...] = ()
-    #: (stock conversion, the filter that dropped it, or "" where an added conversion takes its tensors)
-    dropped: tuple[tuple[WeightTransform, str], ...] = ()
-
-
-def select_conversions(
-    stock: Iterable[WeightTransform], entries: Iterable[InForce], fusion_transforms: Iterable[WeightTransform] = ()
-) -> SelectedConversions:
-    """Filter the stock conversions and put the extra ones in front, those of the innermost patcher first."""
-    patchers = [entry.patcher for entry in entries]
-    filters = dict.fromkeys(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
-    added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
-    added += [seams.copy_transform(transform) for transform in fusion_transforms]
-    kept, dropped = filter_conversions(stock, filters)
-    # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
-    # but the first one names the target. So of two with one text only the one in front may stay.
-    taken = {
-        text for transform in added if isinstance(transform, WeightConverter) for text in transform.source_patterns
-    }
-    for transform in list(kept):
-        if isinstance(transform, WeightConverter) and taken.intersection(transform.source_patterns):
-            kept.remove(transform)
-            dropped.append((transform, ""))
-    return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))
