@@ -21,10 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP,
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
 from patcher.fusions import Fusion
-from tests import replaced_elsewhere, tiny
 from tests.codegen import test_runtime
-from tests.codegen.comparing import assert_equal_models, logits
-from tests.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
+from tests.support import replaced_elsewhere, tiny
+from tests.support.comparing import assert_equal_models, logits
+from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
 
 LLAMA = "transformers.models.llama.modeling_llama"
 

@@ -39,7 +39,7 @@ from patcher import (
     report,
 )
 from patcher.fusions.qkv import QKV as Family  # noqa: N811
-from tests.tiny import (
+from tests.support.tiny import (
     DECODER_SIZES,
     ENCODER_DECODER_SIZES,
     build_tiny,

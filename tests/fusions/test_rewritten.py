@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from patcher import Patcher, report
-from tests.fusions.checkpoints import tiny_qwen3_vl_moe_config
-from tests.tiny import (
+from tests.support.checkpoints import tiny_qwen3_vl_moe_config
+from tests.support.tiny import (
     build_tiny,
     tiny_bert_config,
     tiny_inputs,

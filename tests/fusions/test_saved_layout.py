@@ -26,9 +26,9 @@ from transformers import (
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, UnmatchedPatchError, report
 from patcher.fusions.patch_embeddings import PatchEmbeddings
 from patcher.fusions.qkv import QKV
-from tests.fusions.checkpoints import same_checkpoint, tiny_qwen3_vl_moe_config
-from tests.replacements import JOINED, OwnNorm
-from tests.tiny import (
+from tests.support.checkpoints import same_checkpoint, tiny_qwen3_vl_moe_config
+from tests.support.replacements import JOINED, OwnNorm
+from tests.support.tiny import (
     build_tiny,
     save_tiny,
     tiny_inputs,
