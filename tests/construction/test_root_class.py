@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from patcher import PatchConstructionError, Patcher
+from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OWN, OwnLayer, OwnMLP, same_output
 from tests.support.tiny import (
     save_tiny,
@@ -75,12 +75,6 @@ def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tiny_llama_config(tie_word_embeddings=True), tmp_path_factory.mktemp("tied"))
 
 
-def same_checkpoint(model: Any, folder: Path, again: Path) -> bool:
-    model.save_pretrained(again)
-    saved, original = load_file(again / "model.safetensors"), load_file(folder / "model.safetensors")
-    return list(saved) == list(original) and all(torch.equal(saved[key], original[key]) for key in original)
-
-
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("load_class", [AutoModelForCausalLM, LlamaForCausalLM])
 def test_the_root_class_can_be_replaced(
@@ -95,7 +89,8 @@ def test_the_root_class_can_be_replaced(
     inputs = tiny_inputs(stock.config)
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options), stock.generate(**inputs, **options))
-    assert same_checkpoint(model, llama, tmp_path)
+    model.save_pretrained(tmp_path)
+    assert same_checkpoint(tmp_path, llama)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
 
@@ -193,7 +188,8 @@ def test_a_replaced_root_keeps_the_conversions_of_its_class(
     assert (type(model), type(model.model)) == (mapping[stock.__name__], own_inner)
     assert derived == isinstance(model, stock)
     assert same_output(model, stock.from_pretrained(folder))
-    assert same_checkpoint(model, folder, tmp_path / "again")
+    model.save_pretrained(tmp_path / "again")
+    assert same_checkpoint(tmp_path / "again", folder)
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -201,7 +197,8 @@ def test_tied_weights_stay_tied(root: type[PreTrainedModel], tied_llama: Path, t
     model = LlamaForCausalLM.from_pretrained(tied_llama, patcher=Patcher({"LlamaForCausalLM": root}))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert same_output(model, LlamaForCausalLM.from_pretrained(tied_llama))
-    assert same_checkpoint(model, tied_llama, tmp_path)
+    model.save_pretrained(tmp_path)
+    assert same_checkpoint(tmp_path, tied_llama)
     made = LlamaForCausalLM._from_config(
         tiny_llama_config(tie_word_embeddings=True), patcher=Patcher({"LlamaForCausalLM": root})
     )
@@ -290,9 +287,7 @@ def test_a_sub_model_can_be_replaced(load_class: Any, llama: Path, tmp_path: Pat
     assert same_output(model, stock)
     model.save_pretrained(tmp_path / "patched")
     stock.save_pretrained(tmp_path / "stock")
-    saved = [load_file(tmp_path / name / "model.safetensors") for name in ("patched", "stock")]
-    assert list(saved[0]) == list(saved[1])
-    assert all(torch.equal(saved[0][key], saved[1][key]) for key in saved[1])
+    assert same_checkpoint(tmp_path / "patched", tmp_path / "stock")
     assert (tmp_path / "patched/config.json").read_text() == (tmp_path / "stock/config.json").read_text()
 
 
@@ -311,4 +306,5 @@ def test_a_replaced_gpt2_ties_its_head(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher({"GPT2LMHeadModel": OwnGPT2}))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert same_output(model, GPT2LMHeadModel.from_pretrained(folder))
-    assert same_checkpoint(model, folder, tmp_path / "again")
+    model.save_pretrained(tmp_path / "again")
+    assert same_checkpoint(tmp_path / "again", folder)

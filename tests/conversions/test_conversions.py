@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageTextToText, Concatenate, WeightConverter
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning
-from tests.loading.test_giving_back import JoinedAttention
+from tests.support.replacements import JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llava_config
 
 

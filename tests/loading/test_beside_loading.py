@@ -18,7 +18,9 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 import patcher
 from patcher import PatchedWeightsError, Patcher
-from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, JoinedBertAttention, count, joined, logits
+from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, JoinedBertAttention, count, joined
+from tests.support.checkpoints import same_checkpoint
+from tests.support.comparing import logits
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_bert_config, tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
 
@@ -31,13 +33,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tiny_qwen2_moe_config(), tmp_path_factory.mktemp("moe"))
-
-
-def assert_same_files(folder: Path, other: Path) -> None:
-    saved, expected = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
-    assert saved.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(saved[key], tensor), key
 
 
 # --- implementations -----------------------------------------------------------------------------------------------
@@ -126,7 +121,7 @@ def test_parameters_have_the_dtype_that_they_have_without_the_patcher(
     assert model.config.dtype == stock.config.dtype
     model.save_pretrained(tmp_path / "ours")
     stock.save_pretrained(tmp_path / "theirs")
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    assert same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
 
 
 # --- where the weights lie -----------------------------------------------------------------------------------------
@@ -173,7 +168,7 @@ def test_an_offloaded_model_saves_the_original_checkpoint(llama: Path, tmp_path:
     model = LlamaForCausalLM.from_pretrained(llama, patcher=FUSED_QKV, **options)
     with pytest.warns(UserWarning, match="save a model with offloaded modules"):
         model.save_pretrained(tmp_path / "saved")
-    assert_same_files(tmp_path / "saved", llama)
+    assert same_checkpoint(tmp_path / "saved", llama)
 
 
 # --- the checkpoint ------------------------------------------------------------------------------------------------
@@ -196,7 +191,7 @@ def test_key_mapping_runs_before_the_conversions_of_the_patcher(llama: Path, tmp
     model.save_pretrained(tmp_path / "ours")
     stock = LlamaForCausalLM.from_pretrained(odd, key_mapping={r"\.focus\.": ".self_attn."})
     stock.save_pretrained(tmp_path / "theirs")
-    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    assert same_checkpoint(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_key_mapping_is_never_filtered(moe: Path, tmp_path: Path) -> None:

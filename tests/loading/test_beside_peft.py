@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, WeightConverter
 from transformers.core_model_loading import Concatenate
 
 from patcher import Patcher
-from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count, logits
+from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count
+from tests.support.comparing import logits
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
 

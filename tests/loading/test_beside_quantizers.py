@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, TorchAoConfig
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
-from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, LinearExperts, logits
+from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, LinearExperts
+from tests.support.comparing import logits
 from tests.support.replacements import OWN
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_moe_config
 

@@ -28,21 +28,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from patcher import PatchedWeightsError, Patcher, report
 from patcher.giving_back import undo
 from patcher.journals import track
+from tests.support.checkpoints import assert_saved_alike, files
+from tests.support.replacements import JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llama_config
-
-
-class JoinedAttention(nn.Module):
-    """Queries, keys and values of one projection: of unequal sizes where heads are grouped."""
-
-    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
-        super().__init__()
-        width = config.head_dim
-        self.sizes = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
-        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return self.o_proj(self.qkv_proj(hidden_states)[..., : self.sizes[0]]), None
 
 
 def joined(*kinds: str, operation: ConversionOps | None = None) -> Patcher:
@@ -118,19 +106,6 @@ QKV = joined("weight")
 QKV_BIAS = joined("weight", "bias")
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "generation_config.json"}
-
-
-def assert_saved_alike(patched: Any, stock: Any, folder: Path, **options: Any) -> None:
-    patched.save_pretrained(folder / "patched", **options)
-    stock.save_pretrained(folder / "stock", **options)
-    one, other = files(folder / "patched"), files(folder / "stock")
-    assert one.keys() == other.keys()
-    for name in other:
-        assert one[name] == other[name], name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

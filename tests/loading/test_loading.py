@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
     LlamaModel,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -34,7 +33,7 @@ from tests.support.replacements import (
     classes,
     same_output,
 )
-from tests.support.tiny import DECODER_SIZES, build_tiny, save_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import build_tiny, save_tiny, tiny_inputs, tiny_llama_config, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -102,17 +101,6 @@ def test_a_model_from_a_config_has_the_replacement_and_real_weights(make: Any) -
     assert all(parameter.device.type == "cpu" and parameter.isfinite().all() for parameter in model.parameters())
     assert model(**tiny_inputs(model.config)).logits.isfinite().all()
     assert classes(LlamaForCausalLM(tiny_llama_config())) == {"LlamaMLP": 2, "LlamaRMSNorm": 5}
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {f"w{index}": index for index in range(DECODER_SIZES["vocab_size"])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3")
 
 
 def test_a_pipeline_takes_a_patcher(llama: Path) -> None:

@@ -14,9 +14,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError
-from tests.loading.test_loading import tiny_tokenizer
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, With, joining
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_moe_config
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_moe_config, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

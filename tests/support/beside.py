@@ -18,7 +18,6 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 from patcher import Patcher
-from tests.support.tiny import tiny_inputs
 
 
 class Expert(nn.Module):
@@ -136,12 +135,6 @@ def joined(class_name: str, replacement: type[nn.Module]) -> Patcher:
             for kind in ("weight", "bias")
         ],
     )
-
-
-@torch.no_grad()
-def logits(model: Any, **options: Any) -> torch.Tensor:
-    """The first output of a model for tiny inputs."""
-    return model.eval()(**tiny_inputs(model.config), **options)[0]
 
 
 def count(model: nn.Module, *names: str) -> int:

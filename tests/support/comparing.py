@@ -1,4 +1,4 @@
-"""What models compute and save, compared to the bit."""
+"""What models compute, compared to the bit."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support import tiny
+from tests.support.checkpoints import saved
 
 
-def logits(model: PreTrainedModel, inputs: dict[str, Any] | None = None) -> torch.Tensor:
+def logits(model: Any, inputs: dict[str, Any] | None = None) -> torch.Tensor:
     """What a model computes: its logits, or its first output where it has none."""
     with torch.no_grad():
         found = model.eval()(**(tiny.tiny_inputs(model.config) if inputs is None else inputs))
     result: torch.Tensor = found.logits if "logits" in found else found[0]
     return result
-
-
-def saved(model: PreTrainedModel, folder: Path) -> dict[str, bytes]:
-    """The files that a model saves, but for the generation config, in which some classes have none."""
-    model.save_pretrained(folder)
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "generation_config.json"}
 
 
 def assert_equal_models(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
@@ -58,6 +58,20 @@ class JoinedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class JoinedAttention(nn.Module):
+    """Queries, keys and values of one projection: of unequal sizes where heads are grouped."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__()
+        width = config.head_dim
+        self.sizes = [config.num_attention_heads * width, *[config.num_key_value_heads * width] * 2]
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.sizes[0], config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return self.o_proj(self.qkv_proj(hidden_states)[..., : self.sizes[0]]), None
 
 
 class Without(OwnMLP):

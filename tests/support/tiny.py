@@ -10,7 +10,7 @@ that was swapped or is missing would go unnoticed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -25,9 +25,13 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tests.support.remote_code import remote_code_model as remote_code_model  # one place to import tiny models from
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Queries have 64 rows, keys and values 32: unequal, so that splitting a joined projection evenly is always wrong.
 DECODER_SIZES: dict[str, Any] = {
@@ -120,6 +124,18 @@ def tiny_qwen2_vl_config(**changes: Any) -> Qwen2VLConfig:
     return Qwen2VLConfig(**towers | tokens | changes)
 
 
+def tiny_qwen3_vl_moe_config(**changes: Any) -> Qwen3VLMoeConfig:
+    """Conv3d patches, grouped queries, experts in the first layer of the text tower and a gated MLP in the second."""
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48}
+    vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+    text = DECODER_SIZES | experts | {"head_dim": 16, "rope_parameters": rope}
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+    tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    return Qwen3VLMoeConfig(**{"vision_config": vision, "text_config": text} | tokens | changes)
+
+
 def build_tiny(
     config: PretrainedConfig,
     *,
@@ -190,6 +206,19 @@ def tiny_inputs(config: PretrainedConfig, *, batch: int = 2, length: int = 12, s
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * batch)
         inputs["mm_token_type_ids"] = (input_ids == IMAGE_TOKEN).int()
     return inputs
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a word: `w0` to `w127`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(DECODER_SIZES["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w3")
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
