@@ -154,6 +154,10 @@ def test_private_names_of_a_library_are_seen(source: str, found: str) -> None:
         ("def f(model):\n    return getattr(model, '_theirs', None)", "p.a:2 uses _theirs"),
         ("def f(self):\n    return self._theirs", "p.a:2 uses _theirs"),  # of a class that ours inherits
         ("class C:\n    def __init__(self):\n        self._ours = 1\ndef f(c):\n    return c._ours", ""),
+        (
+            "class C:\n    def f(self):\n        object.__setattr__(self, '_ours', 1)\ndef f(c):\n    return c._ours",
+            "",
+        ),
         ("class C:\n    _ours: int\ndef f(c):\n    return c._ours + c.__class__ + c.theirs", ""),
         ("def f(module):\n    return module._modules", ""),  # known
     ],

@@ -54,11 +54,12 @@ def upward(modules: Modules, order: Sequence[str], exempt: Exempt = ()) -> list[
     """Modules that stand nowhere in the order, and imports of what stands below the importer in it."""
     rank = {name: number for number, name in enumerate(order)}
     lost = [f"{name}: {room(name)!r} is not in the order" for name in modules if room(name) not in rank]
-    return lost + [
+    found = (
         f"{importer}:{statement.line} imports {imported}"
         for importer, imported, statement in edges(modules, exempt)
         if rank.get(room(importer), 0) < rank.get(room(imported), 0)
-    ]
+    )
+    return lost + list(dict.fromkeys(found))  # a line can import several names
 
 
 def reached(start: str, modules: Modules) -> set[str]:
@@ -140,6 +141,8 @@ def _bound(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and _is_self(node.args[0]):
+            yield _text(node.args[1])  # in a frozen dataclass
 
 
 def _is_self(node: ast.expr) -> bool:
