@@ -14,8 +14,9 @@ from patcher import InvalidPatcherError, PatcherError, seams
 from tests.support.tiny import tiny_llama_config
 
 
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def run(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -25,18 +26,29 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "from patcher import Patcher",
-        "import patcher; patcher.report",
-        "import patcher; patcher.install()",
-        "from patcher.monkey_patching import clear_patch_mapping",
-    ],
-)
-def test_using_any_public_name_installs_the_hook(use: str) -> None:
-    code = f"{use}; from transformers import PreTrainedModel as P; print(hasattr(P.from_pretrained, '__wrapped__'))"
-    assert run(code) == "True\n"
+USES = [
+    "from patcher import Patcher",
+    "import patcher; patcher.report",
+    "import patcher; patcher.install()",
+    "from patcher.monkey_patching import clear_patch_mapping",
+]
+# Each in a process that hasn't imported patcher, forked from one that has imported what takes seconds.
+EACH_BY_ITSELF = """
+import os, sys
+from transformers import PreTrainedModel
+for use in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        assert "patcher" not in sys.modules
+        exec(use)
+        print(use, "->", hasattr(PreTrainedModel.from_pretrained, "__wrapped__"), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_using_any_public_name_installs_the_hook() -> None:
+    assert run(EACH_BY_ITSELF, *USES).splitlines() == [f"{use} -> True" for use in USES]
 
 
 def test_installing_twice_hooks_once() -> None:
