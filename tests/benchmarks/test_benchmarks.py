@@ -31,7 +31,7 @@ def test_candidates_take_turns_and_are_compared_turn_by_turn() -> None:
 @pytest.mark.slow
 def test_patch_embeddings() -> None:
     # In a process of its own: transformers' `fusion_config` stays in force for the process.
-    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_patch_embeddings", "1"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_patch_embeddings", "1", "16"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr

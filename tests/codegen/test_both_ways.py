@@ -165,6 +165,7 @@ def test_the_same_config_is_the_same_patcher_and_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(first)) == first
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_to_do_before_unpickling(tmp_path: Path) -> None:
     path = tmp_path / "patcher.pickle"
     path.write_bytes(pickle.dumps(llama_config(*AFFECTED["two"][0]).to_patcher()))
