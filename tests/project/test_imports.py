@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from tests.support.architecture import (
 )
 from tests.support.imports import Module, modules_of, parse
 
-TESTS = Path(__file__).parents[1]
+
+@cache
+def ours() -> dict[str, Module]:
+    return modules_of(Path(__file__).parents[1])
 
 
 def is_test(module: str) -> bool:
@@ -30,7 +34,7 @@ def imported_by(module: Module) -> set[str]:
 
 
 def test_no_test_is_imported() -> None:
-    modules = modules_of(TESTS)
+    modules = ours()
     imported = {name: {each for each in imported_by(module) if is_test(each)} for name, module in modules.items()}
 
     assert len([name for name in modules if is_test(name)]) > 40
@@ -38,7 +42,7 @@ def test_no_test_is_imported() -> None:
 
 
 def test_support_stands_by_itself() -> None:
-    modules = modules_of(TESTS)
+    modules = ours()
     support = [name for name in modules if name.startswith("tests.support")]
     others = {
         name: {each for each in imported_by(modules[name]) if each.startswith("tests.") and each in modules}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[2] / "README.md"
 SECONDS = re.compile(r"\d+\.\d\d( s)?(?=[ ,)])")
 
@@ -16,6 +18,7 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
+@pytest.mark.slow
 def test_readme_program_prints_what_the_readme_says(smollm2: Path, tmp_path: Path) -> None:
     program, expected = blocks("python")[0], blocks("")[0]
     repo_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -27,6 +30,7 @@ def test_readme_program_prints_what_the_readme_says(smollm2: Path, tmp_path: Pat
     assert SECONDS.sub("0", done.stdout).split("\n") == SECONDS.sub("0", expected).split("\n")
 
 
+@pytest.mark.slow
 def test_readme_saves_what_it_loaded(smollm2: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
 

@@ -126,6 +126,7 @@ def _assert_fills_in(model: torch.nn.Module, folder: Path) -> None:
     assert right >= 3
 
 
+@pytest.mark.slow
 def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from tests.support.imports import Import, Module
+from tests.support.imports import Import, Module, dotted
 
 __all__ = ["circles", "frame_users", "not_public", "private_attributes", "private_imports", "reached", "upward"]
 
@@ -104,10 +104,10 @@ def _dotted_uses(
     for node in ast.walk(module.tree):
         name = ""
         if isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules":
+            name = dotted(node)
+        elif isinstance(node, ast.Subscript) and dotted(node.value) == "sys.modules":
             name = _text(node.slice)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "sys.modules.get" and node.args:
+        elif isinstance(node, ast.Call) and dotted(node.func) == "sys.modules.get" and node.args:
             name = _text(node.args[0])
         if name.partition(".")[0] == library and name not in {library, *public} and is_module(name):
             yield node.lineno, name
@@ -141,7 +141,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and _is_self(node.args[0]):
+        elif isinstance(node, ast.Call) and dotted(node.func) == "object.__setattr__" and _is_self(node.args[0]):
             yield _text(node.args[1])  # in a frozen dataclass
 
 
@@ -152,7 +152,7 @@ def _is_self(node: ast.expr) -> bool:
 def _accessed(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+    if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
         return _text(node.args[1]) if len(node.args) > 1 else ""
     return ""
 
@@ -167,7 +167,7 @@ def frame_users(modules: Modules) -> set[str]:
     for module in modules.values():
         imported = {each.name for each in module.imports if f"{each.module}.{each.name}" in FRAMES}
         for function, node in _with_functions(module.tree, ""):
-            if (isinstance(node, ast.Attribute) and ast.unparse(node) in FRAMES) or (
+            if (isinstance(node, ast.Attribute) and dotted(node) in FRAMES) or (
                 isinstance(node, ast.Name) and node.id in imported
             ):
                 found.add(f"{module.name}:{function}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Import", "Module", "modules_of", "parse"]
+__all__ = ["Import", "Module", "dotted", "modules_of", "parse"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,18 @@ def modules_of(folder: Path) -> dict[str, Module]:
     return found
 
 
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of such an expression, "" of any other."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 def _imports(node: ast.AST, package: str, function: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if isinstance(child, ast.If) and dotted(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             yield from _imports(ast.Module(child.orelse, []), package, function)
             continue
         if isinstance(child, ast.Import):
@@ -72,7 +81,7 @@ def _origin(statement: ast.ImportFrom, package: str) -> str:
 
 
 def _imported_by_call(call: ast.Call) -> str:
-    if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "__import__") or not call.args:
+    if dotted(call.func).rpartition(".")[2] not in ("import_module", "__import__") or not call.args:
         return ""
     name = call.args[0]
     return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
