@@ -18,7 +18,11 @@ from patcher.cli import app
 from patcher.codegen import PatchConfig
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [path for path in [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")] if path.name != "CHANGELOG.md"]
+DOCUMENTS = [
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("tests/**/*.md")]
+    if path.name != "CHANGELOG.md"
+]
 TABLES = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
 
