@@ -13,7 +13,7 @@ import sys
 import time
 
 from patcher.codegen import PatchConfig, generate
-from tests.codegen.identity import modeling_modules
+from tests.identity.law import modeling_modules
 
 TYPICAL = "transformers.models.qwen3.modeling_qwen3"
 COMMAND = (

@@ -39,8 +39,8 @@ print(json.dumps(time.perf_counter() - started))
 
 PEAK = """
 import json, sys
-from tests.memory import peak
-from tests.replacements import JOINED
+from tests.support.memory import peak
+from tests.support.replacements import JOINED
 from transformers import AutoModelForCausalLM, logging
 logging.disable_progress_bar()
 import torch
@@ -151,7 +151,7 @@ def main(repetitions: int = 5) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, logging
 
     from tests.real_models import smollm2_small
-    from tests.tiny import tiny_llama_config
+    from tests.support.tiny import tiny_llama_config
 
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as name:

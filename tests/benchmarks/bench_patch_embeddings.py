@@ -1,10 +1,11 @@
 """How fast a patch projection is as a linear layer (budget: 3 times as fast as Conv3d, twice as fast as Conv2d).
 
-    python -m tests.benchmarks.bench_patch_embeddings [REPETITIONS]
+    python -m tests.benchmarks.bench_patch_embeddings [REPETITIONS [SHARE]]
 
 First the modules alone, with the bare matrix product of the same size beside them: nothing in float32 is faster than
 that. A convolution over whole images is already about as fast as the product, so there the budget is not reached.
-Then Qwen3-VL's patch embedding: stock, transformers' own `fusion_config`, and ours.
+Then Qwen3-VL's patch embedding: stock, transformers' own `fusion_config`, and ours. With SHARE the modules have that
+share of their features only: quick, and no measurement.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ MODULES: list[tuple[str, tuple[int, int, tuple[int, ...]], tuple[int, ...], floa
 ]
 
 
-def modules(repetitions: int) -> None:
+def modules(repetitions: int, share: int) -> None:
     from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 
     for name, (channels, features, kernel), shape, budget in MODULES:
         kind = {2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)]
-        convolution = kind(channels, features, kernel, kernel)
+        convolution = kind(channels, features // share, kernel, kernel)
         linear = LinearPatchEmbedding.of(convolution)
         image = torch.randn(shape)
         rows = torch.randn(image.numel() // linear.linear.in_features, linear.linear.in_features)
@@ -91,16 +92,16 @@ def beside_fusion_config(repetitions: int) -> None:
     line("  stock / patch_embeddings", f"{ratio(times, 'stock', 'ours'):.1f} x")
 
 
-def main(repetitions: int = 9) -> None:
+def main(repetitions: int = 9, share: int = 1) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import logging
 
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(THREADS, threads))
     torch.manual_seed(0)
     try:
-        modules(repetitions)
+        modules(repetitions, share)
         beside_fusion_config(repetitions)
     finally:
         torch.set_num_threads(threads)

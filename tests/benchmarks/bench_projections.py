@@ -96,7 +96,7 @@ def main(repetitions: int = 5, folder: Path | None = None) -> None:
 
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(min(THREADS, threads))
     try:
         load_and_first_forward(folder or smollm2(), repetitions)
         decoding(folder or smollm2(), repetitions)

@@ -21,10 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP,
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
 from patcher.fusions import Fusion
-from tests import replaced_elsewhere, tiny
-from tests.codegen import test_runtime
-from tests.codegen.comparing import assert_equal_models, logits
-from tests.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
+from tests.codegen import every_kind
+from tests.support import replaced_elsewhere, tiny
+from tests.support.comparing import assert_equal_models, logits
+from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
 
 LLAMA = "transformers.models.llama.modeling_llama"
 
@@ -107,7 +107,7 @@ def test_code_that_asks_for_a_patched_class_differs_too() -> None:
 def test_a_config_and_its_file_compute_and_save_the_same(
     case: str, folders: dict[str, Path], imported: Any, tmp_path: Path
 ) -> None:
-    config = test_runtime.config if case == "every kind of patch" else llama_config(*AFFECTED[case][0])
+    config = every_kind.config if case == "every kind of patch" else llama_config(*AFFECTED[case][0])
     before = config.target_file
     try:
         module, folder = imported(config), folders["llama"]
@@ -122,7 +122,7 @@ def test_a_config_and_its_file_compute_and_save_the_same(
 
 def test_every_model_of_the_module_can_be_loaded(folders: dict[str, Path]) -> None:
     """No model has all classes of a file: `LlamaModel` has no head."""
-    patcher = test_runtime.config.to_patcher()
+    patcher = every_kind.config.to_patcher()
     assert "LlamaForSequenceClassification" in patcher.class_mapping
     for cls in (AutoModelForCausalLM, AutoModel):
         model = cls.from_pretrained(folders["llama"], patcher=patcher)
@@ -132,7 +132,7 @@ def test_every_model_of_the_module_can_be_loaded(folders: dict[str, Path]) -> No
 
 
 def test_a_model_of_another_module_raises(folders: dict[str, Path]) -> None:
-    patcher = test_runtime.config.to_patcher()
+    patcher = every_kind.config.to_patcher()
     with pytest.raises(UnmatchedPatchError, match=r"no class of the model matches any of 'LlamaAttention', "):
         AutoModel.from_pretrained(folders["bert"], patcher=patcher)
 
@@ -165,6 +165,7 @@ def test_the_same_config_is_the_same_patcher_and_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(first)) == first
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_to_do_before_unpickling(tmp_path: Path) -> None:
     path = tmp_path / "patcher.pickle"
     path.write_bytes(pickle.dumps(llama_config(*AFFECTED["two"][0]).to_patcher()))

@@ -16,7 +16,7 @@ from patcher.codegen import check
 from patcher.codegen.checker import discover, load_configs, read_settings
 from patcher.codegen.cli import app, codegen
 from patcher.errors import CodegenError
-from tests.codegen.test_writer import needs_ruff
+from tests.support.ruff import needs_ruff
 
 SOURCE = """
 def g(x):

@@ -14,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
-from tests import tiny
-from tests.codegen.comparing import assert_equal_models, logits
-from tests.coverage_models import small_configs
+from tests.coverage.models import small_configs
+from tests.support import tiny
+from tests.support.comparing import assert_equal_models, logits
 
 DECODER = tiny.DECODER_SIZES
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}

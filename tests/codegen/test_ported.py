@@ -16,8 +16,8 @@ from transformers.models.qwen3 import modeling_qwen3
 from typer.testing import CliRunner
 
 from patcher.codegen.cli import app
-from tests import tiny
 from tests.codegen.ported_kernels import ExternalMLP
+from tests.support import tiny
 
 CONFIG = "tests.codegen.ported"
 

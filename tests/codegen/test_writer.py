@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,7 @@ import pytest
 from patcher.codegen import PatchConfig, generate, write
 from patcher.codegen.writer import run_ruff
 from patcher.errors import CodegenError
-
-# a development tool, not installed where only the tests run
-needs_ruff = pytest.mark.skipif(
-    shutil.which("ruff", path=str(Path(sys.executable).parent)) is None and shutil.which("ruff") is None,
-    reason="ruff is not installed",
-)
+from tests.support.ruff import needs_ruff
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from patcher import Patcher, PatcherWarning, UnmatchedPatchError, report
 from patcher.construction import init_hooks
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-from tests.replacements import OwnMLP
-from tests.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.replacements import OwnMLP
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 class MyMLP(LlamaMLP):

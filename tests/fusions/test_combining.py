@@ -19,8 +19,16 @@ from patcher.fusions.patch_embeddings import PatchEmbeddings
 from patcher.fusions.qkv import QKV
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import original_state_dict
-from tests.fusions.checkpoints import same_checkpoint, tiny_qwen3_vl_moe_config
-from tests.tiny import build_tiny, save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config, tiny_qwen2_vl_config
+from tests.support.checkpoints import same_checkpoint
+from tests.support.tiny import (
+    build_tiny,
+    save_tiny,
+    tiny_inputs,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen2_vl_config,
+    tiny_qwen3_vl_moe_config,
+)
 
 FAMILIES = ("patch_embeddings", "qkv", "gate_up", "sequential_experts")
 

@@ -35,8 +35,8 @@ from transformers import (
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import Fusion
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding, PatchEmbeddings
-from tests.fusions.checkpoints import same_checkpoint
-from tests.tiny import (
+from tests.support.checkpoints import same_checkpoint
+from tests.support.tiny import (
     DECODER_SIZES,
     build_tiny,
     save_tiny,

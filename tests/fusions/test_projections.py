@@ -39,7 +39,8 @@ from patcher import (
     report,
 )
 from patcher.fusions.qkv import QKV as Family  # noqa: N811
-from tests.tiny import (
+from tests.support.checkpoints import same_checkpoint
+from tests.support.tiny import (
     DECODER_SIZES,
     ENCODER_DECODER_SIZES,
     build_tiny,
@@ -65,13 +66,6 @@ CASES = [
     pytest.param(tiny_bert_config(), QKV, id="bert"),
     pytest.param(tiny_llava_config(), BOTH, id="llava, two towers"),
 ]
-
-
-def same_checkpoint(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.glob("*.safetensors"))
-    assert names == sorted(path.name for path in other.glob("*.safetensors"))
-    assert names
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 from patcher import Patcher, report
-from tests.fusions.checkpoints import tiny_qwen3_vl_moe_config
-from tests.tiny import (
+from tests.support.tiny import (
     build_tiny,
     tiny_bert_config,
     tiny_inputs,
@@ -36,6 +35,7 @@ from tests.tiny import (
     tiny_llava_config,
     tiny_mixtral_config,
     tiny_qwen2_vl_config,
+    tiny_qwen3_vl_moe_config,
 )
 
 T5 = T5Config(

@@ -26,9 +26,9 @@ from transformers import (
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, UnmatchedPatchError, report
 from patcher.fusions.patch_embeddings import PatchEmbeddings
 from patcher.fusions.qkv import QKV
-from tests.fusions.checkpoints import same_checkpoint, tiny_qwen3_vl_moe_config
-from tests.replacements import JOINED, OwnNorm
-from tests.tiny import (
+from tests.support.checkpoints import same_checkpoint
+from tests.support.replacements import JOINED, OwnNorm
+from tests.support.tiny import (
     build_tiny,
     save_tiny,
     tiny_inputs,
@@ -36,6 +36,7 @@ from tests.tiny import (
     tiny_mixtral_config,
     tiny_qwen2_moe_config,
     tiny_qwen2_vl_config,
+    tiny_qwen3_vl_moe_config,
 )
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
@@ -218,7 +219,8 @@ QUANTIZATIONS = {"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": Tr
 @pytest.mark.parametrize("bits", QUANTIZATIONS)
 def test_what_is_quantized_can_be_saved_so(bits: str, tmp_path: Path) -> None:
     """In the original format it can't: nothing can split the scales of a quantized matrix."""
-    save_tiny(tiny_mixtral_config(), tmp_path / "checkpoint")
+    # Rows of whole blocks of 64: where the CPU has avx512_bf16, bitsandbytes packs them anew and supports no others.
+    save_tiny(tiny_mixtral_config(intermediate_size=128), tmp_path / "checkpoint")
     patcher = Patcher(fusions=["sequential_experts", "qkv"])
     quantized = AutoModelForCausalLM.from_pretrained(
         tmp_path / "checkpoint", patcher=patcher, quantization_config=BitsAndBytesConfig(**QUANTIZATIONS[bits])

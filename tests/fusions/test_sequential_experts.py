@@ -38,8 +38,8 @@ from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import original_state_dict
 from patcher.seams import stock_revert
-from tests.fusions.checkpoints import same_checkpoint
-from tests.tiny import (
+from tests.support.checkpoints import same_checkpoint
+from tests.support.tiny import (
     DECODER_SIZES,
     build_tiny,
     save_tiny,
@@ -168,7 +168,7 @@ import sys
 from transformers import MixtralForCausalLM
 from patcher import Patcher
 import patcher.fusions.sequential_experts
-from tests.memory import peak
+from tests.support.memory import peak
 patcher = Patcher(fusions="sequential_experts")
 before = peak()
 MixtralForCausalLM.from_pretrained(sys.argv[1], patcher=patcher)

@@ -17,7 +17,7 @@ from patcher import Patcher
 from patcher.fusions.calls import passes
 from patcher.fusions.qkv import QKV
 from patcher.fusions.tracing import Assumptions
-from tests.tiny import randomize
+from tests.support.tiny import randomize
 
 PROJECTIONS = "q, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)"
 

@@ -15,8 +15,8 @@ from transformers import Concatenate, LlamaConfig, LlamaForCausalLM, WeightConve
 
 from patcher import PatchedWeightsError, Patcher, PatcherError, UnmatchedPatchError, plan
 from patcher.resolution.resolution import resolution
-from tests.replacements import OwnMLP
-from tests.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.replacements import OwnMLP
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 class GateUpMLP(nn.Module):

@@ -1,0 +1,436 @@
+"""The `patcher` command: what it says, where, and how it exits."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from patcher.cli import app
+
+CONFIG = """
+from patcher.codegen import PatchConfig
+
+config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
+config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
+"""
+COMMANDS = ["presets", "plan", "verify", "diff", "fingerprint", "codegen"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def said(done: Any) -> str:
+    """What a user reads, whatever a library writes there besides."""
+    return "".join(re.findall(r"^error: .*(?:\n(?!\s*$).*)*", done.stderr, re.MULTILINE))
+
+
+def test_codegen_is_a_command_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama_patch_gen_config.py").write_text(CONFIG)
+    (tmp_path / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "."\n')
+    done = CliRunner().invoke(app, ["codegen", "llama_patch_gen_config.py", "--diff"])
+    assert done.exit_code == 0, done.output
+    assert "def rotate_half(x):\n    return x\n" in (tmp_path / "generated" / "patched.py").read_text()
+    assert CliRunner().invoke(app, ["codegen", "--check"]).exit_code == 0
+    assert "patched.py, 1 patches" in CliRunner().invoke(app, ["codegen", "--list"]).output
+
+
+# --- how it starts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['patcher', *{arguments!r}]\n"
+        "from patcher.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
+        "heavy = {'torch', 'transformers', 'libcst', 'numpy', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: patcher" in done.stdout
+
+
+def test_help_names_every_command_and_says_all_of_what_it_does() -> None:
+    text = run("--help").output
+    for command in COMMANDS:
+        (line,) = re.findall(rf"^  {command} .*", text, re.MULTILINE)
+        assert line.endswith("."), line
+        assert "..." not in line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_it(shell: str) -> None:
+    environment = os.environ | {"_PATCHER_COMPLETE": f"source_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from patcher.cli import main; main()"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "_PATCHER_COMPLETE" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
+# --- a model -------------------------------------------------------------------------------------------------------
+
+MINE = """
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+from patcher import Patcher
+
+class Doubled(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+class Unfit(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.other = nn.Linear(2, 2)
+    def forward(self, x):
+        return x
+
+class Same(LlamaMLP):
+    pass
+
+DOUBLED = Patcher({"LlamaMLP": Doubled}, name="doubled")
+SAME = Patcher({"LlamaMLP": Same}, fingerprints={"LlamaMLP": "0" * 16})
+UNFIT = Patcher({"LlamaMLP": Unfit})
+MISSPELT = Patcher({"LlamaMPL": Doubled})
+PINNED = Patcher({"LlamaMLP": Doubled}, name="pinned", fingerprints={"LlamaMLP": "0" * 16, "LlamaGone": "1" * 16})
+DRIFTED = DOUBLED.replace(fingerprints={"LlamaMLP": "0" * 16})
+NUMBER = 3
+print("said while it is imported")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny import save_tiny, tiny_llama_config
+
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of patchers in the current folder."""
+    (tmp_path / "my_patches.py").write_text(MINE)
+    (tmp_path / "broken_patches.py").write_text("raise KeyError('half done')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("my_patches", "broken_patches"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return "my_patches"
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--fusion", "qkv", "--fusion", "gate_up"], 0),
+        (["--patcher", "my_patches:DOUBLED", "--fusion", "qkv"], 0),
+        (["--patcher", "my_patches:UNFIT"], 1),
+        (["--patcher", "my_patches:MISSPELT"], 1),
+    ],
+    ids=["fusions", "both", "unfit", "misspelt"],
+)
+def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str], code: int) -> None:
+    done = run("plan", folder, *options)
+    assert done.exit_code == code, done.output
+    assert "LlamaForCausalLM: " in done.stdout.splitlines()[0]
+    assert ("Problems" in done.stdout) == bool(code)
+    told = run("plan", folder, *options, "--json")
+    assert told.exit_code == code
+    data = json.loads(told.stdout)  # the print of the module is not there
+    assert data["ok"] == (code == 0)
+    assert (
+        len(data["fused"]) + len(data["replaced"]) == {"--fusion": 4, "--patcher": 4 if not code else 2}[options[0]]
+        or code
+    )
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        pytest.param(["--fusion", "qkv", "--dtype", "bfloat16"], 0, marks=pytest.mark.slow),
+        pytest.param(["--patcher", "my_patches:DOUBLED"], 1, marks=pytest.mark.slow),
+        (["--patcher", "my_patches:UNFIT"], 1),
+    ],
+    ids=["right", "wrong", "unfit"],
+)
+def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: list[str], code: int) -> None:
+    done = run("verify", folder, *options, "--json")
+    assert done.exit_code == code, done.output
+    if options[-1] != "my_patches:UNFIT":
+        assert json.loads(done.stdout)["passed"] == (code == 0)
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
+    for command in ("plan", "verify"):
+        told = json.loads(run(command, folder, "--patcher", "my_patches:DRIFTED", "--json").stdout)
+        assert "`patcher fingerprint doubled --verify MODEL` verifies it on this code" in json.dumps(told)
+    done = run("plan", folder, "--patcher", "my_patches:DRIFTED", "--unpinned", "--json")
+    assert (done.exit_code, json.loads(done.stdout)["ok"]) == (0, True)
+
+
+@pytest.mark.usefixtures("mine")
+def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
+    done = run("diff", folder, "--patcher", "my_patches:DOUBLED", "--fusion", "qkv")
+    assert done.exit_code == 0, done.output
+    assert "+++ my_patches.Doubled\n" in done.stdout
+    assert "+        return 2 * super().forward(x)\n" in done.stdout
+    assert "fused by 'qkv'" in done.stdout
+    assert "\x1b" not in done.stdout
+    data = json.loads(run("diff", folder, "--patcher", "my_patches:DOUBLED", "--json").stdout)
+    assert [entry["becomes"] for entry in data["classes"]] == ["my_patches.Doubled"]
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_prints_a_pin_that_holds(folder: Path) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from patcher.fingerprints import fingerprint
+
+    done = run("fingerprint", "my_patches:DOUBLED")
+    assert done.exit_code == 0, done.output
+    assert f'    "LlamaMLP": "{fingerprint(LlamaMLP)}",  # transformers.models.llama.modeling_llama' in done.stdout
+    written: dict[str, Any] = {}
+    exec(done.stdout.replace("fingerprints=", "fingerprints = "), written)
+    assert written["fingerprints"] == {"LlamaMLP": fingerprint(LlamaMLP)}
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
+    done = run("fingerprint", "my_patches:PINNED")
+    assert done.exit_code == 1
+    assert f"modeling_llama: pinned {'0' * 16}" in done.stdout
+    assert f"# LlamaGone: pinned {'1' * 16}, and this transformers has no such class" in done.stdout
+    told = run("fingerprint", "my_patches:PINNED", "--json")
+    assert told.exit_code == 1
+    data = json.loads(told.stdout)
+    assert data["holds"] is False
+    assert [(entry["class"], entry["pinned"]) for entry in data["classes"]] == [
+        ("LlamaMLP", ["0" * 16]),
+        ("LlamaGone", ["1" * 16]),
+    ]
+
+
+@pytest.mark.usefixtures("mine")
+def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> None:
+    done = run("fingerprint", "my_patches:SAME", "--verify", folder)
+    assert done.exit_code == 0, done.output
+    assert "the same as stock" in done.stderr
+    assert "fingerprints={\n" in done.stdout
+
+    done = run("fingerprint", "my_patches:DRIFTED", "--verify", folder)
+    assert done.exit_code == 1
+    assert "NOT the same as stock" in done.stderr
+    assert "fingerprints={" not in done.stdout
+    assert run("fingerprint", "my_patches:SAME", "--verify", folder / "none").exit_code == 2
+
+
+@pytest.mark.usefixtures("mine")
+def test_the_advice_for_what_names_no_class_is_followed(tmp_path: Path) -> None:
+    import patcher
+
+    (tmp_path / "fused_patches.py").write_text("from patcher import Patcher\nFUSED = Patcher(fusions='gate_up')\n")
+    done = run("fingerprint", "fused_patches:FUSED")
+    assert done.exit_code == 2
+    imported, written = re.findall(r"`(from patcher import .*)`, (patcher\.replace\(.*\))\.", said(done))[0]
+    names: dict[str, Any] = {"patcher": patcher.Patcher(fusions="gate_up")}
+    exec(f"from transformers.models.llama.modeling_llama import LlamaMLP\n{imported}\npinned = {written}", names)
+    assert names["pinned"].fingerprints == {"LlamaMLP": (patcher.fingerprint(names["LlamaMLP"]),)}
+
+
+# --- presets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def laid_out(mine: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package of presets that is laid out as ours: constants, some of which need a package, and `for_model`."""
+    from patcher import Patcher
+
+    monkeypatch.syspath_prepend(Path.cwd())
+    package = ModuleType("patcher.presets")
+    joined = Patcher(fusions=["qkv", "gate_up"], name="joined", transformers=">=5.17")
+
+    def lacking(name: str) -> Any:
+        if name == "KERNELS":
+            raise ImportError("it needs liger-kernel; pip install liger-kernel")
+        raise AttributeError(name)
+
+    vars(package).update(
+        JOINED=joined,
+        DOUBLED=importlib.import_module(mine).DOUBLED,
+        for_model=lambda config: (joined,) if config.model_type == "llama" else (),
+        describe=lambda name: f"About {name}.\n\nMore of it.",
+        __all__=["KERNELS", "JOINED", "DOUBLED", "for_model"],
+        __getattr__=lacking,
+    )
+    monkeypatch.setitem(sys.modules, "patcher.presets", package)
+    return package
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_presets_are_listed_and_those_that_fit_a_model(folder: Path) -> None:
+    done = run("presets")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("3 presets\n")
+    assert re.search(r"JOINED +│ About JOINED. +│ >=5.17", done.stdout)
+    assert re.search(r"DOUBLED +│ About DOUBLED.", done.stdout)
+    assert "More of it" not in done.stdout
+    assert re.search(r"KERNELS +│ it needs liger-kernel; pip install", done.stdout)
+    assert "for_model" not in done.stdout
+
+    told = run("presets", folder, "--json")
+    assert told.exit_code == 0, told.output
+    (only,) = json.loads(told.stdout)["presets"]
+    assert only == {
+        "name": "JOINED",
+        "description": "About JOINED.\n\nMore of it.",
+        "transformers": ">=5.17",
+        "missing": "",
+    }
+    assert run("presets", folder).stdout.startswith(f"1 preset for {folder}\n")
+    assert run("presets", folder / "none").exit_code == 2
+
+
+def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) -> None:
+    first, *_ = json.loads(run("presets", folder, "--json").stdout)["presets"]
+    assert first["name"] == "LLAMA_FUSED_PROJECTIONS"
+    assert json.loads(run("plan", folder, "--preset", first["name"], "--json").stdout)["fused"]
+    pin = run("fingerprint", first["name"])
+    assert pin.exit_code == 0, pin.output
+    assert "as pinned" in pin.stdout
+
+    # A class of the same name and other code is in the files of other models.
+    from patcher.fingerprints import homes_of
+
+    assert len(homes_of(["Qwen2MLP"])) > 1
+    told = json.loads(run("fingerprint", "QWEN2_FUSED_PROJECTIONS", "--json").stdout)["classes"]
+    assert [(entry["class"], entry["module"].rpartition(".")[2]) for entry in told] == [
+        ("Qwen2Attention", "modeling_qwen2"),
+        ("Qwen2MLP", "modeling_qwen2"),
+    ]
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_presets_are_used_by_name(folder: Path) -> None:
+    data = json.loads(run("plan", folder, "--preset", "JOINED", "--preset", "DOUBLED", "--json").stdout)
+    assert {was for _, was, _ in data["replaced"] + data["fused"]} == {"LlamaAttention", "LlamaMLP"}
+    assert "joined | doubled" in data["patchers"][0][0]
+    assert json.loads(run("plan", folder, "--preset", "JOINED", "--json").stdout)["ok"]
+    assert run("fingerprint", "DOUBLED", "--json").exit_code == 0
+
+
+@pytest.mark.usefixtures("laid_out")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "FOLDER", "--preset", "JOINT"], r"there is no preset 'JOINT'; did you mean JOINED"),
+        (["plan", "FOLDER", "--preset", "for_model"], r"there is no preset 'for_model'"),
+        (["plan", "FOLDER", "--preset", "__file__"], r"there is no preset '__file__'; `patcher presets` lists them"),
+        (["plan", "FOLDER", "--preset", "KERNELS"], r"the preset 'KERNELS' can't be used: it needs liger-kernel"),
+        (["fingerprint", "JOINT"], r"there is no preset 'JOINT'"),
+        (["fingerprint", "JOINED"], r"it has neither fingerprints nor names of classes"),
+    ],
+    ids=["misspelt", "function", "dunder", "lacking", "pin of none", "pin of fusions"],
+)
+def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*(folder if argument == "FOLDER" else argument for argument in arguments))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert re.search(message, said(done)), done.stderr
+
+
+# --- wrong use -----------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, list[str], str]] = [
+    ("no model", ["plan"], r"Missing argument 'MODEL'"),
+    ("no command", ["pln", "x"], r"No such command 'pln'"),
+    ("no option", ["plan", "x", "--fusoin", "qkv"], r"No such option"),
+    ("no patcher", ["diff", "FOLDER"], r"diff needs to know what to load the model with: --preset NAME"),
+    ("fusion", ["plan", "FOLDER", "--fusion", "qkw"], r"'qkw' is no fusion; did you mean 'qkv'"),
+    ("folder", ["plan", "/no/such/folder", "--fusion", "qkv"], r"'/no/such/folder' is no model that can be used here"),
+    ("empty folder", ["diff", ".", "--fusion", "qkv"], r"'\.' is no model that can be used here"),
+    ("form", ["plan", "FOLDER", "--patcher", "my_patches"], r"takes MODULE:CONSTANT, found 'my_patches'"),
+    ("module", ["plan", "FOLDER", "--patcher", "no_such:X"], r"can't be imported: ModuleNotFoundError"),
+    ("broken", ["plan", "FOLDER", "--patcher", "broken_patches:X"], r"can't be imported: KeyError: 'half done'"),
+    ("constant", ["plan", "FOLDER", "--patcher", "my_patches:DOUBLE"], r"there is no DOUBLE .*are DOUBLED, SAME"),
+    ("kind", ["plan", "FOLDER", "--patcher", "my_patches:NUMBER"], r"NUMBER is a int in my_patches; its patchers"),
+    (
+        "conflict",
+        ["plan", "FOLDER", "--patcher", "my_patches:SAME", "--patcher", "my_patches:UNFIT"],
+        r"Both patchers",
+    ),
+    ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names no class of transformers .* it has LlamaMPL"),
+]
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(("arguments", "message"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_wrong_use_exits_with_2_and_one_paragraph(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*(str(folder) if argument == "FOLDER" else argument for argument in arguments))
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.count("rror:") <= 2
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_config_that_is_no_json_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = run("plan", tmp_path, "--fusion", "qkv", "--json")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "is not a valid JSON file" in said(done)
+    assert said(done).count("\n") == 0
+
+
+@pytest.mark.usefixtures("mine")
+def test_code_that_a_repo_brings_is_not_run_unless_asked_for(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "brought", "auto_map": {"AutoConfig": "brought.Brought"}})
+    )
+    (tmp_path / "brought.py").write_text(
+        f"open({str(trap)!r}, 'w').close()\nfrom transformers import PretrainedConfig\n"
+        "class Brought(PretrainedConfig):\n    model_type = 'brought'\n"
+    )
+    for command in ("plan", "verify", "diff"):
+        done = run(command, tmp_path, "--fusion", "qkv")
+        assert done.exit_code == 2, done.output
+        assert "trust_remote_code" in said(done)
+    assert not trap.exists()
+    assert run("diff", tmp_path, "--fusion", "qkv", "--trust-remote-code").exit_code == 2  # it has no model
+    assert trap.exists()
+
+
+@pytest.mark.slow
+def test_the_process_says_the_same(folder: Path, mine: str, tmp_path: Path) -> None:
+    def process(*arguments: str) -> Any:
+        command = [sys.executable, "-c", "from patcher.cli import main; main()", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = process("plan", str(folder), "--patcher", f"{mine}:UNFIT", "--json")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["ok"] is False
+    done = process("diff", str(folder), "--patcher", f"{mine}:NUMBER")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said(done).startswith("error: --patcher my_patches:NUMBER: NUMBER is a int")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,255 @@
+"""A replacement that can't be built (row 1): which, where, with what, the cause, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM, modeling_utils
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from patcher import InvalidPatcherError, PatchConstructionError, Patcher
+from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+from tests.support.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes, in_block
+from tests.support.snapshot import changes, snapshot
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
+
+
+class Raising(nn.Module):
+    error: BaseException = ValueError("no such width")
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        raise self.error
+
+
+class Narrow(nn.Module):
+    """Takes other arguments than the class that it replaces."""
+
+    def __init__(self, width: int, *, depth: int) -> None:
+        super().__init__()
+
+
+class Slotted(nn.Module):
+    __slots__ = ("more",)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def nothing_is_left(llama: Path) -> Iterator[Callable[[], None]]:
+    """Compare everything with what it was when the test began: at its end, and whenever the test calls."""
+    LlamaForCausalLM.from_pretrained(llama)  # what the first load imports and remembers is stock's affair
+    before = snapshot()
+
+    def check() -> None:
+        assert changes(before) == []
+
+    yield check
+    check()
+
+
+# --- what the error says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        (
+            {"LlamaMLP": Raising},
+            r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
+            r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
+            r"It was called as Raising\(<LlamaConfig>\)\. A replacement is built from the very arguments of "
+            r"LlamaMLP\.__init__",
+        ),
+        (
+            {"LlamaRMSNorm": Narrow},
+            r"Narrow could not be built in place of LlamaRMSNorm, in __init__ of LlamaDecoderLayer .*: TypeError: "
+            r".*unexpected keyword argument 'eps'\nIt was called as Narrow\(64, eps=1e-06\)\. .*"
+            r"take them all, or accept \*\*kwargs",
+        ),
+        (
+            {"LlamaAttention": Narrow},
+            r"in place of LlamaAttention.*TypeError.*\nIt was called as Narrow\(config=<LlamaConfig>, layer_idx=0\)",
+        ),
+        ({"LlamaMLP": Slotted}, r"Slotted could not be built in place of LlamaMLP.*object layout differs"),
+        ({"LlamaModel": Narrow}, r"Narrow could not be built in place of LlamaModel, in __init__ of LlamaForCausalLM"),
+        ({"LlamaForCausalLM": Raising}, r"Raising could not be built in place of LlamaForCausalLM.*no such width"),
+    ],
+    ids=["raises", "other arguments", "keyword arguments", "layout", "sub-model", "root"],
+)
+@pytest.mark.parametrize("way", ["load", "from_config", "applied"])
+def test_the_error_says_which_and_where_and_with_what(
+    mapping: dict[str, Any], text: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
+) -> None:
+    patcher = Patcher(mapping)
+    loads: dict[str, Callable[[], Any]] = {
+        "load": lambda: LlamaForCausalLM.from_pretrained(llama, patcher=patcher),
+        "from_config": lambda: AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=patcher),
+        "applied": lambda: in_block(patcher),
+    }
+    with pytest.raises(PatchConstructionError, match=f"(?s){text}") as caught:
+        loads[way]()
+    assert isinstance(caught.value.__cause__, (ValueError, TypeError))
+    nothing_is_left()
+    assert classes(LlamaForCausalLM.from_pretrained(llama)) == {"LlamaMLP": 2, "LlamaRMSNorm": 5}
+
+
+def test_the_cause_is_the_very_error(llama: Path) -> None:
+    with pytest.raises(PatchConstructionError, match="no such width") as caught:
+        LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Raising}))
+    assert caught.value.__cause__ is Raising.error
+    frames = []
+    traceback = Raising.error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame.f_code.co_qualname)
+        traceback = traceback.tb_next
+    assert frames[-1] == "Raising.__init__"
+
+
+def test_of_two_replacements_the_inner_one_is_named(llama: Path) -> None:
+    with pytest.raises(PatchConstructionError, match=r"^Raising could not be built in place of LlamaMLP") as caught:
+        LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaDecoderLayer": OwnLayer, "LlamaMLP": Raising}))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_text_tower_of_a_composite_model_is_named(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_llava_config(), tmp_path)
+    with pytest.raises(PatchConstructionError, match=r"in place of LlamaMLP, in __init__ of LlamaDecoderLayer"):
+        AutoModelForImageTextToText.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Raising}))
+
+
+# --- nothing is left -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), GeneratorExit(), MemoryError("full")]
+)
+def test_whatever_a_replacement_raises_nothing_is_left(
+    error: BaseException, llama: Path, nothing_is_left: Callable[[], None]
+) -> None:
+    class Interrupted(Raising):
+        pass
+
+    Interrupted.error = error
+    expected = PatchConstructionError if isinstance(error, Exception) else type(error)
+    for load in (
+        lambda: LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Interrupted})),
+        lambda: LlamaForCausalLM._from_config(tiny_llama_config(), patcher=Patcher({"LlamaMLP": Interrupted})),
+    ):
+        with pytest.raises(expected):
+            load()
+        nothing_is_left()
+    assert classes(LlamaForCausalLM.from_pretrained(llama)) == {"LlamaMLP": 2, "LlamaRMSNorm": 5}
+
+
+@pytest.mark.parametrize("names", [{"LlamaMLP": OwnMLP}, {"LayerNorm": nn.LayerNorm}, {"Llama.*": Raising}])
+def test_after_a_block_nothing_is_left_however_it_ends(
+    names: dict[str, Any], nothing_is_left: Callable[[], None]
+) -> None:
+    def ends_badly() -> None:
+        with Patcher(names).applied():
+            raise ZeroDivisionError("in the block")
+
+    with pytest.raises(ZeroDivisionError, match="in the block"):
+        ends_badly()
+    nothing_is_left()
+
+
+def test_in_a_block_an_error_can_be_caught_and_the_block_goes_on(nothing_is_left: Callable[[], None]) -> None:
+    with Patcher({"LlamaMLP": OwnMLP, "LlamaRMSNorm": Narrow}, strict=False).applied():
+        with pytest.raises(PatchConstructionError, match="Narrow"):
+            LlamaForCausalLM(tiny_llama_config())
+        assert type(LlamaMLP(tiny_llama_config())) is OwnMLP
+        with pytest.raises(PatchConstructionError, match="Narrow"):
+            LlamaForCausalLM(tiny_llama_config())
+        with Patcher({"LlamaRMSNorm": OwnNorm}).applied():
+            assert classes(LlamaForCausalLM(tiny_llama_config())) == {"OwnMLP": 2, "OwnNorm": 5}
+
+
+def test_a_load_under_the_registry_leaves_nothing(llama: Path, nothing_is_left: Callable[[], None]) -> None:
+    register_patch_mapping({"LlamaMLP": Raising})
+    try:
+        with pytest.raises(Exception, match="no such width"):
+            LlamaForCausalLM.from_pretrained(llama)
+    finally:
+        clear_patch_mapping()
+    nothing_is_left()
+
+
+def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 11, structurally: a load that nobody patches puts up no gate and looks at no class."""
+    from patcher import matching
+    from patcher.construction import init_hooks
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a scope was opened")
+
+    monkeypatch.setattr(init_hooks._Cover, "__init__", fail)
+    monkeypatch.setattr(matching, "module_subclasses", fail)
+    LlamaForCausalLM.from_pretrained(llama)
+    LlamaForCausalLM._from_config(tiny_llama_config())
+    LlamaForCausalLM(tiny_llama_config())
+
+
+@pytest.mark.filterwarnings("ignore:The patcher asks for")
+def test_a_patched_load_imports_nothing(llama: Path) -> None:
+    """Row 11, structurally: today's registry imports all of transformers when it looks for names."""
+    LlamaForCausalLM.from_pretrained(llama)
+    before = {name for name in sys.modules if name.startswith("transformers")}
+    LlamaForCausalLM.from_pretrained(llama, patcher=OWN)
+    with Patcher({"LayerNorm": nn.Identity, "^Mixtral": nn.Identity, ".*MLP": OwnMLP}, strict=False).applied():
+        LlamaForCausalLM(tiny_llama_config())
+    assert {name for name in sys.modules if name.startswith("transformers")} == before
+
+
+# --- what is not supported -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gguf_file": "model.gguf"}, "gguf_file"),
+        ({"tp_plan": "auto"}, "tp_plan"),
+        ({"tp_size": 2}, "tp_size"),
+        ({"device_mesh": object()}, "device_mesh"),
+        ({"distributed_config": object()}, "distributed_config"),
+        ({"tp_plan": "auto", "tp_size": 2}, "tp_plan, tp_size"),
+    ],
+)
+@pytest.mark.parametrize("conversions", ["filtered_weight_conversion_patterns", "extra_weight_conversions"])
+def test_conversions_with_what_they_may_not_survive_raise_before_anything_is_read(
+    options: dict[str, Any], named: str, conversions: str
+) -> None:
+    value: Any = "experts" if conversions.startswith("filtered") else WeightRenaming("a", "b")
+    patcher = Patcher({"LlamaMLP": OwnMLP}, **{conversions: value})
+    text = f"A patcher with weight conversions was asked for together with {named}, which is not supported"
+    with pytest.raises(InvalidPatcherError, match=text):
+        LlamaForCausalLM.from_pretrained("there/is-no-such-model", patcher=patcher, **options)
+    with pytest.raises(InvalidPatcherError, match=text), patcher.applied():
+        LlamaForCausalLM.from_pretrained("there/is-no-such-model", **options)
+
+
+@pytest.mark.skipif(not hasattr(modeling_utils, "get_distributed_checkpoint_dir"), reason="came with 5.18")
+def test_conversions_with_a_distributed_checkpoint_raise_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").write_bytes(b"nothing that could be read")
+    patcher = Patcher({"LlamaMLP": OwnMLP}, "experts")
+    with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
+        LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").rename(
+        tmp_path / "part/shard-00000-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
+        LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, subfolder="part", patcher=patcher)

@@ -1,0 +1,50 @@
+"""Conversions do what they say and no more: whatever else their patterns meet is kept, or the load says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, Concatenate, WeightConverter
+
+from patcher import PatchedWeightsError, Patcher, PatcherWarning
+from tests.support.replacements import JoinedAttention
+from tests.support.tiny import save_tiny, tiny_llava_config
+
+
+def joining(before: str = "", after: str = "") -> WeightConverter:
+    sources = [rf"{before}self_attn\.{name}_proj\.weight" for name in "qkv"]
+    return WeightConverter(sources, [f"{after}self_attn.qkv_proj.weight"], operations=[Concatenate(dim=0)])
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llava_config(), tmp_path_factory.mktemp("llava"))
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, **options)
+
+
+# CLIP's attention has q_proj, k_proj and v_proj as well, and is not replaced.
+NAMESAKES = r"not replaced:\n  model\.vision_tower\.encoder\.layers\.\{0\.\.1\}\.self_attn\.k_proj\.weight"
+
+
+def test_a_pattern_that_takes_the_weights_of_a_namesake_raises(llava: Path) -> None:
+    patcher = Patcher({"LlamaAttention": JoinedAttention}, extra_weight_conversions=joining())
+    with pytest.raises(PatchedWeightsError, match=f"conversions or filters keep the checkpoint from.*{NAMESAKES}"):
+        load(llava, patcher=patcher)
+    with pytest.warns(PatcherWarning, match=NAMESAKES):
+        load(llava, patcher=patcher.replace(strict=False))
+
+
+def test_a_pattern_bound_to_its_module_as_the_error_says_takes_no_namesake(llava: Path) -> None:
+    bound = joining(r"(language_model\.layers\.\d+\.)", r"\1")
+    model, stock = load(llava, patcher=Patcher({"LlamaAttention": JoinedAttention}, (), bound)), load(llava)
+    for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
+        parts = [its.self_attn.get_submodule(f"{name}_proj").weight for name in "qkv"]
+        assert torch.equal(mine.self_attn.qkv_proj.weight, torch.cat(parts))
+    tower = stock.model.vision_tower.state_dict()
+    assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())

@@ -1,0 +1,1 @@
+"""Every fusion on every architecture of transformers: `python -m tests.coverage`."""

@@ -1,0 +1,4 @@
+from tests.identity.law import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,688 @@
+"""A plan says what the load then does, and reads no weight to know it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    LlamaForCausalLM,
+    LlamaModel,
+)
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+from transformers.models.jamba.modeling_jamba import JambaAttentionDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
+
+import patcher as package
+from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
+from patcher.conversions import describe
+from tests.support.hub_server import serving
+from tests.support.replacements import (
+    JOIN,
+    JOINED,
+    OWN,
+    Both,
+    JoinedMLP,
+    OwnLayer,
+    OwnMLP,
+    OwnNorm,
+    With,
+    Without,
+    joining,
+)
+from tests.support.tiny import (
+    remote_code_model,
+    save_tiny,
+    tiny_bert_config,
+    tiny_gpt2_config,
+    tiny_jamba_config,
+    tiny_llama_config,
+    tiny_llava_config,
+    tiny_mixtral_config,
+    tiny_qwen2_moe_config,
+    tiny_qwen2_vl_config,
+)
+
+MODELS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "llama": (tiny_llama_config, AutoModelForCausalLM),
+    "tied": (lambda: tiny_llama_config(tie_word_embeddings=True), AutoModelForCausalLM),
+    "moe": (tiny_qwen2_moe_config, AutoModelForCausalLM),
+    "mixtral": (tiny_mixtral_config, AutoModelForCausalLM),
+    "jamba": (tiny_jamba_config, AutoModelForCausalLM),
+    "bert": (tiny_bert_config, AutoModelForMaskedLM),
+    "gpt2": (tiny_gpt2_config, AutoModelForCausalLM),
+    "llava": (tiny_llava_config, AutoModelForImageTextToText),
+    "qwen2_vl": (tiny_qwen2_vl_config, AutoModelForImageTextToText),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """name -> the folder of a tiny model, saved when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            config, _ = MODELS[name]
+            made[name] = save_tiny(config(), tmp_path_factory.mktemp(name), max_shard_size="150KB")
+        return made[name]
+
+    return folder
+
+
+def held(folder: Path, auto: Any, patcher: Patcher, **options: Any) -> tuple[Plan, Any]:
+    """The plan, held against the load: whatever one of them says of modules and weights the other says as well."""
+    planned = plan(folder, patcher, model_class=auto, **options)
+    error: Exception | None = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model, info = auto.from_pretrained(folder, patcher=patcher, output_loading_info=True, **options)
+        except (PatcherError, RuntimeError) as raised:
+            error = raised
+    if error is not None:
+        assert not planned.ok
+        assert planned.problems[0] == str(error) or isinstance(error, RuntimeError)
+        assert ("transformers would raise a RuntimeError" in planned.problems[0]) == isinstance(error, RuntimeError)
+        return planned, error
+    assert planned.ok, planned.problems
+    report = package.report(model)
+    assert planned.model == report.model
+    for name in ("patchers", "replaced", "fused", "refused", "conversions_dropped", "warnings"):
+        assert getattr(planned, name) == getattr(report, name), name
+    said = [str(each.message) for each in caught if each.category is PatcherWarning]
+    assert "\n".join(planned.warnings) == "\n".join(said)  # a load says all at once
+    assert tuple(text for text, _ in planned.conversions_added) == report.conversions_added
+    fired = {text for text, _ in report.conversions_fired}
+    assert {text for text, keys in (*planned.conversions_added, *planned.conversions_kept) if keys} <= fired
+    assert {text for text, keys in planned.conversions_added if not keys}.isdisjoint(fired)
+    assert set(planned.missing) == set(info["missing_keys"])
+    assert set(planned.left_over) == set(info["unexpected_keys"])
+    assert (planned.new_weights, planned.dropped_weights) == (report.new_weights, report.dropped_weights)
+    return planned, model
+
+
+class OwnAttention(LlamaAttention):
+    pass
+
+
+class OwnQwenNorm(Qwen2MoeRMSNorm):
+    pass
+
+
+CASES: dict[str, tuple[str, Patcher]] = {
+    "nothing": ("llama", Patcher()),
+    "own": ("llama", OWN),
+    "tied": ("tied", OWN),
+    "root": ("llama", Patcher({"LlamaForCausalLM": type("OwnLlama", (LlamaForCausalLM,), {})})),
+    "joined": ("llama", JOINED),
+    "expression": ("llama", Patcher({"^Llama.*Norm$": OwnNorm})),
+    "misspelt": ("llama", OWN | Patcher({"LlamaMPL": OwnMLP})),
+    "misspelt, loosely": ("llama", Patcher({"LlamaMPL": OwnMLP}, strict=False)),
+    "new and left over": ("llama", Patcher({"LlamaMLP": Both})),
+    "new and left over, loosely": ("llama", Patcher({"LlamaMLP": Both}, strict=False)),
+    "declared": ("llama", Patcher({"LlamaMLP": Both}, new_weights="upper", dropped_weights="up_proj")),
+    "new": ("llama", Patcher({"LlamaMLP": With}, new_weights=["adapter", "scales"])),
+    "some new": ("llama", Patcher({"LlamaMLP": With}, new_weights="adapter")),
+    "no conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP})),
+    "wrong conversion": ("llama", Patcher({"LlamaMLP": JoinedMLP}, (), joining("mlp.gate_proj.weight"))),
+    "failing conversion": (
+        "llama",
+        Patcher({"LlamaMLP": JoinedMLP}, (), joining("mlp.gate_proj.weight", "self_attn.q_proj.weight")),
+    ),
+    "joined in another dimension": (
+        "llama",
+        Patcher(
+            {"LlamaMLP": JoinedMLP},
+            (),
+            WeightConverter(
+                ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ["mlp.gate_up_proj.weight"], [Concatenate(dim=1)]
+            ),
+        ),
+    ),
+    "joined in another dimension, loosely": (
+        "llama",
+        Patcher(
+            {"LlamaMLP": JoinedMLP},
+            (),
+            WeightConverter(
+                ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ["mlp.gate_up_proj.weight"], [Concatenate(dim=1)]
+            ),
+            strict=False,
+        ),
+    ),
+    "conversion that takes nothing": ("llama", OWN.replace(extra_weight_conversions=joining("nothing", "nowhere"))),
+    "renaming": ("llama", OWN.replace(extra_weight_conversions=WeightRenaming("mlp.up_proj", "mlp.upper"))),
+    "filter": ("moe", Patcher({}, "gate_up_proj")),
+    "filter, declared": ("moe", Patcher({}, "gate_up_proj", new_weights="gate_up_proj", strict=False)),
+    "filter that finds nothing": ("llama", Patcher({}, "experts")),
+    "namesake": (
+        "llava",
+        Patcher(
+            {"LlamaAttention": OwnAttention},
+            (),
+            WeightConverter(["q_proj.weight", "k_proj.weight"], ["qk.weight"], [Concatenate(dim=0)]),
+        ),
+    ),
+    "tower": ("llava", OWN),
+    "qkv": ("llama", Patcher(fusions="qkv")),
+    "qkv twice": ("llama", Patcher({"LlamaAttention": OwnAttention}, fusions="qkv")),
+    "qkv where it is joined already": ("gpt2", Patcher(fusions="qkv")),
+    "qkv of an encoder": ("bert", Patcher(fusions="qkv")),
+    "fusions of experts": ("moe", Patcher(fusions=["qkv", "gate_up", "sequential_experts"])),
+    "fusions of some layers": ("jamba", Patcher(fusions=["qkv", "gate_up"])),
+    "listed experts": ("mixtral", Patcher(fusions="sequential_experts")),
+    "patch embeddings": ("qwen2_vl", Patcher(fusions="patch_embeddings")),
+    "a layer": ("llama", Patcher({"LlamaDecoderLayer": OwnLayer}, fusions="gate_up")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_says_what_the_load_does(case: str, folders: Callable[[str], Path]) -> None:
+    name, patcher = CASES[case]
+    held(folders(name), MODELS[name][1], patcher)
+
+
+def test_the_cases_are_good_and_bad(folders: Callable[[str], Path]) -> None:
+    verdicts = {plan(folders(name), patcher).ok for name, patcher in CASES.values() if name == "llama"}
+    assert verdicts == {True, False}
+
+
+def test_all_problems_are_said_and_each_of_them_once(folders: Callable[[str], Path]) -> None:
+    first, second = plan(folders("llama"), Patcher({"LlamaMLP": Both, "LlamaMPL": OwnMLP}, "experts")).problems
+    assert "'LlamaMPL'" in first
+    assert "'experts'" not in first
+    assert "'experts' is found in no conversion" in second
+    assert "'LlamaMPL'" not in second
+
+
+# --- many patchers -------------------------------------------------------------------------------------------------
+
+MAPPINGS = [
+    ("LlamaMLP", OwnMLP),
+    ("LlamaMLP", JoinedMLP),
+    ("LlamaMLP", With),
+    ("LlamaMLP", Without),
+    ("LlamaMLP", Both),
+    ("LlamaMPL", OwnMLP),
+    ("^Llama.*Norm$", OwnNorm),
+    ("LlamaRMSNorm", OwnNorm),
+    ("Llama.*Atten$", OwnAttention),
+    ("LlamaAttention", OwnAttention),
+    ("LlamaDecoderLayer", OwnLayer),
+]
+CONVERSIONS = [
+    JOIN,
+    joining("mlp.gate_proj.weight"),
+    joining("mlp.up_proj.weight", "mlp.gate_proj.weight"),
+    joining("mlp.gate_proj.weight", "self_attn.q_proj.weight"),
+    joining("nothing", "nowhere", target="somewhere"),
+    WeightRenaming("mlp.up_proj", "mlp.upper"),
+    WeightRenaming("mlp.up_proj", "mlp.no_such"),
+]
+PATTERNS = ["adapter", "scales", "upper", "up_proj", "gate_proj", "gate_up_proj"]
+
+
+@st.composite
+def patchers(draw: st.DrawFn) -> Patcher:
+    def some(values: list[Any], most: int) -> list[Any]:
+        return draw(st.lists(st.sampled_from(values), max_size=most))
+
+    try:
+        return Patcher(
+            dict(some(MAPPINGS, 3)),
+            some(["experts", "weight_g", "gamma"], 1),
+            some(CONVERSIONS, 2),
+            fusions=some(["qkv", "gate_up", "sequential_experts"], 2),
+            new_weights=some(PATTERNS, 3),
+            dropped_weights=some(PATTERNS, 2),
+            strict=draw(st.sampled_from([True, True, False])),
+        )
+    except PatcherError:  # two conversions of the same tensors
+        return Patcher(dict(some(MAPPINGS, 2)))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(patcher=patchers())
+def test_what_any_patcher_is_planned_to_do_is_what_it_does(patcher: Patcher, folders: Callable[[str], Path]) -> None:
+    held(folders("llama"), AutoModelForCausalLM, patcher)
+
+
+# --- what is read --------------------------------------------------------------------------------------------------
+
+
+def test_no_weight_is_read_from_a_safetensors_file(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The files end where the weights would begin: whoever wanted one would find the end of the file."""
+    whole = plan(folders("llama"), JOINED)
+    for file in folders("llama").iterdir():
+        content = file.read_bytes()
+        if file.suffix == ".safetensors":
+            content = content[: 8 + struct.unpack("<Q", content[:8])[0]]
+        (tmp_path / file.name).write_bytes(content)
+    cut = plan(tmp_path, JOINED)
+    assert cut.ok
+    assert cut.weights == whole.weights
+    with pytest.raises(Exception, match=r"incomplete metadata|not fully covered"):
+        LlamaForCausalLM.from_pretrained(tmp_path, patcher=JOINED)
+
+
+def test_an_index_alone_does_for_the_names(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folders("moe")
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    for patcher in (Patcher(), Patcher(fusions=["qkv", "sequential_experts"]), Patcher({}, "gate_up_proj")):
+        by_name, by_shape = plan(tmp_path, patcher), plan(folder, patcher)
+        assert by_name.ok == by_shape.ok
+        for field in ("problems", "weights", "missing", "left_over", "conversions_added", "fused"):
+            assert getattr(by_name, field) == getattr(by_shape, field), field
+
+
+def test_what_the_stock_model_has_no_shape_for_is_planned_by_name(tmp_path: Path) -> None:
+    config = tiny_llama_config()
+    keys: dict[str, Any] = {f"model.layers.{i}.mlp.{n}_proj.weight": None for i in range(2) for n in "ab"}
+    converter = WeightConverter(["mlp.a_proj.weight", "mlp.b_proj.weight"], ["mlp.up_proj.weight"], [Concatenate(0)])
+    planned = plan(config, Patcher(extra_weight_conversions=converter), checkpoint=keys)
+    assert planned.unknown_shapes == 4
+    taken = ("model.layers.{0..1}.mlp.a_proj.weight", "model.layers.{0..1}.mlp.b_proj.weight")
+    made = ("model.layers.{0..1}.mlp.up_proj.weight",)
+    assert planned.weights == ((taken, made, describe(converter)),)
+    assert planned.conversions_added == ((describe(converter), taken),)
+
+
+@pytest.mark.parametrize("old_format", [False, True])
+def test_a_bin_file_is_read_by_its_structure(old_format: bool, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders("llama"))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old_format)
+    planned = plan(tmp_path, JOINED)
+    assert planned.checkpoint.endswith("pytorch_model.bin")
+    assert planned.weights == plan(folders("llama"), JOINED).weights
+
+
+def test_a_mapping_of_shapes_stands_for_a_checkpoint() -> None:
+    config = tiny_llama_config()
+    shapes = {key: value.shape for key, value in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    assert plan(config, JOINED, checkpoint=shapes).ok
+    shapes["model.layers.1.mlp.up_proj.weight"] = (95, 64)
+    (problem,) = plan(config, JOINED, checkpoint=shapes).problems
+    assert "(model.layers.1.mlp.gate_up_proj.weight: found (191, 64), expected (192, 64))" in problem
+    (problem,) = plan(config, Patcher(), checkpoint=shapes).problems
+    assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
+    assert plan(config, Patcher(), checkpoint=shapes, ignore_mismatched_sizes=True).ok
+
+
+def test_a_config_alone_has_no_weights_to_judge() -> None:
+    planned = plan(tiny_llama_config(), Patcher({"LlamaMLP": With}, "experts"))
+    assert planned.ok
+    assert planned.checkpoint == ""
+    assert (planned.weights, planned.missing, planned.left_over) == ((), (), ())
+    assert "no checkpoint was given, so conversions and weights are not judged" in str(planned)
+    assert [path for path, *_ in planned.replaced] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert "'LlamaMPL'" in plan(tiny_llama_config(), Patcher({"LlamaMPL": With})).problems[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        (tiny_llama_config(), {}, "LlamaForCausalLM"),
+        (tiny_bert_config(), {}, "BertForMaskedLM"),
+        (tiny_bert_config(is_decoder=True), {}, "BertLMHeadModel"),
+        (tiny_llava_config(), {}, "LlavaForConditionalGeneration"),
+        (tiny_llama_config(architectures=["LlamaModel"]), {}, "LlamaModel"),
+        (tiny_llama_config(), {"model_class": LlamaModel}, "LlamaModel"),
+        (tiny_llama_config(), {"model_class": AutoModelForSequenceClassification}, "LlamaForSequenceClassification"),
+    ],
+)
+def test_the_class_is_the_one_that_is_given_or_that_the_config_means(
+    config: Any, options: dict[str, Any], expected: str
+) -> None:
+    assert plan(config, Patcher(), **options).model == expected
+
+
+def test_a_plan_leaves_nothing_behind(folders: Callable[[str], Path]) -> None:
+    folder = folders("llama")
+    for patcher in (JOINED, Patcher({"LlamaMLP": Both}), Patcher({"LlamaMPL": OwnMLP})):
+        plan(folder, patcher)
+        model, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert package.report(model).patchers == ()
+        assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_replacement_takes_no_memory_however_large_it_is(folders: Callable[[str], Path]) -> None:
+    class Huge(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.huge = nn.Parameter(torch.zeros(10**7, 10**7))  # 400 TB
+            self.register_buffer("also", torch.ones(10**7, 10**7))
+
+    planned = plan(folders("llama"), Patcher({"LlamaMLP": Huge}, new_weights="huge|also"))
+    assert planned.ok, planned.problems
+    assert planned.new_weights == ("model.layers.0.mlp.huge", "model.layers.1.mlp.huge")
+
+
+def test_a_replacement_that_looks_at_its_values_is_built_with_values(folders: Callable[[str], Path]) -> None:
+    class Looks(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.size = int(torch.arange(5).sum().item())
+            assert self.size == 10
+
+    held(folders("llama"), AutoModelForCausalLM, Patcher({"LlamaMLP": Looks}))
+
+
+def test_what_is_in_force_around_it_counts(folders: Callable[[str], Path]) -> None:
+    with OWN.applied():
+        planned, _ = held(folders("llama"), AutoModelForCausalLM, Patcher({"LlamaRMSNorm": OwnNorm}))
+        assert {new for _, _, new in planned.replaced} == {"OwnMLP", "OwnNorm"}
+        assert [origin for _, origin in planned.patchers] == ["patcher=", "applied()"]
+
+
+def test_a_checkpoint_in_a_fused_layout_is_planned_in_that(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    fused = AutoModelForCausalLM.from_pretrained(folders("llama"), patcher=Patcher(fusions="qkv"))
+    fused.save_pretrained(tmp_path, save_original_format=False)
+    planned, _ = held(tmp_path, AutoModelForCausalLM, OWN)
+    assert len(planned.fused) == 2
+    assert planned.conversions_added[0][1] == ()  # it has nothing to do
+
+
+@pytest.mark.parametrize("key", ["TinyRemoteMLP", "TinyRemoteMPL"])
+def test_remote_code_is_planned_as_it_is_loaded(key: str, tmp_path: Path) -> None:
+    folder = remote_code_model(tmp_path)
+    patcher = Patcher({key: OwnMLP})
+    assert held(folder, AutoModelForCausalLM, patcher, trust_remote_code=True)[0].ok == (key == "TinyRemoteMLP")
+    assert plan(folder, patcher, trust_remote_code=True).ok == (key == "TinyRemoteMLP")
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+def replacement(base: type[nn.Module], **methods: Any) -> type[nn.Module]:
+    return type("Mine", (base,), methods)
+
+
+MISFITS: dict[str, tuple[Patcher, str]] = {
+    "one too many": (
+        Patcher({"LlamaMLP": replacement(OwnMLP, forward=lambda self, x, scale: x)}),
+        r"Mine\.forward doesn't fit a call of it, LlamaDecoderLayer\.forward, line \d+ of modeling_llama\.py: "
+        r"self\.mlp\(hidden_states\): 'scale' is missing\.",
+    ),
+    "a keyword is missing": (
+        Patcher({"LlamaAttention": replacement(LlamaAttention, forward=lambda self, hidden_states: hidden_states)}),
+        r"Mine\.forward doesn't fit a call of it, LlamaDecoderLayer\.forward, .* it has no parameter 'attention_mask'",
+    ),
+    "of a list": (
+        Patcher({"LlamaDecoderLayer": replacement(OwnLayer, forward=lambda self, hidden_states: hidden_states)}),
+        r"Mine\.forward doesn't fit a call of it, LlamaModel\.forward, .*decoder_layer\(hidden_states, .* it has no",
+    ),
+    "init": (
+        Patcher({"LlamaMLP": replacement(OwnMLP, __init__=lambda self: None)}),
+        r"Mine\.__init__ doesn't fit a call of it, LlamaDecoderLayer\.__init__, .*LlamaMLP\(config\): it takes 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_signature_that_a_call_does_not_fit_is_a_problem(case: str, folders: Callable[[str], Path]) -> None:
+    patcher, text = MISFITS[case]
+    planned = plan(folders("llama"), patcher)
+    assert not planned.ok
+    assert planned.misfits
+    assert len(planned.misfits) == len({*planned.misfits})
+    with pytest.raises(AssertionError, match=text):
+        raise AssertionError(planned.problems[-1])
+
+
+def test_a_call_of_a_class_from_a_table_is_found_by_what_the_model_holds(folders: Callable[[str], Path]) -> None:
+    """Jamba takes its layers out of a dict: no line of it says of which class they are."""
+    layer = replacement(JambaAttentionDecoderLayer, forward=lambda self, hidden_states: hidden_states)
+    ((name, method, where, problem),) = plan(folders("jamba"), Patcher({"JambaAttentionDecoderLayer": layer})).misfits
+    assert (name, method) == ("Mine", "forward")
+    assert "JambaModel.forward" in where
+    assert "it has no parameter" in problem
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, hidden_states: hidden_states,
+        lambda self, x, *more: x,
+        lambda self, *args, **kwargs: args[0],
+        lambda self, x, scale=1.0, *, shift=0.0: x,
+    ],
+)
+def test_a_signature_that_every_call_fits_is_none(forward: Any, folders: Callable[[str], Path]) -> None:
+    planned = plan(folders("llama"), Patcher({"LlamaMLP": replacement(OwnMLP, forward=forward)}))
+    assert planned.ok
+    assert planned.misfits == ()
+
+
+# --- as a value ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_in_a_terminal_in_a_notebook_and_as_json(folders: Callable[[str], Path]) -> None:
+    planned = plan(folders("llama"), Patcher({"LlamaMLP": Both}))
+    text = str(planned)
+    for expected in ("There are problems", "model.layers.{0..1}.mlp", "missing", "left over", "LlamaMLP", "the same"):
+        assert expected in text
+        assert expected in planned._repr_html_()
+    data = json.loads(json.dumps(planned.to_dict()))
+    assert data["ok"] is False
+    assert data["problems"] == list(planned.problems)
+    assert data["missing"] == ["model.layers.0.mlp.upper.weight", "model.layers.1.mlp.upper.weight"]
+    with pytest.raises(AttributeError, match="cannot assign"):
+        planned.model = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((tiny_llama_config(), None), {}, r"plan takes a patcher\.Patcher, found None"),
+        (
+            (nn.Linear(1, 1), OWN),
+            {},
+            r"a model is named by its repo, its folder or its config, found Linear.*\.config",
+        ),
+        ((tiny_llama_config(), OWN), {"model_class": nn.Linear}, "model_class= takes a class of model, or an Auto"),
+        ((tiny_llama_config(architectures=["Nothing"]), OWN), {}, "names Nothing as its architecture"),
+        (
+            (tiny_llama_config(), OWN),
+            {"checkpoint": {"x": "y"}},
+            r"checkpoint= maps keys to shapes, found 'y' for 'x'",
+        ),
+        ((tiny_llama_config(), OWN), {"gguf_file": "x.gguf"}, "plan can't read GGUF files"),
+        ((tiny_llama_config(), OWN), {"checkpoint": __file__}, "is no checkpoint that can be read by name and shape"),
+        ((tiny_llama_config(), OWN), {"checkpoint": Path(__file__).parent}, "has no checkpoint: none of model.safe"),
+        ((tiny_llama_config(), OWN), {"checkpoint": "no/such"}, "isn't in the cache, and nothing may be fetched"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(arguments: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidPatcherError, match=text):
+        plan(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 8),
+        ("model.safetensors", struct.pack("<Q", 3) + b"[1]"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", b"nonsense"),
+    ],
+)
+def test_a_broken_header_is_said(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidPatcherError, match=r"has no header of a safetensors file|is no index of a checkpoint"):
+        plan(tiny_llama_config(), OWN, checkpoint=tmp_path)
+
+
+# --- the hub, and a large model: in processes of their own ---------------------------------------------------------
+
+HUB = """
+import sys
+from patcher import Patcher, plan
+
+planned = plan("someone/tiny", Patcher(fusions="qkv"), **eval(sys.argv[1]))
+assert planned.ok, planned.problems
+assert planned.model == "LlamaForCausalLM"
+print(planned.checkpoint, len(planned.weights), planned.unknown_shapes)
+"""
+
+
+def run(code: str, *arguments: str, **environment: str) -> list[str]:
+    process = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tmp_path: Path) -> None:
+    config = tiny_llama_config(hidden_size=256, intermediate_size=1024, vocab_size=4096)  # 4 MB, a header is 3 kB
+    folder = save_tiny(config, tmp_path / "repo", max_shard_size="1MB" if sharded else "5GB")
+    weights = [file.name for file in folder.iterdir() if file.suffix == ".safetensors"]
+    assert (len(weights) > 1) == sharded
+    with serving(folder) as hub:
+        online = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+        name, file, *rest = run(HUB, "{}", **online)
+        sent = dict(hub.sent)
+    assert (name, file) == ("someone/tiny", "(model.safetensors.index.json)" if sharded else "(model.safetensors)")
+    assert rest == [str(len(plan(folder, Patcher(fusions="qkv")).weights)), "0"]
+    # The first 100 kB of a file hold nearly any header, so that is what is asked for at once.
+    assert all(sent[name] <= 100_001 for name in weights)
+    assert set(sent) - {""} <= {*weights, "config.json", "model.safetensors.index.json"}
+    assert sum(sent[name] for name in weights) < sum((folder / name).stat().st_size for name in weights) / 8
+
+
+LARGE = """
+import json, sys, time
+from pathlib import Path
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from patcher import Patcher, plan
+from tests.support.memory import peak
+
+
+class OwnMoE(DeepseekV3MoE):
+    pass
+
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+patcher = Patcher({"DeepseekV3MoE": OwnMoE}) if kind == "mapping" else Patcher(fusions=kind)
+started = time.process_time()
+planned = plan(folder, patcher)
+seconds = time.process_time() - started
+assert planned.ok, planned.problems
+assert len(planned.replaced) + len(planned.fused) == 58
+assert (planned.missing, planned.left_over) == ((), ())
+assert len(str(planned)) < 30_000
+print(seconds, peak() / 2**30)
+"""
+
+
+def deepseek_names(scaled: bool) -> list[str]:
+    """The names of the checkpoint of DeepSeek-V3, the layer for predicting one more token included."""
+    names: list[str] = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+
+    def add(name: str) -> None:
+        names.extend([name, f"{name}_scale_inv"] if scaled else [name])
+
+    for layer in range(62):
+        head = f"model.layers.{layer}."
+        for norm in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.q_a_layernorm",
+            "self_attn.kv_a_layernorm",
+        ):
+            names.append(f"{head}{norm}.weight")
+        for part in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+            add(f"{head}self_attn.{part}.weight")
+        places = ["mlp."]
+        if layer >= 3:
+            names += [f"{head}mlp.gate.weight", f"{head}mlp.gate.e_score_correction_bias"]
+            places = ["mlp.shared_experts.", *(f"mlp.experts.{expert}." for expert in range(256))]
+        for place in places:
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                add(f"{head}{place}{part}.weight")
+    tail = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+    return [*names, *(f"model.layers.61.{name}.weight" for name in tail)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "scaled"), [("mapping", True), ("mapping", False), ("sequential_experts", False)])
+def test_a_model_of_671_billion_parameters_is_planned_in_seconds(kind: str, scaled: bool, tmp_path: Path) -> None:
+    names = deepseek_names(scaled)
+    assert len(names) == (91_991 if scaled else 46_183)
+    config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
+    if scaled:
+        blocks = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
+        config.quantization_config = blocks
+    config.save_pretrained(tmp_path)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00163.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    seconds, gigabytes = map(float, run(LARGE, str(tmp_path), kind))
+    assert seconds < 10  # of one processor, since others may be busy with other tests
+    assert gigabytes < 2
+
+
+# --- quantized checkpoints -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "patcher",
+    [
+        Patcher({"Qwen2MoeRMSNorm": OwnQwenNorm}),
+        Patcher(fusions="qkv"),
+        Patcher(fusions="gate_up"),
+        Patcher(fusions="sequential_experts"),
+    ],
+    ids=["mapping", "qkv", "gate_up", "sequential_experts"],
+)
+def test_a_checkpoint_in_float8_is_planned_as_it_is_loaded(patcher: Patcher, tmp_path: Path) -> None:
+    """A quantizer makes conversions of its own out of those that it finds, ours among them."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tiny_qwen2_moe_config(), tmp_path / "whole"))
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in load_file(tmp_path / "whole" / "model.safetensors").items():
+        quantized = value.ndim == 2 and "proj" in key
+        tensors[key] = value.to(torch.float8_e4m3fn) if quantized else value
+        if quantized:
+            tensors[f"{key}_scale_inv"] = torch.ones(value.shape[0] // 16, value.shape[1] // 16)
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    model.config.quantization_config = blocks
+    model.config.save_pretrained(tmp_path / "fp8")
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    held(tmp_path / "fp8", AutoModelForCausalLM, patcher)

@@ -1,0 +1,279 @@
+"""`patcher.report(model)` says what happened, to a reader in a terminal, in a notebook, and to a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, report
+from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+
+
+class Experts(nn.ModuleList):
+    """The experts of a checkpoint as they lie there."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        for _ in range(config.num_local_experts):
+            expert = nn.Module()
+            expert.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+            expert.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+            expert.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+            self.append(expert)
+
+
+@pytest.fixture(scope="module")
+def joined(llama: Path) -> Report:
+    return report(LlamaForCausalLM.from_pretrained(llama, patcher=JOINED))
+
+
+def test_every_replaced_module_is_listed_in_order(llama: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": OwnMLP, "^LlamaRMSNorm$": OwnNorm}))
+    said = report(model).replaced
+
+    built = {path: type(module).__name__ for path, module in model.named_modules()}
+    assert {path: is_ for path, _, is_ in said} == {
+        path: name for path, name in built.items() if name in ("OwnMLP", "OwnNorm")
+    }
+    assert len(said) == 2 + 5
+    assert {(was, is_) for _, was, is_ in said} == {("LlamaMLP", "OwnMLP"), ("LlamaRMSNorm", "OwnNorm")}
+    assert said[0] == ("model.layers.0.input_layernorm", "LlamaRMSNorm", "OwnNorm")
+
+
+def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    config = tiny_llama_config(num_hidden_layers=11)
+    said = report(LlamaForCausalLM.from_pretrained(save_tiny(config, tmp_path), patcher=OWN))
+
+    assert [path for path, _, _ in said.replaced] == [f"model.layers.{index}.mlp" for index in range(11)]
+    assert "model.layers.{0..10}.mlp" in str(said)
+
+
+def test_conversions_that_were_added_say_how_much_they_made(joined: Report) -> None:
+    assert len(joined.conversions_added) == 1
+    (text,) = joined.conversions_added
+    assert "mlp.gate_proj.weight" in text
+    assert "mlp.gate_up_proj.weight" in text
+    assert "Concatenate" in text
+    assert joined.conversions_fired == ((text, 2),)
+    assert joined.conversions_dropped == ()
+    assert "2 parameters" in str(joined)
+
+
+def test_conversions_that_were_dropped_say_which_filter_did_it(mixtral: Path) -> None:
+    patcher = Patcher({"MixtralExperts": Experts}, filtered_weight_conversion_patterns=".experts.")
+    said = report(MixtralForCausalLM.from_pretrained(mixtral, patcher=patcher))
+
+    assert {filtered for _, filtered in said.conversions_dropped} == {".experts."}
+    texts = " ".join(text for text, _ in said.conversions_dropped)
+    assert "gate_up_proj" in texts
+    assert "down_proj" in texts
+    assert all(text not in dict(said.conversions_fired) for text, _ in said.conversions_dropped)
+    assert "by '.experts.'" in str(said)
+
+
+def test_conversions_of_stock_that_stay_are_listed_as_used(mixtral: Path) -> None:
+    class Same(MixtralExperts):
+        pass
+
+    said = report(MixtralForCausalLM.from_pretrained(mixtral, patcher=Patcher({"MixtralExperts": Same})))
+
+    assert said.conversions_added == said.conversions_dropped == ()
+    assert any("gate_up_proj" in text for text, _ in said.conversions_fired)
+    assert "kept" in str(said)
+
+
+def test_new_and_dropped_weights_are_listed(llama: Path) -> None:
+    patcher = Patcher({"LlamaMLP": Both}, new_weights=r"\.mlp\.upper\.", dropped_weights=r"\.mlp\.up_proj\.")
+    said = report(LlamaForCausalLM.from_pretrained(llama, patcher=patcher))
+
+    assert said.new_weights == tuple(f"model.layers.{index}.mlp.upper.weight" for index in range(2))
+    assert said.dropped_weights == tuple(f"model.layers.{index}.mlp.up_proj.weight" for index in range(2))
+    assert "model.layers.{0..1}.mlp.upper.weight" in str(said)
+
+
+def test_fused_and_refused_modules_are_listed_apart_from_replaced_ones(llama: Path) -> None:
+    said = report(LlamaForCausalLM.from_pretrained(llama, patcher=OWN | Patcher(fusions="qkv")))
+
+    assert [path for path, _, _ in said.fused] == [f"model.layers.{index}.self_attn" for index in range(2)]
+    assert [path for path, _, _ in said.replaced] == [f"model.layers.{index}.mlp" for index in range(2)]
+    assert {was for _, was, _ in said.fused} == {"LlamaAttention"}
+    assert "Fused" in str(said)
+
+
+def test_why_a_module_was_not_fused_is_listed(tmp_path: Path) -> None:
+    class Hooked(LlamaMLP):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.gate_proj.register_forward_hook(_nothing)
+
+    folder = save_tiny(tiny_llama_config(), tmp_path)
+    patcher = Patcher({"LlamaMLP": Hooked}, fusions=["qkv", "gate_up"], strict=False)
+    with pytest.warns(PatcherWarning, match="gate_up"):
+        said = report(LlamaForCausalLM.from_pretrained(folder, patcher=patcher))
+
+    assert [path for path, _ in said.refused] == [f"model.layers.{index}.mlp" for index in range(2)]
+    assert all("hook" in reason for _, reason in said.refused)
+    assert "Not fused" in str(said)
+    assert said.warnings
+    assert "gate_up" in said.warnings[0]
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def test_time_is_told_in_seconds(joined: Report) -> None:
+    seconds = dict(joined.seconds)
+
+    assert set(seconds) == {"construction", "reading", "total"}
+    assert all(value >= 0 for value in seconds.values())
+    assert seconds["construction"] + seconds["reading"] <= seconds["total"]
+    assert f"loaded in {seconds['total']:.2f} s" in str(joined)
+
+
+def test_of_several_patchers_the_winner_is_first(llama: Path) -> None:
+    with Patcher({"LlamaMLP": JoinedMLP}, name="outer").applied():
+        said = report(LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": OwnMLP}, name="inner")))
+
+    assert ["inner" in said.patchers[0][0], "outer" in said.patchers[1][0]] == [True, True]
+    assert [origin for _, origin in said.patchers] == ["patcher=", "applied()"]
+
+
+def from_config(folder: Path) -> Any:
+    return LlamaForCausalLM._from_config(tiny_llama_config(), patcher=OWN)
+
+
+def by_hand(folder: Path) -> Any:
+    with OWN.applied():
+        return LlamaForCausalLM(tiny_llama_config())
+
+
+def from_memory(folder: Path) -> Any:
+    return OWN.apply(LlamaForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("make", [from_config, by_hand, from_memory])
+def test_models_without_a_checkpoint_have_a_report(make: Any, llama: Path) -> None:
+    said = report(make(llama))
+
+    assert said.model == "LlamaForCausalLM"
+    assert [path for path, _, _ in said.replaced] == [f"model.layers.{index}.mlp" for index in range(2)]
+    assert said.new_weights == said.dropped_weights == ()
+
+
+def test_a_stock_model_says_so(llama: Path) -> None:
+    said = report(LlamaForCausalLM.from_pretrained(llama))
+
+    assert said == Report("LlamaForCausalLM")
+    assert str(said) == "LlamaForCausalLM: not patched"
+    assert "not patched" in said._repr_html_()
+
+
+def test_a_sub_model_reports_on_itself(llama: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=OWN)
+
+    assert [path for path, _, _ in report(model.model).replaced] == [f"layers.{index}.mlp" for index in range(2)]
+
+
+@pytest.mark.parametrize("value", [None, "gpt2", OWN, LlamaForCausalLM])
+def test_only_models_have_a_report(value: Any) -> None:
+    with pytest.raises(InvalidPatcherError, match="report takes a model, found"):
+        report(value)
+
+
+def test_it_is_frozen_and_comparable(joined: Report) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        joined.model = "another"  # type: ignore[misc]
+    assert joined == dataclasses.replace(joined)
+    assert len({joined, dataclasses.replace(joined)}) == 1
+
+
+def test_it_goes_to_json_and_says_all_of_it(joined: Report) -> None:
+    data = json.loads(json.dumps(joined.to_dict()))
+
+    assert set(data) == {field.name for field in dataclasses.fields(Report)}
+    assert data["replaced"] == [[f"model.layers.{index}.mlp", "LlamaMLP", "JoinedMLP"] for index in range(2)]
+    assert data["seconds"] == dict(joined.seconds)
+
+
+class Reader(HTMLParser):
+    """Reads the cells, and insists that every element that is opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.cells: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        self.seen.add(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open:
+            self.cells[-1] += data
+
+
+def test_html_shows_what_the_terminal_shows(joined: Report) -> None:
+    cells = Reader(joined._repr_html_()).cells
+
+    assert cells[:3] == ["model.layers.{0..1}.mlp", "LlamaMLP", "JoinedMLP"]
+    assert "added" in cells
+    assert "2 parameters" in cells
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(llama: Path) -> None:
+    hostile = type("<script>alert(1)</script>[bold red]", (OwnMLP,), {})
+    said = report(LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": hostile})))
+
+    assert "<script>alert(1)</script>[bold red]" in str(said)
+    page = Reader(said._repr_html_())
+    assert "script" not in page.seen
+    assert hostile.__qualname__ in page.cells
+
+
+def test_a_terminal_line_is_never_wider_than_a_page(joined: Report) -> None:
+    assert all(len(line) <= 119 for line in str(joined).splitlines())
+
+
+def test_a_filter_and_a_conversion_of_ours_are_both_told(llama: Path) -> None:
+    patcher = Patcher(
+        {"LlamaMLP": JoinedMLP},
+        filtered_weight_conversion_patterns="nowhere",
+        extra_weight_conversions=JOIN,
+        strict=False,
+    )
+    with pytest.warns(PatcherWarning, match="nowhere"):
+        said = report(LlamaForCausalLM.from_pretrained(llama, patcher=patcher))
+
+    assert said.conversions_dropped == ()
+    assert len(said.conversions_added) == 1
+    assert "nowhere" in " ".join(said.warnings)
+    assert "nowhere" in str(said)

@@ -1,0 +1,177 @@
+"""The rooms of the package and what may know what, as `patcher/` is: read from its source, without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.architecture import (
+    circles,
+    frame_users,
+    not_public,
+    private_attributes,
+    private_imports,
+    reached,
+    room,
+    upward,
+)
+from tests.support.imports import Module, modules_of
+
+ROOT = Path(__file__).parents[2]
+
+#: Every room imports only from those above it, and from beside itself without a circle.
+ORDER = (
+    "errors",
+    "patterns",
+    "source",
+    "compat",
+    "display",
+    "checkpoints",
+    "conversions",
+    "fusions",
+    "spec",
+    "construction",
+    "resolution",
+    "loading",
+    "codegen",
+    "inspection",
+    "verification",
+    "training",
+    "monkey_patching",
+    "",  # `patcher` itself: the public names, resolved when they are first used
+    "presets",
+    "cli",
+)
+#: The functions that may import what stands below them: methods of the value that act by what is built on it.
+LATE = {
+    ("patcher", "__getattr__"),
+    ("patcher.spec.patcher", "Patcher.applied"),
+    ("patcher.spec.patcher", "Patcher.apply"),
+    ("patcher.spec.patcher", "Patcher.resolve"),
+}
+#: What is documented of transformers besides its top-level names. All else is known to `compat/` only.
+DOCUMENTED = {
+    "transformers.core_model_loading": "weight conversions, which users write (docs: main_classes/weight_conversion)",
+    "transformers.utils.logging": "docs: main_classes/logging",
+}
+#: Underscore names of others than transformers that have no public equivalent.
+OTHERS_OWN = {
+    "_modules": "torch: children, `None` included",
+    "_parameters": "torch: parameters, `None` included",
+    "_buffers": "torch: buffers, `None` included",
+    "_non_persistent_buffers_set": "torch: which buffers are not saved",
+    "_forward_hooks": "torch: whether a module has hooks",
+    "_forward_pre_hooks": "torch: the same",
+    "_backward_hooks": "torch: the same",
+    "_backward_pre_hooks": "torch: the same",
+    "_python_dispatch": "torch: the module of TorchDispatchMode",
+    "_getframe": "sys: see FRAMES",
+    "_asdict": "named tuples",
+    "_at_fork_reinit": "threading: as the standard library's own modules do",
+}
+#: The functions that look at frames, and why each must.
+FRAMES = {
+    "patcher.construction.namespaces:calling_module": "who constructs: modeling code, or somebody else",
+    "patcher.errors:caller_level": "the level of a warning: the first line that is not ours",
+    "patcher.construction.construction:Construction.is_abandoned": "whether the root's __init__ is still running",
+}
+#: What users import from: presets, examples and notebooks get by with it.
+PUBLIC = (
+    "patcher",
+    "patcher.codegen",
+    "patcher.codegen.runtime",
+    "patcher.errors",
+    "patcher.fusions",
+    "patcher.monkey_patching",
+    "patcher.presets",
+)
+
+
+def none_of(lines: list[str]) -> None:
+    assert not lines, "\n" + "\n".join(lines)
+
+
+@cache
+def house() -> dict[str, Module]:
+    return modules_of(ROOT / "patcher")
+
+
+def test_there_are_the_rooms_that_are_drawn() -> None:
+    assert {room(name) for name in house()} == set(ORDER)
+
+
+def test_no_circle() -> None:
+    none_of(circles(house(), LATE))
+
+
+def test_imports_run_one_way() -> None:
+    none_of(upward(house(), ORDER, LATE))
+
+
+def test_the_late_imports_that_are_exempt_exist() -> None:
+    used = {(module.name, each.function) for module in house().values() for each in module.imports}
+    assert LATE - {("patcher", "__getattr__")} <= used
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    assert [each for each in house()["patcher"].imports if not each.function and "patcher" in each.module] == []
+
+
+def test_loading_and_codegen_do_not_know_each_others_inside() -> None:
+    inside = [
+        f"{module.name}:{each.line} imports {each.module}"
+        for module in house().values()
+        for each in module.imports
+        if room(module.name) == "codegen" and each.module.startswith("patcher.loading.")
+    ]
+    none_of(inside)
+
+
+def test_generated_files_import_no_libcst() -> None:
+    assert {
+        each for each in reached("patcher.codegen.runtime", house()) if each.partition(".")[0] == "libcst"
+    } == set()
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def outside_of_compat() -> dict[str, Module]:
+    return {name: module for name, module in house().items() if room(name) != "compat"}
+
+
+def test_private_names_of_transformers_are_known_in_one_room_only() -> None:
+    none_of(private_imports(outside_of_compat(), "transformers", DOCUMENTED, is_module))
+
+
+def test_private_attributes_of_others_are_known_in_one_room_only() -> None:
+    none_of(private_attributes(outside_of_compat(), OTHERS_OWN))
+
+
+def test_frames_are_looked_at_in_three_functions() -> None:
+    none_of(sorted(frame_users(house()) ^ set(FRAMES)))
+    assert len(FRAMES) == 3
+
+
+def public() -> dict[str, list[str]]:
+    submodules = [name.rpartition(".")[2] for name in PUBLIC]
+    return {name: [*importlib.import_module(name).__all__, *submodules] for name in PUBLIC}
+
+
+@pytest.mark.parametrize("folder", ["examples", "patcher/presets"])
+def test_what_shows_the_use_gets_by_with_public_names(folder: str) -> None:
+    if folder == "patcher/presets":
+        modules = {name: module for name, module in house().items() if room(name) == "presets"}
+    else:
+        modules = modules_of(ROOT / folder)
+
+    assert modules
+    none_of([line for module in modules.values() for line in not_public(module, "patcher", public())])

@@ -1,0 +1,47 @@
+"""The README's program runs as it stands there, and prints what stands below it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[2] / "README.md"
+SECONDS = re.compile(r"\d+\.\d\d( s)?(?=[ ,)])")
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return [text for name, text in found if name == language]
+
+
+@pytest.mark.slow
+def test_readme_program_prints_what_the_readme_says(smollm2: Path, tmp_path: Path) -> None:
+    program, expected = blocks("python")[0], blocks("")[0]
+    repo_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert repo_id in program
+    script = tmp_path / "program.py"
+    script.write_text(program.replace(repo_id, str(smollm2)), encoding="utf-8")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert SECONDS.sub("0", done.stdout).split("\n") == SECONDS.sub("0", expected).split("\n")
+
+
+@pytest.mark.slow
+def test_readme_saves_what_it_loaded(smollm2: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    program = blocks("python")[0].replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2))
+    script = tmp_path / "program.py"
+    script.write_text(program, encoding="utf-8")
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, capture_output=True)
+    with (
+        safe_open(smollm2 / "model.safetensors", "pt") as original,
+        safe_open(tmp_path / "out" / "model.safetensors", "pt") as saved,
+    ):
+        assert set(saved.keys()) == set(original.keys())
+        for key in original.keys():  # noqa: SIM118 - not a dict
+            assert saved.get_tensor(key).numpy().tobytes() == original.get_tensor(key).numpy().tobytes(), key

@@ -1,0 +1,149 @@
+"""Pins: the fingerprint of the code decides, the release alone is worth a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from patcher import Patcher, PatcherWarning, PresetDriftError
+from patcher.fingerprints import check_pins, fingerprint
+from tests.support.tiny import save_tiny, tiny_llama_config
+
+BASE = """
+    from torch import nn
+
+    SCALE = 2.0
+
+    def helper(x):
+        return x * SCALE
+
+    def unrelated(x):
+        return x
+
+    LIMIT: float = 1.0
+
+    if SCALE > 1:
+        def guarded(x):
+            return x + LIMIT
+
+    class Block(nn.Module):
+        '''A block.'''
+
+        def forward(self, x):
+            return helper(guarded(x))  # the helper
+"""
+
+
+@pytest.fixture
+def define(tmp_path: Path) -> Callable[[str], type[nn.Module]]:
+    def make(source: str) -> type[nn.Module]:
+        path = tmp_path / f"code_{len(list(tmp_path.iterdir()))}.py"
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module: ModuleType = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module.Block
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        pytest.param(lambda s: s.replace("# the helper", "# another comment"), False, id="comment"),
+        pytest.param(
+            lambda s: s.replace("guarded(x))  #", "guarded(\n                x,\n            ))  #"),
+            False,
+            id="format",
+        ),
+        pytest.param(lambda s: s.replace("A block.", "Another block."), False, id="docstring"),
+        pytest.param(lambda s: s.replace("def unrelated(x):\n        return x", ""), False, id="unrelated function"),
+        pytest.param(lambda s: s.replace("return helper(", "return 1 + helper("), True, id="method"),
+        pytest.param(lambda s: s.replace("return x * SCALE", "return x / SCALE"), True, id="function that it calls"),
+        pytest.param(lambda s: s.replace("SCALE = 2.0", "SCALE = 2.5"), True, id="constant that it uses"),
+        pytest.param(lambda s: s.replace("return x + LIMIT", "return x - LIMIT"), True, id="function under an if"),
+        pytest.param(lambda s: s.replace("= 1.0", "= 1.5"), True, id="constant with a type"),
+    ],
+)
+def test_what_counts_as_a_change(define: Callable[[str], type], change: Callable[[str], str], counts: bool) -> None:
+    assert change(BASE) != BASE
+    assert (fingerprint(define(BASE)) != fingerprint(define(change(BASE)))) is counts
+
+
+def test_a_file_that_is_written_anew_is_read_anew(define: Callable[[str], type[nn.Module]]) -> None:
+    cls = define(BASE)
+    before = fingerprint(cls)
+    path = Path(str(sys.modules[cls.__module__].__file__))
+    path.write_text(textwrap.dedent(BASE.replace("return x * SCALE", "return x / SCALE")), encoding="utf-8")
+    assert fingerprint(cls) != before
+    path.write_text(textwrap.dedent(BASE), encoding="utf-8")
+    assert fingerprint(cls) == before
+
+
+class MyNorm(LlamaRMSNorm):
+    pass
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+def test_a_load_on_the_pinned_code_passes(llama: Path) -> None:
+    pinned = Patcher({"LlamaRMSNorm": MyNorm}, fingerprints={"LlamaRMSNorm": ["0" * 16, fingerprint(LlamaRMSNorm)]})
+    assert type(AutoModelForCausalLM.from_pretrained(llama, patcher=pinned).model.norm) is MyNorm
+
+
+def test_a_load_on_other_code_raises(llama: Path) -> None:
+    pinned = Patcher({"LlamaRMSNorm": MyNorm}, name="norms", fingerprints={"LlamaMLP": "0" * 16})
+    with pytest.raises(
+        PresetDriftError, match=f"(?s)'norms'.*modeling_llama.LlamaMLP: pinned 0+, found {fingerprint(LlamaMLP)}"
+    ):
+        AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
+    with pytest.raises(PresetDriftError, match="LlamaMLP"):
+        AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=pinned)
+    with pytest.raises(PresetDriftError, match="LlamaMLP"), pinned.applied():
+        pass
+
+
+def test_another_release_only_warns(llama: Path) -> None:
+    pinned = Patcher({"LlamaRMSNorm": MyNorm}, transformers="<5")
+    with pytest.warns(PatcherWarning, match=r"verified on transformers <5, installed is 5\.") as said:
+        model = AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
+    assert type(model.model.norm) is MyNorm
+    assert [Path(one.filename) for one in said] == [Path(__file__)]  # the line of the load, not one of ours
+
+
+def warn_of(patcher: Patcher) -> None:
+    check_pins(patcher)
+
+
+@pytest.mark.parametrize("enter", [lambda p: p.applied().__enter__(), warn_of], ids=["a block", "the check itself"])
+def test_the_warning_points_at_the_line_of_the_user(enter: Callable[[Patcher], object]) -> None:
+    with pytest.warns(PatcherWarning, match="verified on transformers <5") as said:
+        enter(Patcher(transformers="<5"))
+    assert [Path(one.filename) for one in said] == [Path(__file__)]
+    line = Path(__file__).read_text(encoding="utf-8").splitlines()[said[0].lineno - 1]
+    assert "applied()" in line or "check_pins(" in line
+
+
+def test_the_advice_of_a_drifted_pin_is_followed(llama: Path) -> None:
+    pinned = Patcher({"LlamaRMSNorm": MyNorm}, fingerprints={"LlamaRMSNorm": "0" * 16})
+    with pytest.raises(PresetDriftError, match=r"give it: patcher.replace\(fingerprints=\{...\}\)") as caught:
+        AutoModelForCausalLM.from_pretrained(llama, patcher=pinned)
+    (found,) = re.findall("found ([0-9a-f]{16})", str(caught.value))
+    mended = pinned.replace(fingerprints={"LlamaRMSNorm": found})
+    assert type(AutoModelForCausalLM.from_pretrained(llama, patcher=mended).model.norm) is MyNorm
