@@ -91,6 +91,6 @@ class ClassRules:
             elif entry is match.entry:  # by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
-                hits = matching.hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
-                found.update((entry, "class_mapping", key) for key in hits)
+                named = matching.hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+                found.update((entry, "class_mapping", key) for key in named)
         return Matched(frozenset(found))
