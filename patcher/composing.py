@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from patcher.codegen.extract import Location, read_source, unwrap
 from patcher.errors import CodegenError
-from patcher.indentation import dedented, in_strings, indented
+from patcher.source.indentation import dedented, in_strings, indented
+from patcher.source.reading import Location, read_source, unwrap
 
 __all__ = ["composed"]
 

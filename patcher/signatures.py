@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from patcher.callsites import CallSites, why_unfit
+from patcher.source.call_sites import CallSites, why_unfit
 
 __all__ = ["misfits"]
 

@@ -18,11 +18,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from patcher.codegen.calls import CallMismatch
+    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.call_mismatches import CallMismatch
     from patcher.codegen.checker import CheckResult, check
-    from patcher.codegen.config import PatchConfig
     from patcher.codegen.generator import generate
-    from patcher.codegen.patches import Patch, PatchKind, create_patch_from_external
+    from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
     from patcher.codegen.writer import write
 
 __all__ = [
@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallMismatch": "calls",
+    "CallMismatch": "call_mismatches",
     "CheckResult": "checker",
-    "Patch": "patches",
-    "PatchConfig": "config",
-    "PatchKind": "patches",
+    "Patch": "spec",
+    "PatchConfig": "builder",
+    "PatchKind": "spec",
     "check": "checker",
-    "create_patch_from_external": "patches",
+    "create_patch_from_external": "spec",
     "generate": "generator",
     "write": "writer",
 }

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from patcher.codegen.calls import CallMismatch, check_calls
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.call_mismatches import CallMismatch, check_calls
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.header import config_path
 from patcher.codegen.writer import diff_path, final_text, output_folder, unified_diff, write_generated
 from patcher.errors import CodegenError
+from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
 _IMPORTING = {__file__, importlib.__file__}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import typer
 
-from patcher.codegen.calls import check_calls
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.call_mismatches import check_calls
 from patcher.codegen.checker import check, discover, load_configs, read_settings
-from patcher.codegen.config import PatchConfig
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.header import config_path
 from patcher.codegen.writer import diff_path, final_text, output_folder, unified_diff, write_generated

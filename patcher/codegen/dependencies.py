@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patcher.codegen.extract import Source, caller, read_source, unwrap
-from patcher.codegen.imports import absolute_name
-from patcher.codegen.names import free_names, import_bindings
-from patcher.codegen.source import SourceModule
+from patcher.codegen.import_statements import absolute_name
 from patcher.errors import CodegenError
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Source, caller, read_source, unwrap
+from patcher.source.scopes import free_names, import_bindings
 
 if TYPE_CHECKING:
-    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.builder import PatchConfig
 
 __all__ = ["RUNTIME", "Dependencies"]
 

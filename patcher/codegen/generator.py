@@ -9,17 +9,18 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen import imports, tree
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.diagnosis import check_names
-from patcher.codegen.edits import Context, edit_class, replace_definition
-from patcher.codegen.exclusion import exclude
+from patcher.codegen import import_statements as imports
+from patcher.codegen.added_code import insert, plan_imports
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.excluded_names import exclude
 from patcher.codegen.header import render_header, with_header
-from patcher.codegen.insertion import insert, plan_imports
-from patcher.codegen.names import bound_names, import_bindings, nearest
-from patcher.codegen.patches import Patch, PatchKind, check_conflicts, check_target
-from patcher.codegen.source import SourceModule, load
+from patcher.codegen.missing_names import check_names
+from patcher.codegen.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.spec import Patch, PatchKind, check_conflicts, check_target
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.modules import SourceModule, load
+from patcher.source.scopes import bound_names, import_bindings, nearest
 
 
 @dataclass(frozen=True)

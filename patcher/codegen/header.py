@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.patches import Patch
-from patcher.codegen.source import SourceModule
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.spec import Patch
+from patcher.source.modules import SourceModule
 
 _RULE = "# " + "-" * 88
 _CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")

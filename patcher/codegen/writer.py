@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location
+from patcher.codegen.builder import PatchConfig
 from patcher.codegen.generator import Generated, build
 from patcher.errors import CodegenError
+from patcher.source.reading import Location
 
 
 def write(

@@ -36,7 +36,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in
-from patcher.indentation import dedented, indented
+from patcher.source.indentation import dedented, indented
 
 __all__ = ["Joined", "Method", "compile_subclass", "known_of_class", "method_of", "methods_with", "rewritten"]
 

@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from patcher import matching
-from patcher.codegen.checkpoints import import_torch
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.owners import Owners
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.checkpoint_methods import import_torch
+from patcher.codegen.owning_classes import Owners
 from patcher.fusions.rewrite import Joined
 
 __all__ = ["add_helper_once", "as_subclass", "becomes_one_class", "class_node", "join_projections"]

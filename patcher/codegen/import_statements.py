@@ -7,11 +7,11 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen.extract import Location
-from patcher.codegen.patches import Import
-from patcher.codegen.source import SourceModule
-from patcher.codegen.tree import statements, without
+from patcher.codegen.spec import Import
 from patcher.errors import CodegenError
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location
+from patcher.source.trees import statements, without
 
 _WITH_STATEMENTS = (
     cst.Module,

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen import tree
-from patcher.codegen.extract import own_decorators
-from patcher.codegen.inits import wrap_init
-from patcher.codegen.names import looks_misspelt, nearest
-from patcher.codegen.patches import ACCESSORS, External, Patch, PatchKind
-from patcher.codegen.tree import Definition, code_of, comment_lines, definitions, marker, why
+from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
+from patcher.codegen.wrapped_init import wrap_init
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.reading import own_decorators
+from patcher.source.scopes import looks_misspelt, nearest
+from patcher.source.trees import Definition, code_of, comment_lines, definitions, marker, why
 
 
 @dataclass

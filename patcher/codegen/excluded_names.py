@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen import tree
-from patcher.codegen.extract import Location
-from patcher.codegen.names import nearest
-from patcher.codegen.patches import Patch
+from patcher.codegen.spec import Patch
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.reading import Location
+from patcher.source.scopes import nearest
 
 
 def exclude(

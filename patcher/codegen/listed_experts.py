@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from patcher.codegen.checkpoints import import_torch
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.fused import add_helper_once, as_subclass, becomes_one_class, class_node
-from patcher.codegen.owners import Owners
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.checkpoint_methods import import_torch
+from patcher.codegen.joined_projections import add_helper_once, as_subclass, becomes_one_class, class_node
+from patcher.codegen.owning_classes import Owners
 from patcher.fusions.stacks import Stack
 
 __all__ = ["list_experts"]

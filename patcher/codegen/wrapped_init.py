@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.patches import Patch
-from patcher.codegen.tree import Definition, Rename, comment_lines
+from patcher.codegen.spec import Patch
 from patcher.errors import CodegenError
+from patcher.source.trees import Definition, Rename, comment_lines
 
 ORIGINAL = "_original_init"
 

@@ -10,14 +10,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import matching, seams
-from patcher.codegen.checkpoints import module_classes
-from patcher.codegen.config import PatchConfig
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.checkpoint_methods import module_classes
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.executing import MADE
-from patcher.codegen.fused import add_helper_once, join_projections
-from patcher.codegen.listed import list_experts
-from patcher.codegen.owners import Owners, built_by_config
-from patcher.codegen.patches import create_patch_from_external
+from patcher.codegen.joined_projections import add_helper_once, join_projections
+from patcher.codegen.listed_experts import list_experts
+from patcher.codegen.owning_classes import Owners, built_by_config
+from patcher.codegen.spec import create_patch_from_external
+from patcher.codegen.to_patcher import MADE
 from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location, Source
-from patcher.codegen.names import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
-from patcher.codegen.source import SourceModule
+from patcher.codegen.builder import PatchConfig
 from patcher.errors import CodegenError
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location, Source
+from patcher.source.scopes import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
 
 
 def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: ast.Module) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from patcher.codegen.extract import Location, Source, caller
 from patcher.errors import CodegenError
+from patcher.source.reading import Location, Source, caller
 
 
 class PatchKind(Enum):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 
-from patcher.codegen.names import top_level
+from patcher.source.scopes import top_level
 
 __all__ = ["CallSites", "why_unfit"]
 

@@ -13,17 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from patcher.codegen.extract import Location
 from patcher.codegen.generator import Generated, build
-from patcher.codegen.imports import absolute_name
-from patcher.codegen.names import bound_names, top_level
-from patcher.codegen.source import SourceModule
+from patcher.codegen.import_statements import absolute_name
 from patcher.errors import CodegenError
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location
+from patcher.source.scopes import bound_names, top_level
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.builder import PatchConfig
     from patcher.patcher import Patcher
 
 __all__ = ["CONVERSIONS", "MADE", "execute", "to_patcher"]

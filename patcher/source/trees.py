@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.extract import Source
+from patcher.source.reading import Source
 
 Definition = cst.ClassDef | cst.FunctionDef
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.config import PatchConfig
+from patcher.codegen.builder import PatchConfig
 from patcher.errors import CodegenError
 
 __all__ = ["Owners", "built_by_config"]

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.config import PatchConfig
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.conversions_text import render_conversions
 from patcher.codegen.dependencies import RUNTIME, Dependencies
-from patcher.codegen.executing import CONVERSIONS
-from patcher.codegen.rendering import render_conversions
+from patcher.codegen.to_patcher import CONVERSIONS
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:

@@ -8,13 +8,14 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen import imports, tree
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.edits import Context
-from patcher.codegen.extract import own_decorators
-from patcher.codegen.names import import_bindings, nearest
-from patcher.codegen.patches import External, Helper, Import
+from patcher.codegen import import_statements as imports
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.patched_definitions import Context
+from patcher.codegen.spec import External, Helper, Import
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.reading import own_decorators
+from patcher.source.scopes import import_bindings, nearest
 
 
 def plan_imports(

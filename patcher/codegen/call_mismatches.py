@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from patcher.callsites import CallSites, why_unfit
 from patcher.codegen.generator import Generated
-from patcher.codegen.patches import PatchKind
+from patcher.codegen.spec import PatchKind
+from patcher.source.call_sites import CallSites, why_unfit
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from transformers.core_model_loading import (
 )
 
 from patcher import seams
-from patcher.codegen.config import PatchConfig
+from patcher.codegen.builder import PatchConfig
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.executing import CONVERSIONS
 from patcher.codegen.runtime import Unstack
+from patcher.codegen.to_patcher import CONVERSIONS
 from patcher.conversions import RememberingConcatenate, describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows

@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from patcher.codegen.extract import (
+from patcher.codegen.spec import METHODS, Block, Helper, Import, Patch, PatchKind, check_conflicts, check_target
+from patcher.errors import CodegenError
+from patcher.source.reading import (
     Location,
     caller,
     caller_module,
@@ -31,8 +33,6 @@ from patcher.codegen.extract import (
     read_source,
     stands_as_decorator,
 )
-from patcher.codegen.patches import METHODS, Block, Helper, Import, Patch, PatchKind, check_conflicts, check_target
-from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -275,7 +275,7 @@ class PatchConfig:
         Raises:
             CodegenError: a conversion can't be written as text.
         """
-        from patcher.codegen.checkpoints import add_conversions
+        from patcher.codegen.checkpoint_methods import add_conversions
         from patcher.patcher import Patcher
 
         add_conversions(self, Patcher() if patcher is None else patcher)
@@ -321,7 +321,7 @@ class PatchConfig:
         Raises:
             CodegenError: the file can't be generated or imported, or no class of it differs.
         """
-        from patcher.codegen.executing import to_patcher
+        from patcher.codegen.to_patcher import to_patcher
 
         return to_patcher(self)
 
@@ -352,7 +352,7 @@ class PatchConfig:
         Raises:
             CodegenError: the patcher reaches other modules, or does what one class for all layers can't.
         """
-        from patcher.codegen.describing import from_patcher
+        from patcher.codegen.from_patcher import from_patcher
 
         return from_patcher(patcher, model_class, config, target_file)
 

@@ -84,7 +84,7 @@ def caller_module() -> tuple[str, str]:
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    return (str(frame.f_globals.get("__name__", "")) + ".").startswith("patcher.codegen.")
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(("patcher.codegen.", "patcher.source."))
 
 
 def unwrap(obj: Any) -> Any:
