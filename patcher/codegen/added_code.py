@@ -9,18 +9,15 @@ from typing import Any
 import libcst as cst
 
 from patcher.codegen import import_statements as imports
-from patcher.codegen.builder import PatchConfig
 from patcher.codegen.patched_definitions import Context
-from patcher.codegen.spec import External, Helper, Import
+from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.reading import own_decorators
 from patcher.source.scopes import import_bindings, nearest
 
 
-def plan_imports(
-    config: PatchConfig, bound: set[str], shipped: ast.Module
-) -> tuple[list[Import], dict[External, str]]:
+def plan_imports(config: PatchSpec, bound: set[str], shipped: ast.Module) -> tuple[list[Import], dict[External, str]]:
     """The imports to add, and the expression for each imported replacement."""
     present = {name: node for name, node in import_bindings(shipped).items() if node in shipped.body}
     gone = {name for name, _ in config.dropped}
@@ -69,7 +66,7 @@ def _binds(node: ast.Import | ast.ImportFrom, name: str, module: str, attribute:
 
 
 def insert(
-    config: PatchConfig,
+    config: PatchSpec,
     module: cst.Module,
     edits: dict[cst.CSTNode, Sequence[Any]],
     added: list[Import],
@@ -125,11 +122,7 @@ def _padded(body: list[Any], inserted: set[int]) -> list[Any]:
         if id(before) not in inserted or id(node) in inserted:
             continue
         wanted = 2 if any(isinstance(part, (cst.ClassDef, cst.FunctionDef)) for part in (before, node)) else 1
-        blank = 0
-        for line in node.leading_lines:
-            if line.comment is not None:
-                break
-            blank += 1
+        blank = len(node.leading_lines) - len(tree.without_blank(node.leading_lines))
         if blank < wanted:
             lines = [*comment_blank(wanted - blank), *node.leading_lines]
             body[index] = node.with_changes(leading_lines=lines)
@@ -153,7 +146,7 @@ def _added_imports(added: list[Import], context: Context) -> list[Any]:
     return [nodes[0].with_changes(leading_lines=leading), *nodes[1:]]
 
 
-def _blocks(config: PatchConfig, context: Context) -> list[Any]:
+def _blocks(config: PatchSpec, context: Context) -> list[Any]:
     nodes: list[Any] = []
     for block in config.blocks:
         own = _parsed(["pass", *block.code.split("\n")], context)[1:]

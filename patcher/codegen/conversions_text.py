@@ -15,10 +15,9 @@ from transformers.core_model_loading import (
 )
 
 from patcher import seams
-from patcher.codegen.builder import PatchConfig
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.runtime import Unstack
-from patcher.codegen.to_patcher import CONVERSIONS
+from patcher.codegen.registration import PatchRegistration
+from patcher.codegen.runtime import CONVERSIONS, Unstack
 from patcher.conversions import RememberingConcatenate, describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["render_conversions"]
 
 
-def render_conversions(patcher: Patcher, described: PatchConfig, dependencies: Dependencies) -> str:
+def render_conversions(patcher: Patcher, described: PatchRegistration, dependencies: Dependencies) -> str:
     """A statement that binds a Patcher with all of a patcher but its classes and fusions, which are code in the file.
 
     Raises:
@@ -64,7 +63,7 @@ def _text(value: str) -> str:
     return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
 
 
-def _transform(transform: WeightTransform, described: PatchConfig, dependencies: Dependencies) -> str:
+def _transform(transform: WeightTransform, described: PatchRegistration, dependencies: Dependencies) -> str:
     transform = _in_plain_terms(transform)
     if type(transform) not in (WeightConverter, WeightRenaming):
         raise _no_text(transform, described, f"{type(transform).__name__} is a class of its own")
@@ -98,7 +97,7 @@ def _transform(transform: WeightTransform, described: PatchConfig, dependencies:
 def _operation(
     operation: Any,
     transform: WeightTransform,
-    described: PatchConfig,
+    described: PatchRegistration,
     dependencies: Dependencies,
     namespace: dict[str, Any],
 ) -> str:
@@ -162,7 +161,7 @@ def _plain(operation: ConversionOps) -> ConversionOps:
     return Concatenate(operation.dim) if type(operation) is RememberingConcatenate else operation
 
 
-def _no_text(transform: WeightTransform, described: PatchConfig, reason: str) -> CodegenError:
+def _no_text(transform: WeightTransform, described: PatchRegistration, reason: str) -> CodegenError:
     return CodegenError(
         f"{described.where}: the conversion {describe(transform)} can't be written into the file: {reason}. "
         "Load with the patcher itself, or give the conversion operations that keep their arguments."

@@ -22,7 +22,7 @@ from patcher.source.reading import Source, caller, read_source, unwrap
 from patcher.source.scopes import free_names, import_bindings
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.registration import PatchRegistration
 
 __all__ = ["RUNTIME", "Dependencies"]
 
@@ -41,7 +41,7 @@ class Dependencies:
         targets: replacement -> the class of the shipped module that it replaces, under whose name the file has it.
     """
 
-    config: PatchConfig
+    config: PatchRegistration
     shipped: types.ModuleType
     targets: Mapping[type, str]
     _known: dict[str, Any] = field(default_factory=dict)

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import matching, seams
-from patcher.codegen.builder import PatchConfig
-from patcher.codegen.checkpoint_methods import module_classes
-from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.joined_projections import add_helper_once, join_projections
+from patcher.codegen.checkpoint_methods import add_conversions, module_classes
+from patcher.codegen.dependencies import RUNTIME, Dependencies
+from patcher.codegen.joined_projections import join_projections
 from patcher.codegen.listed_experts import list_experts
 from patcher.codegen.owning_classes import Owners, built_by_config
+from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
 from patcher.errors import CodegenError
@@ -27,20 +27,14 @@ from patcher.resolution import Resolution, resolve, skeleton
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
 
-__all__ = ["from_patcher"]
+__all__ = ["describe_patcher"]
 
 
-def from_patcher(
-    patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None, target_file: str
-) -> PatchConfig:
-    """See `PatchConfig.from_patcher`."""
-    shipped = importlib.import_module(model_class.__module__)
-    stem = shipped.__name__.rpartition(".")[2]
-    described = PatchConfig(
-        shipped.__name__,
-        target_file or f"patched_{stem}.py",
-        f"What {_called(patcher)} does to the models of this module.",
-    )
+def describe_patcher(
+    described: PatchRegistration, patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None
+) -> None:
+    """Have a config do what a patcher does; see `PatchConfig.from_patcher`."""
+    shipped = importlib.import_module(described.source_module)
     if vars(shipped).get(model_class.__name__) is not model_class:
         raise CodegenError(
             f"{described.where}: from_patcher() needs a model class that its module has by its name, and "
@@ -63,7 +57,7 @@ def from_patcher(
     for name, cls in sorted(own.items()):
         _replace(described, name, cls, dependencies, "fused")
     if resolution is not None:
-        _write_fused(resolution, patcher, stock, shipped, described, dependencies)
+        _write_fused(resolution, patcher, stock, shipped, described)
     if not described.patches:
         raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
     transforms = resolution.fusion_transforms if resolution is not None else ()
@@ -71,17 +65,15 @@ def from_patcher(
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
     if converted or declared or seams.stock_conversions(stock, legacy=False):
-        described.add_conversions(
-            patcher.replace(class_mapping={}, any_of=(), fusions=(), extra_weight_conversions=converted)
-        )
-    return described
+        kept = patcher.replace(class_mapping={}, any_of=(), fusions=(), extra_weight_conversions=converted)
+        add_conversions(described, kept)
 
 
 def _check_builders(
     resolution: Resolution | None,
     replaced: dict[str, type[nn.Module]],
     stock: PreTrainedModel,
-    described: PatchConfig,
+    described: PatchRegistration,
 ) -> None:
     """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
     modules = dict(stock.named_modules(remove_duplicate=False))
@@ -97,11 +89,9 @@ def _check_builders(
             )
 
 
-def _called(patcher: Patcher) -> str:
-    return f"the patcher {patcher.name!r}" if patcher.name else "a patcher"
-
-
-def _replaced_classes(patcher: Patcher, shipped: ModuleType, described: PatchConfig) -> dict[str, type[nn.Module]]:
+def _replaced_classes(
+    patcher: Patcher, shipped: ModuleType, described: PatchRegistration
+) -> dict[str, type[nn.Module]]:
     """Class of the module -> replacement, for every class key of the patcher."""
     own = module_classes(shipped)
     found: dict[str, type[nn.Module]] = {}
@@ -135,8 +125,7 @@ def _write_fused(
     patcher: Patcher,
     stock: PreTrainedModel,
     shipped: ModuleType,
-    described: PatchConfig,
-    dependencies: Dependencies,
+    described: PatchRegistration,
 ) -> None:
     """The code of what the families of this package fuse."""
     if not resolution.fused:
@@ -150,8 +139,7 @@ def _write_fused(
     for path, cls in resolution.fused.items():
         if issubclass(cls, LinearPatchEmbedding):
             owner, part = owners.part(path, resolution.fused, resolution.refused)
-            names = dependencies.bring(cls, f"from_patcher(), for {cls.__name__},")
-            add_helper_once(described, cls.__name__, cls, "patches of images, multiplied by one matrix", names)
+            described.add_import(RUNTIME, names=[cls.__name__])
             name = part.removeprefix("self.")
             owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
         elif issubclass(cls, _WRITTEN):
@@ -163,7 +151,7 @@ def _write_fused(
     owners.write()
 
 
-def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchConfig) -> None:
+def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchRegistration) -> None:
     if module_classes(shipped).get(original.__name__) is not original:
         raise CodegenError(
             f"{described.where}: a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
@@ -175,7 +163,7 @@ def _classes_of_others(
     resolution: Resolution,
     stock: PreTrainedModel,
     shipped: ModuleType,
-    described: PatchConfig,
+    described: PatchRegistration,
 ) -> dict[str, type[nn.Module]]:
     """Class of the module -> the class of a fusion that isn't ours: it takes its place, so that of all its objects."""
     found: dict[str, type[nn.Module]] = {}
@@ -200,7 +188,7 @@ def _classes_of_others(
 
 
 def _replace(
-    described: PatchConfig, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
+    described: PatchRegistration, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
 ) -> None:
     if MADE in cls.__module__:
         raise CodegenError(

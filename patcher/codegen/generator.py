@@ -11,12 +11,11 @@ import libcst as cst
 
 from patcher.codegen import import_statements as imports
 from patcher.codegen.added_code import insert, plan_imports
-from patcher.codegen.builder import PatchConfig
 from patcher.codegen.excluded_names import exclude
 from patcher.codegen.header import render_header, with_header
 from patcher.codegen.missing_names import check_names
 from patcher.codegen.patched_definitions import Context, edit_class, replace_definition
-from patcher.codegen.spec import Patch, PatchKind, check_conflicts, check_target
+from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
@@ -34,13 +33,13 @@ class Generated:
         patches: the patches in the order of the text.
     """
 
-    config: PatchConfig
+    config: PatchSpec
     source: SourceModule
     text: str
     patches: tuple[Patch, ...]
 
 
-def generate(config: PatchConfig) -> str:
+def generate(config: PatchSpec) -> str:
     """The text of the modeling file that a config describes. Nothing is imported, and nothing written.
 
     Raises:
@@ -50,7 +49,7 @@ def generate(config: PatchConfig) -> str:
     return build(config).text
 
 
-def build(config: PatchConfig) -> Generated:
+def build(config: PatchSpec) -> Generated:
     """Like `generate`, with what the text was made from."""
     for index, patch in enumerate(config.patches):
         check_target(patch)
@@ -82,7 +81,7 @@ def build(config: PatchConfig) -> Generated:
     module = insert(config, module, edits, added, context)
 
     text = module.code + tail
-    if config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded:
+    if config.changes:
         check_names(config, source, text, shipped)
     header = render_header(config, source, context.done)
     text = with_header(text, header, source)
@@ -105,7 +104,7 @@ def _split_tail(text: str) -> tuple[str, str]:
 
 
 def _edit(
-    config: PatchConfig, module: cst.Module, context: Context, shipped: ast.Module
+    config: PatchSpec, module: cst.Module, context: Context, shipped: ast.Module
 ) -> dict[cst.CSTNode, Sequence[Any]]:
     """What every patched definition of the top level turns into."""
     found = tree.definitions(module.body)
@@ -160,7 +159,7 @@ def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str,
     return CodegenError(f"{patch.where}: {patch.asked} names no {what} of {source}. {nearest(name, choices)}")
 
 
-def _check_dropped(config: PatchConfig, shipped: ast.Module) -> None:
+def _check_dropped(config: PatchSpec, shipped: ast.Module) -> None:
     imported = import_bindings(shipped)
     for name, where in config.dropped:
         if name not in imported:

@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.codegen.builder import PatchConfig
-from patcher.codegen.spec import Patch
+from patcher.codegen.spec import Patch, PatchSpec
 from patcher.source.modules import SourceModule
 
 _RULE = "# " + "-" * 88
@@ -18,7 +17,7 @@ _DIFFERS = "What differs from the source:"
 _SAME = "Nothing differs from the source but imports."
 
 
-def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
+def render_header(config: PatchSpec, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text."""
     version = f" ({source.version})" if source.version else ""
     lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
@@ -26,7 +25,7 @@ def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[P
     if config.description.strip():
         lines += _entry("About:", config.description)
     lines += _entry("Made by:", regenerate_command(config))
-    lines += ["", _DIFFERS if _changes(config) else _SAME]
+    lines += ["", _DIFFERS if config.changes else _SAME]
     for patch in patches:
         lines += _item(_words(patch), patch.description)
     for helper in sorted(config.helpers, key=lambda helper: helper.source.name):
@@ -40,12 +39,6 @@ def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[P
     for name in sorted({name for name, _ in config.excluded}):
         lines += _item(f"leave out {name}", "")
     return [_RULE, *(f"# {line}".rstrip() for line in lines), _RULE]
-
-
-def _changes(config: PatchConfig) -> bool:
-    return bool(
-        config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded
-    )
 
 
 def _words(patch: Patch) -> str:
@@ -74,7 +67,7 @@ def _item(text: str, description: str) -> list[str]:
     )
 
 
-def regenerate_command(config: PatchConfig) -> str:
+def regenerate_command(config: PatchSpec) -> str:
     """The command that makes the file again, as seen from the root of the project that the config is part of."""
     if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
         return "patcher.codegen.write(config)"

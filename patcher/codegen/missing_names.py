@@ -5,14 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from patcher.codegen.builder import PatchConfig
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Location, Source
 from patcher.source.scopes import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
 
 
-def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: ast.Module) -> None:
+def check_names(config: PatchSpec, source: SourceModule, text: str, shipped: ast.Module) -> None:
     """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
     try:
         tree = ast.parse(text)
@@ -38,21 +39,19 @@ def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: a
         )
 
 
-def _sources(config: PatchConfig) -> list[tuple[Location, str, Source, dict[str, str]]]:
+def _sources(config: PatchSpec) -> list[tuple[Location, str, Source, dict[str, str]]]:
     found = [(p.where, p.asked, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
     return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
 
 
 def _uses(source: Source, names: Mapping[str, str]) -> set[str]:
-    text = source.text if not source.indent else "if True:\n" + source.text
-    return {names.get(name, name) for name in free_names(text)}
+    return {names.get(name, name) for name in free_names(dedented(source.text))}
 
 
-def _user(config: PatchConfig, name: str) -> tuple[Location, str]:
+def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
     """Who uses a name: the patch, helper or block, else the config."""
     for where, asked, source, names in _sources(config):
-        text = source.text if not source.indent else "if True:\n" + source.text
-        words = {names.get(part.id, part.id) for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
+        words = {names.get(part.id, part.id) for part in ast.walk(source.tree()) if isinstance(part, ast.Name)}
         if name in words:
             return where, asked
     for block in config.blocks:
@@ -61,7 +60,7 @@ def _user(config: PatchConfig, name: str) -> tuple[Location, str]:
     return config.where, "the file"
 
 
-def _missing(config: PatchConfig, text: str, tree: ast.Module, shipped: ast.Module, missing: Mapping[str, int]) -> str:
+def _missing(config: PatchSpec, text: str, tree: ast.Module, shipped: ast.Module, missing: Mapping[str, int]) -> str:
     """The message: first what patches use, then what exclusions took away."""
     parts: list[str] = []
     told: set[str] = set()
@@ -99,7 +98,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _remedy(config: PatchConfig, name: str, source: Source, shipped: ast.Module) -> str:
+def _remedy(config: PatchSpec, name: str, source: Source, shipped: ast.Module) -> str:
     """The line to add, read from the file that the patch code stands in."""
     try:
         home = ast.parse("".join(_file_lines(source.file)))

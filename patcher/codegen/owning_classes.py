@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.builder import PatchConfig
+from patcher.codegen.registration import PatchRegistration
 from patcher.errors import CodegenError
+from patcher.source.reading import definition_of
 
 __all__ = ["Owners", "built_by_config"]
 
@@ -39,7 +39,7 @@ def _asks_auto(builder: type, name: str) -> bool:
     init = builder.__dict__.get("__init__")
     if init is None:
         return False
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))):
+    for node in ast.walk(definition_of(inspect.unwrap(init))):
         if not isinstance(node, ast.Assign):
             continue
         if any(isinstance(target, ast.Attribute) and target.attr == name for target in node.targets):
@@ -58,7 +58,7 @@ class Owners:
         own: the classes of the file, by name.
     """
 
-    def __init__(self, described: PatchConfig, model: nn.Module, own: Mapping[str, type[nn.Module]]) -> None:
+    def __init__(self, described: PatchRegistration, model: nn.Module, own: Mapping[str, type[nn.Module]]) -> None:
         self.described = described
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.own = own

@@ -103,9 +103,7 @@ def replace_definition(
 def _kept_name(patch: Patch, name: str, is_class: bool, context: Context) -> str:
     """The name under which the original stays, because the replacement builds on it; empty if it doesn't."""
     assert patch.source is not None
-    text = patch.source.text if not patch.source.indent else "if True:\n" + patch.source.text
-    body = ast.parse(text).body[0]
-    node: Any = body.body[0] if isinstance(body, ast.If) else body
+    node: Any = patch.source.tree()
     parts = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else node.body
     used = {part.id for base in parts for part in ast.walk(base) if isinstance(part, ast.Name)}
     mapped = {dict(patch.name_map).get(word, word) for word in used}
@@ -276,8 +274,7 @@ def _check_calls_itself(patch: Patch, path: str, name: str) -> None:
     """A patched method that calls `Class.method` to reach the original would call itself for ever."""
     if patch.source is None:
         return
-    text = patch.source.text if not patch.source.indent else "if True:\n" + patch.source.text
-    for part in ast.walk(ast.parse(text)):
+    for part in ast.walk(patch.source.tree()):
         if isinstance(part, ast.Attribute) and ast.unparse(part) == f"{path}.{name}":
             raise CodegenError(
                 f"{patch.where}: {patch.asked} calls {path}.{name}, which it replaces: it would call itself for ever. "
@@ -287,32 +284,9 @@ def _check_calls_itself(patch: Patch, path: str, name: str) -> None:
 
 def _append(node: cst.ClassDef, new: list[Any]) -> cst.ClassDef:
     """A class with statements at its end; a body that says nothing, `...` or `pass`, makes room for them."""
-    body = node.body
-    if isinstance(body, cst.SimpleStatementSuite):
-        kept = [part for part in body.body if not _says_nothing(part)]
-        header = body.trailing_whitespace
-        lines: list[Any] = []
-        if kept:
-            kept[-1] = kept[-1].with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
-            lines = [cst.SimpleStatementLine(kept)]
-        block = cst.IndentedBlock(lines, header=header)
-    else:
-        assert isinstance(body, cst.IndentedBlock)
-        lines, leading = [], list[cst.EmptyLine]()
-        for statement in body.body:
-            if isinstance(statement, cst.SimpleStatementLine) and all(map(_says_nothing, statement.body)):
-                leading += [line for line in statement.leading_lines if line.comment is not None]
-                if statement.trailing_whitespace.comment is not None:
-                    leading.append(cst.EmptyLine(comment=statement.trailing_whitespace.comment))
-            else:
-                lines.append(statement)
-        new = [new[0].with_changes(leading_lines=[*leading, *new[0].leading_lines]), *new[1:]]
-        block = body.with_changes(body=lines)
+    members, comments = tree.class_members(node)
+    new = [new[0].with_changes(leading_lines=[*comments, *new[0].leading_lines]), *new[1:]]
     for statement in new:
-        blank = [cst.EmptyLine(indent=False)] if lines else []
-        lines.append(statement.with_changes(leading_lines=[*blank, *statement.leading_lines]))
-    return node.with_changes(body=block.with_changes(body=lines))
-
-
-def _says_nothing(part: cst.CSTNode) -> bool:
-    return isinstance(part, cst.Pass) or (isinstance(part, cst.Expr) and isinstance(part.value, cst.Ellipsis))
+        blank = [cst.EmptyLine(indent=False)] if members else []
+        members.append(statement.with_changes(leading_lines=[*blank, *statement.leading_lines]))
+    return tree.with_members(node, members)

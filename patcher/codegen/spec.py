@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 from patcher.errors import CodegenError
-from patcher.source.reading import Location, Source, caller
+from patcher.source.reading import Location, Source, caller, caller_module
 
 
 class PatchKind(Enum):
@@ -117,6 +118,47 @@ METHODS = {
     PatchKind.MODIFY_INIT: "modify_init",
     PatchKind.EXTERNAL: "create_patch_from_external",
 }
+
+
+class PatchSpec:
+    """What to change in one modeling module, and the file to write it to. The generator reads this and nothing else.
+
+    Attributes:
+        where: the line that made it.
+        config_module, config_file: the module that the line is in.
+    """
+
+    def __init__(self, source_module: str, target_file: str, description: str = "") -> None:
+        self.where = caller()
+        self.config_module, self.config_file = caller_module()
+        if not all(part.isidentifier() for part in source_module.split(".")):
+            raise CodegenError(
+                f"{self.where}: source_module={source_module!r} is no module name. "
+                "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
+            )
+        path = PurePath(target_file)
+        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+            raise CodegenError(
+                f"{self.where}: target_file={target_file!r} is no name of a Python file below the output folder. "
+                "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
+            )
+        self.source_module = source_module
+        self.target_file = target_file
+        self.description = description
+        self.patches: list[Patch] = []
+        self.imports: list[Import] = []
+        self.helpers: list[Helper] = []
+        self.blocks: list[Block] = []
+        self.dropped: list[tuple[str, Location]] = []
+        self.excluded: list[tuple[str, Location]] = []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
+
+    @property
+    def changes(self) -> bool:
+        """Whether the file is anything but the original below a header."""
+        return any((self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded))
 
 
 def create_patch_from_external(

@@ -5,42 +5,35 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
-import importlib.util
-import linecache
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
+
+from torch import nn
 
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.import_statements import absolute_name
+from patcher.codegen.runtime import CONVERSIONS
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.patcher import Patcher
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Location
 from patcher.source.scopes import bound_names, top_level
+from patcher.source.synthetic import module_of_text
 
-if TYPE_CHECKING:
-    from torch import nn
+__all__ = ["MADE", "execute", "to_patcher"]
 
-    from patcher.codegen.builder import PatchConfig
-    from patcher.patcher import Patcher
-
-__all__ = ["CONVERSIONS", "MADE", "execute", "to_patcher"]
-
-#: What a generated file calls the Patcher that holds its weight conversions.
-CONVERSIONS = "CONVERSIONS"
 #: In the name of every executed module.
 MADE = "_by_to_patcher_"
 
 _lock = threading.RLock()
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def to_patcher(config: PatchConfig) -> Patcher:
+def to_patcher(config: PatchSpec) -> Patcher:
     """See `PatchConfig.to_patcher`."""
-    from patcher.patcher import Patcher
-
     generated = build(config)
     module = execute(generated)
     classes = _replacements(generated, module)
@@ -72,11 +65,7 @@ def execute(generated: Generated) -> ModuleType:
             return sys.modules[name]
         text = generated.text.removeprefix("\ufeff")
         path = str(source.path.parent / f"<{generated.config.target_file} {name[-10:]}>")
-        module = ModuleType(name)
-        module.__file__, module.__package__ = path, name.rpartition(".")[0]
-        # Without a time of change linecache keeps it for good.
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-        sys.modules[name] = module  # decorators of transformers ask for the source of their class's module
+        module = module_of_text(name, text, path)  # decorators of transformers ask for the source of their module
         try:
             exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
         except Exception as error:
@@ -104,8 +93,6 @@ def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn
 
 
 def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
-    from torch import nn
-
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 

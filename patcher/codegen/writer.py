@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.codegen.builder import PatchConfig
 from patcher.codegen.generator import Generated, build
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.reading import Location
 
 
 def write(
-    config: PatchConfig,
+    config: PatchSpec,
     output_dir: str | os.PathLike[str] | None = None,
     diff: bool = False,
     *,
@@ -53,7 +53,7 @@ def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted
     return path
 
 
-def output_folder(config: PatchConfig, output_dir: str | os.PathLike[str] | None) -> Path:
+def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) -> Path:
     """The folder that a config's file goes to."""
     if output_dir is not None:
         return Path(output_dir)

@@ -18,9 +18,6 @@ that isn't listed here is refused.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -30,7 +27,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
-from patcher.fusions.rewrite import Method
+from patcher.fusions.rewrite import Method, read_method
 from patcher.fusions.tracing import NotUnderstoodError
 from patcher.seams import EXPERTS_HOME
 
@@ -67,19 +64,12 @@ def forward_of(cls: type[nn.Module]) -> Method:
         function = found.__wrapped__
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise NotUnderstoodError("forward is wrapped by something that its source doesn't show")
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        source = textwrap.dedent("".join(lines))
-        (node,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotUnderstoodError(f"the source of forward can't be read ({error})") from error
-    if not isinstance(node, ast.FunctionDef) or node.name != "forward":
-        raise NotUnderstoodError("the source of forward is no method")
-    if node.decorator_list:
+    method = read_method("forward", owner, function)
+    if method.node.decorator_list:
         raise NotUnderstoodError("forward is decorated", 1)
     if any(name != "__class__" for name in function.__code__.co_freevars):
         raise NotUnderstoodError("forward uses variables of the function around it", 1)
-    return Method("forward", owner, function, source, node, inspect.getfile(function), first_line)
+    return method
 
 
 def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack, ...], str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError
+from patcher.source.indentation import dedented
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -62,6 +63,12 @@ class Source:
     decorators: tuple[tuple[int, int], ...]
     is_class: bool
 
+    def tree(self) -> Definition:
+        """The syntax tree of the definition."""
+        (node,) = ast.parse(dedented(self.text)).body
+        assert isinstance(node, _DEFINITIONS)
+        return node
+
 
 def caller() -> Location:
     """The innermost line that is not part of this package: the line of the config."""
@@ -98,6 +105,18 @@ def unwrap(obj: Any) -> Any:
             return obj
         else:
             obj = obj.__wrapped__
+
+
+def definition_of(obj: Any) -> Definition:
+    """The syntax tree of a function or class that is part of a module.
+
+    Raises:
+        OSError, TypeError, SyntaxError: its source can't be found or read.
+    """
+    (node,) = ast.parse(dedented(inspect.getsource(obj))).body
+    if not isinstance(node, _DEFINITIONS):
+        raise SyntaxError(f"the source of {obj!r} is no definition")
+    return node
 
 
 def note_decorator(obj: Any, site: Location) -> None:
