@@ -208,5 +208,5 @@ def _made_up(cls: type) -> _Body:
 
 
 def _comment(text: str) -> Any:
-    """A comment in the place of a statement. libcst has none without a statement beside it: that is left out at last."""
+    """A comment in the place of a statement: libcst has it beside one, which is left out of the text."""
     return cst.parse_statement(f"...  {text}")

@@ -14,23 +14,23 @@ from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.reading import own_decorators
-from patcher.source.scopes import import_bindings, nearest
+from patcher.source.scopes import ImportedName, imported_names, nearest
 
 
 def plan_imports(config: PatchSpec, bound: set[str], shipped: ast.Module) -> tuple[list[Import], dict[External, str]]:
     """The imports to add, and the expression for each imported replacement."""
-    present = {name: node for name, node in import_bindings(shipped).items() if node in shipped.body}
+    present = {name: found for name, found in imported_names(shipped).items() if not found.guarded}
     gone = {name for name, _ in config.dropped}
     added: list[Import] = []
     for entry in config.imports:
         fresh = []
         for name, (module, attribute) in entry.bound().items():
-            node = None if name in gone else present.get(name)
-            if node is not None and _binds(node, name, module, attribute, config.source_module):
+            found = None if name in gone else present.get(name)
+            if found is not None and _origin(found, config.source_module) == (module, attribute):
                 continue
             if name in bound:
                 remedy = f"Add config.drop_import_names({name!r})"
-                if node is None:
+                if found is None:
                     remedy = f"Leave the original out with config.exclude_from_output({name!r})"
                 raise CodegenError(
                     f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
@@ -52,17 +52,12 @@ def plan_imports(config: PatchSpec, bound: set[str], shipped: ast.Module) -> tup
     return imports.merge(added), externals
 
 
-def _binds(node: ast.Import | ast.ImportFrom, name: str, module: str, attribute: str, source: str) -> bool:
-    """Whether an import statement of the original binds a name to just this."""
-    for alias in node.names:
-        if (alias.asname or alias.name.split(".")[0]) != name:
-            continue
-        if isinstance(node, ast.Import):
-            return not attribute and module == (alias.name if alias.asname else name)
-        package = ".".join(source.split(".")[: -node.level]) if node.level else ""
-        origin = ".".join(part for part in (package, node.module or "") if part)
-        return (origin, alias.name) == (module, attribute)
-    return False
+def _origin(found: ImportedName, source: str) -> tuple[str, str]:
+    """The absolute module and the attribute that an import statement of the original binds a name to."""
+    if not found.attribute:
+        return found.module if found.alias else found.module.split(".")[0], ""
+    package = ".".join(source.split(".")[: -found.level]) if found.level else ""
+    return ".".join(part for part in (package, found.module) if part), found.attribute
 
 
 def insert(

@@ -19,7 +19,7 @@ from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, c
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
-from patcher.source.scopes import bound_names, import_bindings, nearest
+from patcher.source.scopes import bound_names, imported_names, nearest
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _edit(
         if name not in known:
             raise _unknown(patch, name, found, context.source, shipped)
         by_name.setdefault(name, []).append(patch)
-    imported = import_bindings(shipped)
+    imported = imported_names(shipped)
     dropped = {name for name, _ in config.dropped}
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     for node in found:
@@ -124,7 +124,7 @@ def _edit(
         if patches and node.name.value in imported and node.name.value not in dropped:
             raise CodegenError(
                 f"{patches[0].where}: {patches[0].asked} would not always take effect: {context.source} also imports "
-                f"{node.name.value!r}, on line {imported[node.name.value].lineno}. "
+                f"{node.name.value!r}, on line {imported[node.name.value].line}. "
                 f"Add config.drop_import_names({node.name.value!r})."
             )
         if whole:
@@ -145,9 +145,9 @@ def _edit_members(patches: list[Patch], node: tree.Definition, context: Context,
 
 
 def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, shipped: ast.Module) -> CodegenError:
-    imported = import_bindings(shipped).get(name)
+    imported = imported_names(shipped).get(name)
     if imported is not None:
-        origin = f"{'.' * (getattr(imported, 'level', 0) or 0)}{getattr(imported, 'module', '') or ''}" or name
+        origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
         return CodegenError(
             f"{patch.where}: {patch.asked} names no definition of {source}: {name!r} is imported there, from "
             f"{origin}. Patch that module, or bind the name yourself with drop_import_names({name!r}) and add_helper."
@@ -160,7 +160,7 @@ def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str,
 
 
 def _check_dropped(config: PatchSpec, shipped: ast.Module) -> None:
-    imported = import_bindings(shipped)
+    imported = imported_names(shipped)
     for name, where in config.dropped:
         if name not in imported:
             raise CodegenError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -58,15 +59,14 @@ class _Absolute(cst.CSTTransformer):
 
 
 def absolute_name(tail: str, level: int, source: SourceModule, where: Location) -> str:
-    """The absolute name of a relative import, by the rules of the import statement."""
-    parts = source.package.split(".") if source.package else []
-    if level > len(parts):
+    """The absolute name of a module that an import statement with so many dots names."""
+    try:
+        return importlib.util.resolve_name("." * level + tail, source.package)
+    except ImportError:
         raise CodegenError(
             f"{where}: {source.name} imports from {'.' * level}{tail}, which is above its top package "
             f"{source.package!r}. Such a module can't be imported either: name the module by its full dotted name."
-        )
-    base = parts[: len(parts) - level + 1]
-    return ".".join([*base, *([tail] if tail else [])])
+        ) from None
 
 
 def make_absolute(module: cst.Module, source: SourceModule, where: Location) -> cst.Module:

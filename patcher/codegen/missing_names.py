@@ -9,8 +9,8 @@ from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Location, Source
-from patcher.source.scopes import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
+from patcher.source.reading import Location, Source, file_tree
+from patcher.source.scopes import bound_names, free_names, imported_names, nearest, undefined_names, used_too_early
 
 
 def check_names(config: PatchSpec, source: SourceModule, text: str, shipped: ast.Module) -> None:
@@ -100,30 +100,19 @@ def _listed(names: list[str]) -> str:
 
 def _remedy(config: PatchSpec, name: str, source: Source, shipped: ast.Module) -> str:
     """The line to add, read from the file that the patch code stands in."""
-    try:
-        home = ast.parse("".join(_file_lines(source.file)))
-    except SyntaxError:
-        home = ast.parse("")
-    imported = import_bindings(home).get(name)
-    if isinstance(imported, ast.Import):
-        alias = next(a for a in imported.names if (a.asname or a.name.split(".")[0]) == name)
-        module = alias.name if alias.asname else name
-        extra = f", alias={alias.asname!r}" if alias.asname else ""
+    home = file_tree(source.file)
+    found = imported_names(home).get(name)
+    if found is not None and not found.attribute:
+        module = found.module if found.alias else name
+        extra = f", alias={found.alias!r}" if found.alias else ""
         return f"add config.add_import({module!r}{extra}, is_from_import=False)"
-    if isinstance(imported, ast.ImportFrom) and imported.module and not imported.level:
-        alias = next(a for a in imported.names if (a.asname or a.name) == name)
-        word = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-        return f"add config.add_import({imported.module!r}, names=[{word!r}])"
+    if found is not None and found.module and not found.level:
+        word = f"{found.attribute} as {found.alias}" if found.alias else found.attribute
+        return f"add config.add_import({found.module!r}, names=[{word!r}])"
     line = bound_names(home).get(name)
     if line is not None:
         return f"defined on line {line} of the config; add config.add_helper({name}), or a post-import block"
     return f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(shipped))}"
-
-
-def _file_lines(file: str) -> list[str]:
-    import linecache
-
-    return linecache.getlines(file) if file else []
 
 
 def _owner(tree: ast.Module, line: int) -> str:

@@ -14,13 +14,10 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from patcher.codegen.generator import Generated, build
-from patcher.codegen.import_statements import absolute_name
 from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 from patcher.patcher import Patcher
-from patcher.source.modules import SourceModule
-from patcher.source.reading import Location
 from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
 
@@ -111,9 +108,10 @@ def affected_names(generated: Generated, covered: set[str]) -> set[str]:
     Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
     there by itself. Code that inherits from it, looks into it or compares with it is.
     """
-    before = _bindings(ast.parse(generated.source.text), generated.source, generated.config.where)
-    tree = ast.parse(generated.text.removeprefix("\ufeff"))
-    after = _bindings(tree, generated.source, generated.config.where)
+    # The original as the generator writes it, with absolute imports.
+    before = _bindings(_tree_of(build(PatchSpec(generated.source.name, generated.config.target_file))))
+    tree = _tree_of(generated)
+    after = _bindings(tree)
     affected = {name for name, nodes in after.items() if nodes != before.get(name)}
     affected |= before.keys() - after.keys()
     uses: dict[str, set[str]] = {}
@@ -128,38 +126,22 @@ def affected_names(generated: Generated, covered: set[str]) -> set[str]:
         affected |= more
 
 
-def _asks_for_a_class(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and function.id in ("isinstance", "issubclass")
+def _tree_of(generated: Generated) -> ast.Module:
+    return ast.parse(generated.text.removeprefix("\ufeff"))
 
 
-def _bindings(tree: ast.Module, source: SourceModule, where: Location) -> dict[str, list[str]]:
+def _bindings(tree: ast.Module) -> dict[str, list[str]]:
     """What binds each name of the top level: the text of the statements, without comments and formatting."""
     found: dict[str, list[str]] = {}
     for node in top_level(tree.body):
-        if isinstance(node, ast.ImportFrom):
-            origin = absolute_name(node.module or "", node.level, source, where) if node.level else node.module
+        if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                found.setdefault(alias.asname or alias.name, []).append(f"{origin}:{alias.name}")
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                found.setdefault(alias.asname or alias.name.split(".")[0], []).append(alias.name)
-        elif names := _bound_by(node):
-            text = ast.dump(_Absolute(source, where).visit(node))
-            for name in names:
-                found.setdefault(name, []).append(text)
+                name = alias.asname or alias.name.split(".")[0]
+                found.setdefault(name, []).append(f"{getattr(node, 'module', '')}:{alias.name}")
+        else:
+            for name in _bound_by(node):
+                found.setdefault(name, []).append(ast.dump(node))
     return found
-
-
-class _Absolute(ast.NodeTransformer):
-    """Imports inside of functions, as the generator writes them."""
-
-    def __init__(self, source: SourceModule, where: Location) -> None:
-        self.source, self.where = source, where
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        if not node.level:
-            return node
-        return ast.ImportFrom(absolute_name(node.module or "", node.level, self.source, self.where), node.names, 0)
 
 
 def _bound_by(node: ast.stmt) -> Iterable[str]:
@@ -182,7 +164,7 @@ def _uses(node: ast.stmt, covered: set[str]) -> Iterator[str]:
             bare = [part.value]
         elif isinstance(part, ast.Compare):
             bare = [part.left, *part.comparators]
-        elif isinstance(part, ast.Call) and _asks_for_a_class(part.func):
+        elif isinstance(part, ast.Call) and ast.unparse(part.func) in ("isinstance", "issubclass"):
             bare = [inner for argument in part.args[1:] for inner in ast.walk(argument)]
         for inner in bare:
             if isinstance(inner, ast.Name):

@@ -227,6 +227,14 @@ def _lines(file: str, obj: Any) -> list[str]:
     return linecache.getlines(file, getattr(obj, "__globals__", None))
 
 
+def file_tree(file: str) -> ast.Module:
+    """The syntax tree of a file as Python last read it; an empty one where there is none."""
+    try:
+        return _parse("".join(linecache.getlines(file)) if file else "")
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 @functools.lru_cache(maxsize=4)
 def _parse(text: str) -> ast.Module:
     return ast.parse(text)
@@ -249,11 +257,7 @@ def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
 
 def stands_as_decorator(site: Location) -> bool:
     """Whether the line that runs now is a decorator, not a call in a statement."""
-    lines = linecache.getlines(site.file)
-    try:
-        return _decorated_on(_parse("".join(lines)), site.line) is not None
-    except SyntaxError:
-        return False
+    return _decorated_on(file_tree(site.file), site.line) is not None
 
 
 def _pick(tree: ast.Module, name: str, obj: Any) -> Definition | None:
