@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from patcher.source.call_sites import CallSites, why_unfit
+from patcher.source.call_sites import CallSites, shortened, signature_of, why_unfit
 
 __all__ = ["misfits"]
 
@@ -49,9 +49,8 @@ def misfits(
                 if name in classes and method in methods:
                     problem = _problem(call, *classes[name], method)
                     if problem:
-                        where = (
-                            f"{base.__name__}.{caller}, line {call.lineno} of {_file(base.__module__)}: {_text(call)}"
-                        )
+                        line = f"line {call.lineno} of {_file(base.__module__)}"
+                        where = f"{base.__name__}.{caller}, {line}: {shortened(call)}"
                         found[classes[name][1].__qualname__, method, where, problem] = None
     return tuple(found)
 
@@ -85,33 +84,8 @@ def _sites(module: str) -> CallSites | None:
 
 
 def _problem(call: ast.Call, original: type[nn.Module], replacement: type[nn.Module], method: str) -> str:
-    before, after = _stub(original, method), _stub(replacement, method)
-    if before is None or after is None or why_unfit(call, before, True):
-        return ""  # a decorator takes arguments out of the call, or adds some
-    return why_unfit(call, after, True)
-
-
-def _stub(cls: type[nn.Module], method: str) -> ast.FunctionDef | None:
-    """A function without a body that has the signature of a method: wrappers show that of what they wrap."""
-    try:
-        parameters = inspect.signature(getattr(cls, method)).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    plain = [
-        parameter.replace(
-            annotation=inspect.Parameter.empty,
-            default=parameter.default if parameter.default is inspect.Parameter.empty else None,
-        )
-        for parameter in parameters
-    ]
-    (function,) = ast.parse(f"def {method}{inspect.Signature(plain)}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    return function
-
-
-def _text(call: ast.Call) -> str:
-    text = " ".join(ast.unparse(call).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    before, after = (signature_of(getattr(cls, method, None)) for cls in (original, replacement))
+    return why_unfit(call, before, after, True) if before is not None else ""
 
 
 def _file(module: str) -> str:

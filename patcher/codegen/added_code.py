@@ -41,14 +41,17 @@ def plan_imports(config: PatchSpec, bound: set[str], shipped: ast.Module) -> tup
             names = tuple((name, alias) for name, alias in entry.names if alias in fresh)
             added.append(Import(entry.module, names, entry.alias, entry.where))
     externals: dict[External, str] = {}
+    aliases: dict[tuple[str, str], str] = {}
     taken = bound | {name for entry in added for name in entry.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(patch.replacement, External) and patch.replacement not in externals:
-            first, *rest = patch.replacement.name.split(".")
-            alias = first if first not in taken else f"external_{first}"
-            taken.add(alias)
-            externals[patch.replacement] = ".".join([alias, *rest])
-            added.append(Import(patch.replacement.module, ((first, alias),), "", patch.where))
+        if isinstance(external := patch.replacement, External):
+            first, *rest = external.name.split(".")
+            if (external.module, first) not in aliases:
+                alias = first if first not in taken else f"external_{first}"
+                taken.add(alias)
+                aliases[external.module, first] = alias
+                added.append(Import(external.module, ((first, alias),), "", patch.where))
+            externals[external] = ".".join([aliases[external.module, first], *rest])
     return imports.merge(added), externals
 
 

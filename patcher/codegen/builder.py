@@ -1,16 +1,5 @@
 """The description of a patched modeling file: which definitions of which module become what, and why.
 
-```python
-from patcher.codegen import PatchConfig
-
-config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
-
-
-@config.replace_function("rotate_half", description="one kernel less")
-def rotate_half(x):
-    return x.roll(x.shape[-1] // 2, -1) * sign(x)
-```
-
 A config only describes. Everything that can be judged without the modeling file is judged here, on the line that
 says it; the rest when the file is generated.
 """
@@ -32,7 +21,16 @@ __all__ = ["PatchConfig"]
 
 
 class PatchConfig(PatchRegistration):
-    """What to change in one modeling module, and the file to write it to.
+    r"""What to change in one modeling module, and the file to write it to.
+
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> @config.replace_function("rotate_half", description="one kernel less")
+    ... def rotate_half(x):
+    ...     return x.roll(x.shape[-1] // 2, -1)
+    >>> config.patches[0].source.name
+    'rotate_half'
+
+    Patches are given as decorators, as calls with a class or a function, or as text.
 
     Args:
         source_module: the dotted name of the module that is patched. It is read, never imported.
@@ -46,9 +44,11 @@ class PatchConfig(PatchRegistration):
     def add_conversions(self, patcher: Patcher | None = None) -> None:
         """Have the models of the file read and write checkpoints of the original.
 
-        ```python
-        config.add_conversions(Patcher(extra_weight_conversions=[WeightConverter(...)]))
-        ```
+        >>> from patcher.codegen import generate
+        >>> config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
+        >>> config.add_conversions()
+        >>> "from_pretrained = runtime.from_pretrained" in generate(config)
+        True
 
         A constant of the file holds the conversions, `new_weights` and `dropped_weights` of the Patcher; its classes
         and fusions are not looked at. Without a Patcher the models get the conversions that transformers has: by
@@ -67,9 +67,10 @@ class PatchConfig(PatchRegistration):
     def to_patcher(self) -> Patcher:
         """A Patcher with the same effect: the models of the module, loaded with it, compute what the file's would.
 
-        ```python
-        model = LlamaForCausalLM.from_pretrained(path, patcher=config.to_patcher())
-        ```
+        >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+        >>> _ = config.override_method("LlamaMLP.extra_repr", "def extra_repr(self): return 'mine'", new=True)
+        >>> list(config.to_patcher().class_mapping)
+        ['LlamaMLP']
 
         The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
         by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a load
@@ -94,9 +95,10 @@ class PatchConfig(PatchRegistration):
     ) -> PatchConfig:
         """The config of the readable file that does to the models of a module what a Patcher does to them.
 
-        ```python
-        config = PatchConfig.from_patcher(Patcher(fusions=["qkv"]), LlamaForCausalLM)
-        ```
+        >>> from transformers import LlamaForCausalLM
+        >>> from patcher import Patcher
+        >>> PatchConfig.from_patcher(Patcher(fusions=["gate_up"]), LlamaForCausalLM).description
+        'What a patcher does to the models of this module.'
 
         Replacements are copied with what they use of their own module, fused forwards stand as code. The models of
         the file read and write checkpoints of the original, by a constant that holds the conversions.

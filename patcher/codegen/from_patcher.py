@@ -147,7 +147,7 @@ def _write_fused(
     for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
         _check_home(next(iter(fused)), original, shipped, described)
         write = list_experts if issubclass(next(iter(fused.values())), ListedExperts) else join_projections
-        write(described, owners, original, fused, resolution.refused)
+        write(owners, original, fused, resolution.refused)
     owners.write()
 
 

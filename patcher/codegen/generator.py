@@ -42,6 +42,11 @@ class Generated:
 def generate(config: PatchSpec) -> str:
     """The text of the modeling file that a config describes. Nothing is imported, and nothing written.
 
+    >>> from patcher.codegen import PatchConfig
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> print(generate(config).splitlines()[1])
+    # GENERATED FILE: change the config that it is made from, not this file.
+
     Raises:
         CodegenError: for a target that the module doesn't have, for names that the file wouldn't define, and for
             anything else that would make the file differ from what the config says.

@@ -49,22 +49,17 @@ def _words(patch: Patch) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    # a long word, such as a path, stays whole: it is there to be copied
-    return textwrap.wrap(
-        " ".join(text.split()),
-        _WIDTH,
-        initial_indent=f"{label:9}",
-        subsequent_indent=" " * 9,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(text, f"{label:9}", " " * 9)
 
 
 def _item(text: str, description: str) -> list[str]:
-    text = f"{text}: {' '.join(description.split())}" if description.strip() else text
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    return _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    # a long word, such as a path, stays whole: it is there to be copied
+    wrapper = textwrap.TextWrapper(_WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(" ".join(text.split()))
 
 
 def regenerate_command(config: PatchSpec) -> str:

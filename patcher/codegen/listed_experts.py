@@ -9,10 +9,8 @@ import libcst as cst
 from torch import nn
 
 from patcher.codegen.dependencies import RUNTIME
-from patcher.codegen.joined_projections import as_subclass, becomes_one_class
-from patcher.codegen.owning_classes import Owners
-from patcher.codegen.registration import PatchRegistration
-from patcher.fusions.stacks import Stack
+from patcher.codegen.owning_classes import Owners, becomes_one_class
+from patcher.fusions.rewrite import class_text
 from patcher.source import trees
 
 __all__ = ["list_experts"]
@@ -21,30 +19,28 @@ _WHY = "each expert is a plain linear layer, and runs by itself"
 
 
 def list_experts(
-    described: PatchRegistration,
-    owners: Owners,
-    original: type[nn.Module],
-    fused: Mapping[str, Any],
-    refused: Mapping[str, str],
+    owners: Owners, original: type[nn.Module], fused: Mapping[str, Any], refused: Mapping[str, str]
 ) -> None:
     """The code of a class with a list of layers in the place of each stack, and the forward that goes one by one.
 
     The arguments are those of `join_projections`. The class is replaced as a whole, because decorators of the original
     choose among forwards that need stacks.
     """
-    name, variants = original.__name__, list(dict.fromkeys(fused.values()))
+    described, name = owners.described, original.__name__
+    described.add_import(RUNTIME, names=["list_stack"])
+    first: Any = next(iter(fused.values()))
     alike = becomes_one_class(owners, original, fused)
-    text = _replacement(original, variants[0], _listing(described, variants[0]._stacks, "self")) if alike else ""
-    if text:
+    if text := _replacement(original, first, _listing(first, "self")) if alike else "":
         described.replace_class(name, text, _WHY)
         return
-    for number, cls in enumerate(variants, 1):
-        new = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
-        described.add_helper_after(name, as_subclass(cls, new, name), _WHY)
-        for path in (path for path, found in fused.items() if found is cls):
-            owner, part = owners.part(path, fused, refused)
-            statement = f"{part}.__class__ = {new}\n" + _listing(described, cls._stacks, part)
-            owners.add(owner, statement, f"{part.removeprefix('self.')} is a list of linear layers")
+
+    def write(cls: Any, new: str) -> tuple[str, str]:
+        return class_text(new, name, str(cls.__doc__), cls._rewritten.values()), _WHY
+
+    def change(cls: Any, part: str) -> tuple[str, str]:
+        return _listing(cls, part), f"{part.removeprefix('self.')} is a list of linear layers"
+
+    owners.make_subclasses(name, fused, refused, write, change)
 
 
 def _replacement(original: type[nn.Module], fused: Any, listing: str) -> str:
@@ -64,11 +60,10 @@ def _replacement(original: type[nn.Module], fused: Any, listing: str) -> str:
     return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))
 
 
-def _listing(described: PatchRegistration, stacks: tuple[Stack, ...], module: str) -> str:
+def _listing(fused: Any, module: str) -> str:
     """The statements that list the stacks of a module."""
-    described.add_import(RUNTIME, names=["list_stack"])
     lines = []
-    for stack in stacks:
+    for stack in fused._stacks:
         options = f', bias="{stack.bias}"' if stack.bias else ""
         options += ", transposed=True" if stack.transposed else ""
         lines.append(f'list_stack({module}, "{stack.name}"{options})\n')

@@ -166,8 +166,11 @@ def create_patch_from_external(
 ) -> Patch:
     """A patch that binds `target` to an imported object, instead of copying its source into the file.
 
-    Example:
-        `config.patches.append(create_patch_from_external("Qwen3RMSNorm", "my_kernels.norm", "FastRMSNorm"))`
+    >>> from patcher.codegen import PatchConfig, generate
+    >>> config = PatchConfig("transformers.models.qwen3.modeling_qwen3", "patched_modeling_qwen3.py")
+    >>> config.patches.append(create_patch_from_external("Qwen3RMSNorm", "torch.nn", "RMSNorm"))
+    >>> "from torch.nn import RMSNorm" in generate(config)
+    True
 
     Raises:
         CodegenError: for names that can't be imported.

@@ -27,6 +27,13 @@ def write(
 ) -> Path:
     """Generate the file of a config and write it.
 
+    >>> import tempfile
+    >>> from patcher.codegen import PatchConfig
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(config, folder, diff=True).name
+    'patched_modeling_llama.py'
+
     Args:
         config: the description.
         output_dir: the folder, by default `generated/` beside the file of the config.
@@ -79,13 +86,13 @@ def final_text(generated: Generated, *, formatted: bool) -> str:
 
 def unified_diff(generated: Generated, text: str) -> str:
     """What a reviewer reads: the original against the generated text."""
-    lines = difflib.unified_diff(
-        generated.source.text.splitlines(),
-        text.splitlines(),
-        f"a/{generated.source.relative_path}",
-        f"b/{generated.config.target_file}",
-        lineterm="",
-    )
+    names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
+    return diff_of(generated.source.text, text, *names)
+
+
+def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
+    """A unified diff of two texts, empty where all lines are the same."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="", n=context)
     return "".join(f"{line}\n" for line in lines)
 
 

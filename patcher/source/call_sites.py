@@ -7,11 +7,13 @@ calls through the class. A call that it can't follow is not found.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from patcher.source.scopes import top_level
 
-__all__ = ["CallSites", "why_unfit"]
+__all__ = ["CallSites", "shortened", "signature_of", "why_unfit"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -183,8 +185,17 @@ def _is_super(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
-def why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
-    """Why the arguments of a call don't fit a signature, empty if they do or if that can't be told."""
+def why_unfit(call: ast.Call, original: Function | None, patched: Function | None, bound: bool) -> str:
+    """Why the arguments of a call don't fit what was patched, empty if they do or if that can't be told.
+
+    What didn't fit the original either is nobody's fault: a decorator takes arguments out of the call, or adds some.
+    """
+    if patched is None or (original is not None and _why_unfit(call, original, bound)):
+        return ""
+    return _why_unfit(call, patched, bound)
+
+
+def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     arguments = function.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1 if bound else 0 :]
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
@@ -210,3 +221,22 @@ def why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     required += [argument.arg for argument, default in defaults if default is None]
     missing = [name for name in required if name not in keywords]
     return f"{missing[0]!r} is missing" if missing else ""
+
+
+def signature_of(function: Any) -> Function | None:
+    """A definition without a body that has the signature of a function: wrappers show that of what they wrap."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    empty = inspect.Parameter.empty
+    plain = [each.replace(annotation=empty, default=empty if each.default is empty else None) for each in parameters]
+    (node,) = ast.parse(f"def called{inspect.Signature(plain)}: ...").body
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def shortened(call: ast.Call) -> str:
+    """A call on one line that isn't long."""
+    text = " ".join(ast.unparse(call).split())
+    return text if len(text) <= 80 else text[:77] + "..."
