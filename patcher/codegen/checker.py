@@ -251,13 +251,6 @@ def check(
     return results
 
 
-def check_config(
-    config: PatchConfig, *, output_dir: str | os.PathLike[str] | None = None, formatted: bool = False
-) -> CheckResult:
-    """Compare one config with its file."""
-    return _check_one(config_path(config.config_file), config, False, output_dir, formatted)
-
-
 def _check_one(
     label: str, config: PatchConfig, fix: bool, output_dir: str | os.PathLike[str] | None, formatted: bool
 ) -> CheckResult:

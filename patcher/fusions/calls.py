@@ -10,6 +10,7 @@ from torch import nn
 
 from patcher.fusions.rewrite import known_of_class, methods_with
 from patcher.fusions.tracing import Assumptions
+from patcher.source.call_sites import none_by_default
 
 __all__ = ["passes", "touches"]
 
@@ -64,19 +65,12 @@ def _parameters(module: nn.Module) -> list[str]:
 
 def _optional(function: ast.FunctionDef, call: ast.Call) -> set[str]:
     """The parameters of a method that are None by default, and that still are when it makes a call."""
-    arguments = function.args
-    parameters = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
-    pairs += [
-        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
-    ]
-    names = {one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None}
     loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
     around = [loop for loop in loops if any(node is call for node in ast.walk(loop))]
     # What stands behind the call comes after it, but in a loop.
     again = {id(node) for loop in around for node in ast.walk(loop)}
     set_before = {node.id for node in _set_by(function) if node.lineno <= call.lineno or id(node) in again}
-    return names - set_before
+    return set(none_by_default(function)) - set_before
 
 
 def _set_by(node: ast.AST) -> Iterator[ast.Name]:

@@ -34,7 +34,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.joined import Joined
-from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in
+from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in, self_of
 from patcher.source.indentation import dedented, indented
 from patcher.source.reading import definition_of
 from patcher.source.synthetic import module_of_text
@@ -121,7 +121,7 @@ def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assum
     """
     taken = set(names_in(method.node))
     outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
-    this = method.node.args.args[0].arg if method.node.args.args else "self"
+    this = self_of(method.node, "self")
     before: dict[int, list[str]] = {}
     for cluster in clusters:
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(cluster.argument)})"

@@ -28,7 +28,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.rewrite import Method, read_method
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.seams import EXPERTS_HOME
 from patcher.source.trees import code_of
 
@@ -82,7 +82,7 @@ def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack,
     Raises:
         NotUnderstoodError: a stack is used in another way.
     """
-    this = method.node.args.args[0].arg if method.node.args.args else "self"
+    this = self_of(method.node, "self")
     edit = _Edit(this, weights)
     module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
     used = {name for name, _ in edit.mentioned.values()}

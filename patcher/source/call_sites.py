@@ -13,7 +13,7 @@ from typing import Any
 
 from patcher.source.scopes import top_level
 
-__all__ = ["CallSites", "shortened", "signature_of", "why_unfit"]
+__all__ = ["CallSites", "none_by_default", "shortened", "signature_of", "why_unfit"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -221,6 +221,17 @@ def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     required += [argument.arg for argument, default in defaults if default is None]
     missing = [name for name in required if name not in keywords]
     return f"{missing[0]!r} is missing" if missing else ""
+
+
+def none_by_default(function: ast.FunctionDef) -> list[str]:
+    """The parameters of a function whose default is None."""
+    arguments = function.args
+    parameters = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
+    pairs += [
+        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+    ]
+    return [one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None]
 
 
 def signature_of(function: Any) -> Function | None:
