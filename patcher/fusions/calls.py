@@ -10,7 +10,7 @@ from torch import nn
 
 from patcher.fusions.rewrite import known_of_class, methods_with
 from patcher.fusions.tracing import Assumptions
-from patcher.source.call_sites import none_by_default
+from patcher.source.call_sites import calls_of_child, none_by_default
 
 __all__ = ["passes", "touches"]
 
@@ -103,35 +103,10 @@ def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call
     found: list[tuple[ast.Call, ast.FunctionDef]] = []
 
     def collect(node: ast.FunctionDef) -> bool:
-        elements = _elements(node, name) if listed else set()
-        for child in ast.walk(node):
-            if not isinstance(child, ast.Call):
-                continue
-            match child.func:
-                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
-                    found.append((child, node))
-                case ast.Name(id=called) if called in elements:
-                    found.append((child, node))
-                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
-                    found.append((child, node))
+        found.extend((call, node) for call in calls_of_child(node, name, listed))
         return False
 
     methods_with(cls, collect)
-    return found
-
-
-def _elements(function: ast.FunctionDef, name: str) -> set[str]:
-    """The variables that hold an element of `self.name`, a list of layers, one after the other or by number."""
-    found: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.For | ast.comprehension):
-            target, source = node.target, node.iter
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
-            target, source = node.targets[0], node.value
-        else:
-            continue
-        if any(isinstance(child, ast.Attribute) and child.attr == name for child in ast.walk(source)):
-            found |= {child.id for child in ast.walk(target) if isinstance(child, ast.Name)}
     return found
 
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from patcher.source.scopes import top_level
 
-__all__ = ["CallSites", "none_by_default", "shortened", "signature_of", "why_unfit"]
+__all__ = ["CallSites", "calls_of_child", "none_by_default", "shortened", "signature_of", "why_unfit"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LISTS = ("ModuleList", "Sequential")
+#: a class, and whether it is one of a list
+Held = tuple[str, bool]
 
 
 class CallSites:
     """What one file defines, and which classes its attributes and variables hold."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._known: Mapping[str, set[str]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
         self.functions: dict[str, Function] = {}
         for node in top_level(tree.body):
@@ -32,7 +32,7 @@ class CallSites:
                 self.classes[node.name] = node
             elif isinstance(node, _FUNCTIONS):
                 self.functions[node.name] = node
-        self._attributes = {name: self._find_attributes(node) for name, node in self.classes.items()}
+        self._children = {name: self._find_children(node) for name, node in self.classes.items()}
 
     def function(self, target: str) -> Function | None:
         """A function by its name, a method by `Class.name`."""
@@ -57,57 +57,47 @@ class CallSites:
                 stack += [base.id for base in self.classes[current].bases if isinstance(base, ast.Name)]
         return found
 
+    def constructions(self, owner: str) -> Iterator[tuple[ast.Call, str, str]]:
+        """Each call in a class that makes an object of a class of the file, that class, and the method it is in."""
+        for name, method in self.methods(owner).items():
+            for call in ast.walk(method):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in self.classes:
+                    yield call, call.func.id, name
+
     def calls(self) -> Iterator[tuple[ast.Call, str, bool]]:
         """Each call that can be followed, its target, and whether `self` is passed by itself."""
         for function in self.functions.values():
-            yield from self._calls_in(function, "")
+            yield from self._calls_by_name(function, "")
         for owner in self.classes:
+            lineage = self.lineage(owner)
+            children = [(name, cls) for base in lineage for name, held in self._children[base].items() for cls in held]
             for method in self.methods(owner).values():
-                yield from self._calls_in(method, owner)
+                yield from self._calls_by_name(method, owner)
+                for name, (cls, listed) in dict.fromkeys(children):
+                    for call in calls_of_child(method, name, listed):
+                        for target, bound in self._method(self.lineage(cls), "forward"):
+                            yield call, target, bound
 
-    def uses(self, owner: str, known: Mapping[str, set[str]]) -> Iterator[tuple[ast.Call, str, str, str]]:
-        """Each call in a class that makes an object of a class, or calls one that an attribute holds.
-
-        Args:
-            owner: the class whose methods are read.
-            known: attribute -> the classes that it holds, `[]Class` for a list of them, where that is known better.
-
-        Returns:
-            The call, the class, `__init__` or `forward`, and the method that the call is in.
-        """
-        self._known = known
-        try:
-            for name, method in self.methods(owner).items():
-                local = self._locals(method, owner)
-                for call in ast.walk(method):
-                    if isinstance(call, ast.Call):
-                        if isinstance(call.func, ast.Name) and call.func.id in self.classes:
-                            yield call, call.func.id, "__init__", name
-                        for held in self._held(call.func, owner, local):
-                            yield call, held, "forward", name
-        finally:
-            self._known = {}
-
-    def _calls_in(self, function: Function, owner: str) -> Iterator[tuple[ast.Call, str, bool]]:
-        local = self._locals(function, owner)
+    def _calls_by_name(self, function: Function, owner: str) -> Iterator[tuple[ast.Call, str, bool]]:
+        local = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+        local |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for call in ast.walk(function):
             if isinstance(call, ast.Call):
                 for target, bound in self._targets(call.func, owner, local):
                     yield call, target, bound
 
-    def _targets(self, func: ast.expr, owner: str, local: dict[str, set[str]]) -> Iterator[tuple[str, bool]]:
-        if isinstance(func, ast.Name) and func.id in self.functions and func.id not in local:
-            yield func.id, False
-        elif isinstance(func, ast.Name) and func.id in self.classes and func.id not in local:
-            yield from self._method(self.lineage(func.id), "__init__")
-        elif isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) and func.value.id in self.classes:
-            yield from ((target, False) for target, _ in self._method(self.lineage(func.value.id), func.attr))
-        elif isinstance(func, ast.Attribute) and _is_super(func.value):
-            yield from self._method(self.lineage(owner)[1:], func.attr)
-        elif isinstance(func, ast.Attribute) and _is_self(func.value) and owner:
-            yield from self._method(self.lineage(owner), func.attr)
-        for name in self._held(func, owner, local):
-            yield from self._method(self.lineage(name.removeprefix("[]")), "forward")
+    def _targets(self, func: ast.expr, owner: str, local: set[str]) -> Iterator[tuple[str, bool]]:
+        match func:
+            case ast.Name(id=name) if name in self.functions and name not in local:
+                yield name, False
+            case ast.Name(id=name) if name in self.classes and name not in local:
+                yield from self._method(self.lineage(name), "__init__")
+            case ast.Attribute(value=ast.Name(id=name), attr=method) if name in self.classes:
+                yield from ((target, False) for target, _ in self._method(self.lineage(name), method))
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=method):
+                yield from self._method(self.lineage(owner)[1:], method)
+            case ast.Attribute(value=ast.Name(id="self"), attr=method):
+                yield from self._method(self.lineage(owner), method)
 
     def _method(self, lineage: Sequence[str], name: str) -> Iterator[tuple[str, bool]]:
         for owner in lineage:
@@ -117,72 +107,57 @@ class CallSites:
                 yield f"{owner}.{name}", not static
                 return
 
-    def _find_attributes(self, node: ast.ClassDef) -> dict[str, set[str]]:
-        """`self.x = Class(...)`: the classes that each attribute may hold, `[]Class` for a list of them."""
-        found: dict[str, set[str]] = {}
+    def _find_children(self, node: ast.ClassDef) -> dict[str, set[Held]]:
+        """`self.x = Class(...)`: what each attribute may hold."""
+        found: dict[str, set[Held]] = {}
         for part in ast.walk(node):
-            if isinstance(part, ast.Assign):
-                for target in part.targets:
-                    if isinstance(target, ast.Attribute) and _is_self(target.value):
-                        found.setdefault(target.attr, set()).update(self._made(part.value))
+            for target in part.targets if isinstance(part, ast.Assign) else ():
+                match target:
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                        found.setdefault(name, set()).update(self._made(part.value))  # type: ignore[attr-defined]
         return found
 
-    def _made(self, value: ast.expr) -> set[str]:
-        if isinstance(value, ast.IfExp):
-            return self._made(value.body) | self._made(value.orelse)
-        if not isinstance(value, ast.Call):
-            return set()
-        if isinstance(value.func, ast.Name) and value.func.id in self.classes:
-            return {value.func.id}
-        if isinstance(value.func, ast.Attribute) and value.func.attr in _LISTS and value.args:
-            items = value.args[0]
-            parts = items.elts if isinstance(items, (ast.List, ast.Tuple)) else [getattr(items, "elt", items)]
-            return {f"[]{name}" for part in parts for name in self._made(part) if not name.startswith("[]")}
+    def _made(self, value: ast.expr) -> set[Held]:
+        match value:
+            case ast.IfExp():
+                return self._made(value.body) | self._made(value.orelse)
+            case ast.Call(func=ast.Name(id=name)) if name in self.classes:
+                return {(name, False)}
+            case ast.Call(func=ast.Attribute(attr="ModuleList" | "Sequential"), args=[items, *_]):
+                parts = items.elts if isinstance(items, (ast.List, ast.Tuple)) else [getattr(items, "elt", items)]
+                return {(name, True) for part in parts for name, listed in self._made(part) if not listed}
         return set()
 
-    def _held(self, value: ast.expr, owner: str, local: dict[str, set[str]]) -> set[str]:
-        """The classes whose instances an expression may give."""
-        if isinstance(value, ast.Name):
-            return {name for name in local.get(value.id, set()) if not name.startswith("[]")}
-        names = self._all_held(value, owner, local)
-        return {name for name in names if not name.startswith("[]")}
 
-    def _all_held(self, value: ast.expr, owner: str, local: dict[str, set[str]]) -> set[str]:
-        if isinstance(value, ast.Name):
-            return local.get(value.id, set())
-        if isinstance(value, ast.Attribute) and _is_self(value.value):
-            if value.attr in self._known:
-                return self._known[value.attr]
-            return {n for base in self.lineage(owner) for n in self._attributes.get(base, {}).get(value.attr, ())}
-        if isinstance(value, ast.Subscript):
-            inner = self._all_held(value.value, owner, local)
-            return inner if isinstance(value.slice, ast.Slice) else {name.removeprefix("[]") for name in inner}
-        return self._made(value)
-
-    def _locals(self, function: Function, owner: str) -> dict[str, set[str]]:
-        """Variables of a function: its parameters, those that hold layers, and those of loops over layers."""
-        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        found: dict[str, set[str]] = {argument.arg: set() for argument in arguments}
-        for part in ast.walk(function):
-            if isinstance(part, ast.Assign) and len(part.targets) == 1 and isinstance(part.targets[0], ast.Name):
-                found.setdefault(part.targets[0].id, set()).update(self._all_held(part.value, owner, found))
-            elif isinstance(part, (ast.For, ast.comprehension)):
-                target, items = part.target, part.iter
-                if isinstance(items, ast.Call) and isinstance(items.func, ast.Name) and items.func.id == "enumerate":
-                    target = target.elts[1] if isinstance(target, ast.Tuple) and len(target.elts) == 2 else target
-                    items = items.args[0] if items.args else items
-                held = {n.removeprefix("[]") for n in self._all_held(items, owner, found) if n.startswith("[]")}
-                if isinstance(target, ast.Name):
-                    found.setdefault(target.id, set()).update(held)
-        return found
+def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call]:
+    """The calls of the child `name` of a module in one of its methods, or of the children in a list of that name."""
+    elements = _elements(function, name) if listed else set()
+    found = []
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call):
+            match call.func:
+                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
+                    found.append(call)
+                case ast.Name(id=called) if called in elements:
+                    found.append(call)
+                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
+                    found.append(call)
+    return found
 
 
-def _is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "self"
-
-
-def _is_super(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+def _elements(function: Function, name: str) -> set[str]:
+    """The variables that hold an element of `self.name`, a list of layers, one after the other or by number."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.For | ast.comprehension):
+            target, source = node.target, node.iter
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+            target, source = node.targets[0], node.value
+        else:
+            continue
+        if any(isinstance(child, ast.Attribute) and child.attr == name for child in ast.walk(source)):
+            found |= {child.id for child in ast.walk(target) if isinstance(child, ast.Name)}
+    return found
 
 
 def why_unfit(call: ast.Call, original: Function | None, patched: Function | None, bound: bool) -> str:
