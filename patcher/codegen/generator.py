@@ -14,7 +14,8 @@ from patcher.codegen.added_code import insert, plan_imports
 from patcher.codegen.excluded_names import exclude
 from patcher.codegen.header import render_header, with_header
 from patcher.codegen.missing_names import check_names
-from patcher.codegen.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.patched_classes import edit_class
+from patcher.codegen.patched_definitions import Context, replace_definition
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
@@ -127,8 +128,8 @@ def _edit(
         patches = by_name.get(node.name.value, [])
         whole = [p for p in patches if p.target == node.name.value and p.kind is not PatchKind.MODIFY_INIT]
         if patches and node.name.value in imported and node.name.value not in dropped:
-            raise CodegenError(
-                f"{patches[0].where}: {patches[0].asked} would not always take effect: {context.source} also imports "
+            raise patches[0].error(
+                f"would not always take effect: {context.source} also imports "
                 f"{node.name.value!r}, on line {imported[node.name.value].line}. "
                 f"Add config.drop_import_names({node.name.value!r})."
             )
@@ -141,8 +142,8 @@ def _edit(
 
 def _edit_members(patches: list[Patch], node: tree.Definition, context: Context, depth: int) -> cst.ClassDef:
     if not isinstance(node, cst.ClassDef):
-        raise CodegenError(
-            f"{patches[0].where}: {patches[0].asked} does not fit: {node.name.value!r} is a function in "
+        raise patches[0].error(
+            f"does not fit: {node.name.value!r} is a function in "
             f"{context.source}, and has no methods. Use replace_function({node.name.value!r})."
         )
     items = [(patch.target.split(".")[1:], patch) for patch in patches]
@@ -153,15 +154,15 @@ def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str,
     imported = imported_names(shipped).get(name)
     if imported is not None:
         origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
-        return CodegenError(
-            f"{patch.where}: {patch.asked} names no definition of {source}: {name!r} is imported there, from "
+        return patch.error(
+            f"names no definition of {source}: {name!r} is imported there, from "
             f"{origin}. Patch that module, or bind the name yourself with drop_import_names({name!r}) and add_helper."
         )
     wants_function = patch.kind is PatchKind.REPLACE_FUNCTION
     what = "function" if wants_function else "class"
     same = [n.name.value for n in found if isinstance(n, cst.FunctionDef) == wants_function]
     choices = [n.name.value for n in found] if patch.kind is PatchKind.EXTERNAL else same
-    return CodegenError(f"{patch.where}: {patch.asked} names no {what} of {source}. {nearest(name, choices)}")
+    return patch.error(f"names no {what} of {source}. {nearest(name, choices)}")
 
 
 def _check_dropped(config: PatchSpec, shipped: ast.Module) -> None:

@@ -61,6 +61,10 @@ class Patch:
         """The call that made this patch, for messages and the header."""
         return f"{METHODS[self.kind]}({self.target!r})"
 
+    def error(self, text: str) -> CodegenError:
+        """What is wrong with the patch, with the line and the call that made it."""
+        return CodegenError(f"{self.where}: {self.asked} {text}")
+
 
 @dataclass(frozen=True)
 class Import:
@@ -191,13 +195,11 @@ def check_target(patch: Patch) -> None:
     """Raise a CodegenError for a target that no definition can have."""
     parts = patch.target.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise CodegenError(f"{patch.where}: {patch.asked} names no definition: {patch.target!r} is no dotted name.")
+        raise patch.error(f"names no definition: {patch.target!r} is no dotted name.")
     if patch.kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
-        raise CodegenError(f"{patch.where}: {patch.asked} names no method. Write override_method('Class.method').")
+        raise patch.error("names no method. Write override_method('Class.method').")
     if patch.kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
-        raise CodegenError(
-            f"{patch.where}: {patch.asked} names no function of the module. For a method, use override_method."
-        )
+        raise patch.error("names no function of the module. For a method, use override_method.")
 
 
 def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
@@ -206,15 +208,12 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
     for other in others:
         theirs = _claims(other)
         if mine == theirs:
-            raise CodegenError(
-                f"{patch.where}: {patch.asked} is given twice: {other.asked} at {other.where} already changes it. "
-                "Remove one."
-            )
+            raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
         is_accessor = inner.removeprefix(outer + ".") in ACCESSORS
         if inner.startswith(outer + ".") and not is_accessor:
-            raise CodegenError(
-                f"{patch.where}: {patch.asked} and {other.asked} at {other.where} change one definition: "
+            raise patch.error(
+                f"and {other.asked} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
             )
 
