@@ -28,7 +28,7 @@ from patcher.fusions.joining import JoinRows, Step
 from patcher.fusions.listed import listed
 from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
 from patcher.patcher import Patcher
-from patcher.reporting import report
+from patcher.record import record_of
 from patcher.scope import under_construction
 
 __all__ = [
@@ -103,7 +103,8 @@ def from_config(cls: type, config: Any, *args: Any, patcher: Patcher | None = No
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Write a checkpoint of the original model."""
-    if report(self).patchers:
+    record = record_of(self)
+    if record is not None and record.patchers:
         return super(_inherited(type(self)), self).save_pretrained(*args, **kwargs)
     # Made by a call of the class, which knows nothing of conversions: a model that does, with the same weights.
     with torch.device("meta"):

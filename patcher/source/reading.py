@@ -72,22 +72,21 @@ class Source:
 
 def caller() -> Location:
     """The innermost line that is not part of this package: the line of the config."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    if frame is None:
-        return Location("<unknown>", 0)
-    return Location(frame.f_code.co_filename, frame.f_lineno)
+    frame = _caller_frame()
+    return Location("<unknown>", 0) if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def caller_module() -> tuple[str, str]:
     """Name and file of the module that the innermost foreign line belongs to."""
+    frame = _caller_frame()
+    return ("", "") if frame is None else (str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
+
+
+def _caller_frame() -> types.FrameType | None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
-    if frame is None:
-        return "", ""
-    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    return frame
 
 
 def _is_ours(frame: types.FrameType) -> bool:
