@@ -171,25 +171,18 @@ def _body_of(cls: type) -> _Body:
 
 def _members(statement: Any) -> Iterator[_Member]:
     """A statement, by the name that it binds; one for each part of `a = 1; b = 2`; none for a type without a value."""
-    if isinstance(statement, cst.FunctionDef | cst.ClassDef):
-        yield _Member(statement.name.value, statement)
-        return
     if not isinstance(statement, cst.SimpleStatementLine):
-        yield _Member("", statement)
+        yield _Member(trees.bound_by(statement), statement)
         return
     for number, part in enumerate(statement.body):
         if isinstance(part, cst.AnnAssign) and part.value is None:
             continue
-        name = ""
-        if isinstance(part, cst.Assign):
-            name = ", ".join(trees.code_of(target.target) for target in part.targets)
-        elif isinstance(part, cst.AnnAssign):
-            name = trees.code_of(part.target)
-        elif isinstance(part, cst.Expr) and isinstance(part.value, cst.SimpleString | cst.ConcatenatedString):
-            name = _DOCSTRING
-        leading = statement.leading_lines if number == 0 else []
-        alone = part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
-        yield _Member(name, statement.with_changes(body=[alone], leading_lines=leading))
+        one = statement.with_changes(
+            body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)],
+            leading_lines=statement.leading_lines if number == 0 else [],
+        )
+        is_text = isinstance(part, cst.Expr) and isinstance(part.value, cst.SimpleString | cst.ConcatenatedString)
+        yield _Member(_DOCSTRING if is_text else trees.bound_by(one), one)
 
 
 def _made_up(cls: type) -> _Body:

@@ -15,7 +15,6 @@ from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.runtime import ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
-from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
@@ -56,8 +55,8 @@ def add_conversions(described: PatchRegistration, patcher: Patcher) -> None:
             continue
         for method, (source, why) in _METHODS.items():
             if method in vars(cls):
-                raise CodegenError(
-                    f"{described.where}: {name} has a {method} of its own, which the file would have to replace. "
+                raise described.error(
+                    f"{name} has a {method} of its own, which the file would have to replace. "
                     "Load with the patcher itself."
                 )
             patch = create_patch_from_external(f"{name}.{method}", "patcher.codegen", f"runtime.{source}", why)

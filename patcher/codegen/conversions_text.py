@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from transformers.core_model_loading import (
@@ -52,7 +52,7 @@ def render_conversions(patcher: Patcher, described: PatchRegistration, dependenc
     return "\n".join(lines) if len(lines) > 2 else f"{CONVERSIONS} = Patcher()"
 
 
-def _list(name: str, items: Sequence[str]) -> list[str]:
+def _list(name: str, items: Iterable[str]) -> list[str]:
     return [f"    {name}=[", *(f"        {line}" for item in items for line in f"{item},".splitlines()), "    ],"]
 
 
@@ -71,13 +71,8 @@ def _transform(transform: WeightTransform, described: PatchRegistration, depende
     described.add_import("transformers.core_model_loading", names=[kind])
     namespace: dict[str, Any] = {kind: type(transform)}
     lines = [f"{kind}("]
-    for name, patterns in (
-        ("source_patterns", seams.source_patterns(transform)),
-        ("target_patterns", seams.target_patterns(transform)),
-    ):
-        lines.append(f"    {name}=[")
-        lines += [f"        {_text(pattern)}," for pattern in patterns]
-        lines.append("    ],")
+    lines += _list("source_patterns", map(_text, seams.source_patterns(transform)))
+    lines += _list("target_patterns", map(_text, seams.target_patterns(transform)))
     if isinstance(transform, WeightConverter):
         operations = [
             _operation(operation, transform, described, dependencies, namespace) for operation in transform.operations
@@ -162,7 +157,7 @@ def _plain(operation: ConversionOps) -> ConversionOps:
 
 
 def _no_text(transform: WeightTransform, described: PatchRegistration, reason: str) -> CodegenError:
-    return CodegenError(
-        f"{described.where}: the conversion {describe(transform)} can't be written into the file: {reason}. "
+    return described.error(
+        f"the conversion {describe(transform)} can't be written into the file: {reason}. "
         "Load with the patcher itself, or give the conversion operations that keep their arguments."
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patcher.codegen.import_statements import absolute_name
-from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
@@ -65,8 +64,8 @@ class Dependencies:
                 self.config.add_import(home, names=[name])
                 return
         if name_map := self.bring(cls, asked):
-            raise CodegenError(
-                f"{self.config.where}: {asked} knows {', '.join(name_map.values())} by other names, "
+            raise self.config.error(
+                f"{asked} knows {', '.join(name_map.values())} by other names, "
                 f"{', '.join(name_map)}. Use their own names in {name}."
             )
         self.config.add_post_import_block(dedented(read_source(cls, asked, self.config.where).text))
@@ -91,8 +90,8 @@ class Dependencies:
         if self._is_known(name, value):
             return name
         if name in vars(self.shipped) and vars(self.shipped)[name] is not value:
-            raise CodegenError(
-                f"{self.config.where}: {asked} uses {name!r}, and {self.shipped.__name__} has another {name!r}. "
+            raise self.config.error(
+                f"{asked} uses {name!r}, and {self.shipped.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
         package = str(namespace.get("__package__") or "")
@@ -130,9 +129,8 @@ class Dependencies:
             asked = f"{asked}, which uses {name!r},"
             name_map = self.bring(inner, asked)
             if inner.__name__ != name:
-                raise CodegenError(
-                    f"{self.config.where}: {asked} calls it by another name than its own, {inner.__name__!r}. "
-                    "Use its own name."
+                raise self.config.error(
+                    f"{asked} calls it by another name than its own, {inner.__name__!r}. Use its own name."
                 )
             self.config.add_helper(inner, name_map=name_map)
             return
@@ -145,8 +143,8 @@ class Dependencies:
         elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
             self.config.add_import(module, names=[name])
         else:
-            raise CodegenError(
-                f"{self.config.where}: {asked} uses {name!r}, {value!r}, which can't be written as text. "
+            raise self.config.error(
+                f"{asked} uses {name!r}, {value!r}, which can't be written as text. "
                 "Put it into a module that the generated file can import."
             )
 

@@ -18,7 +18,6 @@ from patcher.codegen.owning_classes import Owners, built_by_config
 from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
-from patcher.errors import CodegenError
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
@@ -36,8 +35,8 @@ def describe_patcher(
     """Have a config do what a patcher does; see `PatchConfig.from_patcher`."""
     shipped = importlib.import_module(described.source_module)
     if vars(shipped).get(model_class.__name__) is not model_class:
-        raise CodegenError(
-            f"{described.where}: from_patcher() needs a model class that its module has by its name, and "
+        raise described.error(
+            "from_patcher() needs a model class that its module has by its name, and "
             f"{shipped.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
         )
     if config is None:
@@ -59,7 +58,7 @@ def describe_patcher(
     if resolution is not None:
         _write_fused(resolution, patcher, stock, shipped, described)
     if not described.patches:
-        raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
+        raise described.error(f"{patcher!r} changes no class of {shipped.__name__}.")
     transforms = resolution.fusion_transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
@@ -82,8 +81,8 @@ def _check_builders(
     for path in sorted(changed):
         if part := built_by_config(modules, path):
             name = type(modules[part]).__name__
-            raise CodegenError(
-                f"{described.where}: {path} changes, and {part} around it is built by from_config() of an Auto class, "
+            raise described.error(
+                f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
                 f"which gives the {name} of transformers, not that of the file. Call from_patcher() with {name}, or "
                 "load with the patcher itself."
             )
@@ -108,8 +107,8 @@ def _replaced_classes(
         if key not in hit:
             near = matching.nearest(key, own)
             hint = f"Nearest: {', '.join(near)}. " if near else ""
-            raise CodegenError(
-                f"{described.where}: no class of {shipped.__name__} matches the class key {key!r}. "
+            raise described.error(
+                f"no class of {shipped.__name__} matches the class key {key!r}. "
                 f"{hint}A generated file holds the classes of one "
                 "module: for a class of another one call from_patcher() with a model of that module."
             )
@@ -130,8 +129,8 @@ def _write_fused(
     """The code of what the families of this package fuse."""
     if not resolution.fused:
         refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
-        raise CodegenError(
-            f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
+        raise described.error(
+            f"the fusions {list(patcher.fusions)!r} find nothing to fuse in "
             f"{type(stock).__name__}{': ' + refused if refused else ''}."
         )
     owners = Owners(described, stock, module_classes(shipped))
@@ -153,8 +152,8 @@ def _write_fused(
 
 def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchRegistration) -> None:
     if module_classes(shipped).get(original.__name__) is not original:
-        raise CodegenError(
-            f"{described.where}: a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
+        raise described.error(
+            f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
             f"not defined in {shipped.__name__}. Call from_patcher() with a model of that module."
         )
 
@@ -173,15 +172,15 @@ def _classes_of_others(
         original = resolution.originals[path]
         _check_home(path, original, shipped, described)
         if found.setdefault(original.__name__, cls) is not cls:
-            raise CodegenError(
-                f"{described.where}: {original.__name__} is fused in more than one way in {type(stock).__name__}, "
+            raise described.error(
+                f"{original.__name__} is fused in more than one way in {type(stock).__name__}, "
                 "and a file has one way for a class. Load with the patcher itself."
             )
     for path, module in stock.named_modules():
         if found.get(type(module).__name__) is not None and path not in resolution.fused:
             reason = resolution.refused.get(path, "")
-            raise CodegenError(
-                f"{described.where}: {path} is not fused{f' ({reason})' if reason else ''}, and others of its class, "
+            raise described.error(
+                f"{path} is not fused{f' ({reason})' if reason else ''}, and others of its class, "
                 f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
             )
     return found
@@ -191,8 +190,8 @@ def _replace(
     described: PatchRegistration, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
 ) -> None:
     if MADE in cls.__module__:
-        raise CodegenError(
-            f"{described.where}: the replacement of {name} was made by to_patcher() of a config. Use that config: "
+        raise described.error(
+            f"the replacement of {name} was made by to_patcher() of a config. Use that config: "
             "generate(), write(), or include() in another one."
         )
     home = cls.__module__.split(".")[0]

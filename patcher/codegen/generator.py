@@ -67,12 +67,12 @@ def build(config: PatchSpec) -> Generated:
         module = cst.parse_module(text)
     except (SyntaxError, cst.ParserSyntaxError) as error:
         reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
-        raise CodegenError(
-            f"{config.where}: {source.name} can't be patched, because {source.path} does not parse: {reason}."
+        raise config.error(
+            f"{source.name} can't be patched, because {source.path} does not parse: {reason}."
         ) from error
     if module.code != text:
-        raise CodegenError(
-            f"{config.where}: {source.name} can't be patched: the parser would not give every character of "
+        raise config.error(
+            f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
     module = imports.make_absolute(module, source, config.where)
@@ -94,8 +94,8 @@ def build(config: PatchSpec) -> Generated:
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:
-        raise CodegenError(
-            f"{config.where}: {source.name} is written in {source.encoding}, which has no "
+        raise config.error(
+            f"{source.name} is written in {source.encoding}, which has no "
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
     return Generated(config, source, text, tuple(context.done))

@@ -19,8 +19,8 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, shipped: ast
         tree = ast.parse(text)
         compile(tree, config.target_file, "exec")
     except SyntaxError as error:
-        raise CodegenError(
-            f"{config.where}: {config.target_file} would not compile: {error.msg}. The line is "
+        raise config.error(
+            f"{config.target_file} would not compile: {error.msg}. The line is "
             f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
     known_before = undefined_names(source.text, shipped)

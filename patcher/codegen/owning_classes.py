@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from patcher import matching
 from patcher.codegen.registration import PatchRegistration
-from patcher.errors import CodegenError
 from patcher.source.reading import definition_of
 
 __all__ = ["Owners", "becomes_one_class", "built_by_config"]
@@ -111,8 +110,8 @@ class Owners:
             problem = f"{others[0]} is not fused{reason}, and others of its class, {name}, are"
         else:
             problem = f"{path}, a {name}, is one of a list"
-        raise CodegenError(
-            f"{self.described.where}: {problem}: no class of {self.described.source_module} builds those that are, "
+        raise self.described.error(
+            f"{problem}: no class of {self.described.source_module} builds those that are, "
             "and no others. Load with the patcher itself."
         )
 

@@ -159,6 +159,10 @@ class PatchSpec:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
 
+    def error(self, text: str) -> CodegenError:
+        """What is wrong with the config, with its line."""
+        return CodegenError(f"{self.where}: {text}")
+
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""

@@ -37,8 +37,8 @@ def to_patcher(config: PatchSpec) -> Patcher:
     own = vars(module).get(CONVERSIONS)
     conversions = own if isinstance(own, Patcher) else Patcher()
     if not classes and conversions == Patcher():
-        raise CodegenError(
-            f"{config.where}: to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
+        raise config.error(
+            f"to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
             "patched, or uses what is patched. Use generate() or write() for this config."
         )
     return conversions.replace(

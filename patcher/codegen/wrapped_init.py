@@ -30,7 +30,7 @@ def wrap_init(
     params = list(new.params.params)
     if len(params) < 2:
         raise patch.error(
-            f"needs a function of (original_init, self, ...), and "
+            "needs a function of (original_init, self, ...), and "
             f"{new.name.value!r} takes {len(params)} positional argument(s). Add original_init in front."
         )
     called, own = params[0].name.value, params[1].name.value
@@ -92,6 +92,6 @@ class _CallSuper(cst.CSTTransformer):
 
     def unclear(self) -> CodegenError:
         return self.patch.error(
-            f"modifies a class that inherits its __init__, so "
+            "modifies a class that inherits its __init__, so "
             f"{self.called} stands for super().__init__. Call it as {self.called}({self.own}, ...), and no other way."
         )

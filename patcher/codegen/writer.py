@@ -66,8 +66,8 @@ def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) 
         return Path(output_dir)
     home = Path(config.config_file)
     if not home.is_file():
-        raise CodegenError(
-            f"{config.where}: this config stands in no file, so there is no folder beside it to write to. "
+        raise config.error(
+            "this config stands in no file, so there is no folder beside it to write to. "
             "Give write(config, output_dir=...)."
         )
     return home.parent / "generated"

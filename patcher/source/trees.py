@@ -183,6 +183,16 @@ def read_definition(
     return node
 
 
+def bound_by(statement: Any) -> str:
+    """What a statement of one part binds, as it is written: a name, `a, b`, `x.y`; empty if it binds nothing."""
+    if isinstance(statement, (cst.ClassDef, cst.FunctionDef)):
+        return statement.name.value
+    part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
+    if isinstance(part, cst.Assign):
+        return ", ".join(code_of(target.target) for target in part.targets)
+    return code_of(part.target) if isinstance(part, (cst.AnnAssign, cst.AugAssign)) else ""
+
+
 def read_class(cls: type) -> cst.ClassDef:
     """The syntax tree of a class, with the comments above it, from the left.
 
