@@ -80,11 +80,11 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
 
     A class whose source can't be read has a comment that says so in the place of its methods.
     """
-    shipped, inherits = _body_of(original), issubclass(replacement, original)
+    before, inherits = _body_of(original), issubclass(replacement, original)
     layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
     layers = [cls for cls in layers if cls is replacement or not _is_library(cls)]
     if inherits:
-        patched = _Body(shipped.node, list(shipped.members))
+        patched = _Body(before.node, list(before.members))
     else:
         base, head = _body_of(layers.pop()), _body_of(replacement).node
         patched = _Body(base.node.with_changes(name=head.name, bases=head.bases, keywords=head.keywords), base.members)
@@ -94,10 +94,10 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
             if inherits and not patched.named(name):
                 # Overridden, and itself inherited: what it was is shown too.
                 inherited = _inherited(original, name)
-                shipped.members += inherited
+                before.members += inherited
                 patched.members += inherited
         _overlay(patched, body)
-    return str(shipped), str(patched)
+    return str(before), str(patched)
 
 
 def _is_library(cls: type) -> bool:

@@ -17,9 +17,9 @@ from patcher.source.reading import own_decorators
 from patcher.source.scopes import ImportedName, imported_names, nearest
 
 
-def plan_imports(config: PatchSpec, bound: set[str], shipped: ast.Module) -> tuple[list[Import], dict[External, str]]:
+def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tuple[list[Import], dict[External, str]]:
     """The imports to add, and the expression for each imported replacement."""
-    present = {name: found for name, found in imported_names(shipped).items() if not found.guarded}
+    present = {name: found for name, found in imported_names(original).items() if not found.guarded}
     gone = {name for name, _ in config.dropped}
     added: list[Import] = []
     for entry in config.imports:

@@ -37,12 +37,12 @@ class CallMismatch:
 def check_calls(generated: Generated) -> tuple[CallMismatch, ...]:
     """The calls in a generated file that fitted the original, and do not fit the patch."""
     module = CallSites(ast.parse(generated.text.removeprefix("\ufeff")))
-    shipped = CallSites(ast.parse(generated.source.text))
+    original = CallSites(ast.parse(generated.source.text))
     targets = _patched(generated, module)
     found = []
     for call, target, bound in module.calls():
         if target in targets:
-            problem = why_unfit(call, shipped.function(target), module.function(target), bound)
+            problem = why_unfit(call, original.function(target), module.function(target), bound)
             if problem:
                 found.append(CallMismatch(call.lineno, shortened(call), target, problem))
     return tuple(sorted(found, key=lambda mismatch: (mismatch.line, mismatch.target)))

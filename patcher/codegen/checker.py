@@ -72,7 +72,7 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
     """The settings of the project that a folder is part of.
 
     Raises:
-        CodegenError: for settings that can't mean anything.
+        CodegenError: for invalid settings.
     """
     here = Path(start or Path.cwd()).resolve()
     for folder in (here, *here.parents):

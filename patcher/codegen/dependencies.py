@@ -35,12 +35,12 @@ class Dependencies:
 
     Attributes:
         config: the config that gets imports, helpers and constants.
-        shipped: the module that is patched.
-        targets: replacement -> the class of the shipped module that it replaces, under whose name the file has it.
+        original: the module that is patched.
+        targets: replacement -> the class of the original module that it replaces, under whose name the file has it.
     """
 
     config: PatchRegistration
-    shipped: types.ModuleType
+    original: types.ModuleType
     targets: Mapping[type, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
@@ -85,13 +85,13 @@ class Dependencies:
             return self.targets[value]
         home = getattr(value, "__module__", None)
         own = str(getattr(value, "__name__", ""))
-        if home == self.shipped.__name__ and vars(self.shipped).get(own) is value:
+        if home == self.original.__name__ and vars(self.original).get(own) is value:
             return own
         if self._is_known(name, value):
             return name
-        if name in vars(self.shipped) and vars(self.shipped)[name] is not value:
+        if name in vars(self.original) and vars(self.original)[name] is not value:
             raise self.config.error(
-                f"{asked} uses {name!r}, and {self.shipped.__name__} has another {name!r}. "
+                f"{asked} uses {name!r}, and {self.original.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
         package = str(namespace.get("__package__") or "")
@@ -107,7 +107,7 @@ class Dependencies:
         return name
 
     def _is_known(self, name: str, value: Any) -> bool:
-        return name in self._known or vars(self.shipped).get(name, self._known) is value
+        return name in self._known or vars(self.original).get(name, self._known) is value
 
     def _bring_import(self, name: str, found: ImportedName, package: str) -> None:
         if not found.attribute:

@@ -33,32 +33,32 @@ def describe_patcher(
     described: PatchRegistration, patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None
 ) -> None:
     """Have a config do what a patcher does; see `PatchConfig.from_patcher`."""
-    shipped = importlib.import_module(described.source_module)
-    if vars(shipped).get(model_class.__name__) is not model_class:
+    modeling = importlib.import_module(described.source_module)
+    if vars(modeling).get(model_class.__name__) is not model_class:
         raise described.error(
             "from_patcher() needs a model class that its module has by its name, and "
-            f"{shipped.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
+            f"{modeling.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
         )
     if config is None:
         config = model_class.config_class()
-    replaced = _replaced_classes(patcher, shipped, described)
+    replaced = _replaced_classes(patcher, modeling, described)
     stock = skeleton(model_class, config)
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
     if patcher.fusions:  # otherwise there is nothing to resolve
         resolution = resolve(patcher.replace(class_mapping=replaced, any_of=()), model_class, config)
-        own = _classes_of_others(resolution, stock, shipped, described)
+        own = _classes_of_others(resolution, stock, modeling, described)
     _check_builders(resolution, replaced, stock, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
-    dependencies = Dependencies(described, shipped, targets)
+    dependencies = Dependencies(described, modeling, targets)
     for name, cls in sorted(replaced.items()):
         _replace(described, name, cls, dependencies, "")
     for name, cls in sorted(own.items()):
         _replace(described, name, cls, dependencies, "fused")
     if resolution is not None:
-        _write_fused(resolution, patcher, stock, shipped, described)
+        _write_fused(resolution, patcher, stock, modeling, described)
     if not described.patches:
-        raise described.error(f"{patcher!r} changes no class of {shipped.__name__}.")
+        raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
     transforms = resolution.fusion_transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
@@ -89,10 +89,10 @@ def _check_builders(
 
 
 def _replaced_classes(
-    patcher: Patcher, shipped: ModuleType, described: PatchRegistration
+    patcher: Patcher, modeling: ModuleType, described: PatchRegistration
 ) -> dict[str, type[nn.Module]]:
     """Class of the module -> replacement, for every class key of the patcher."""
-    own = module_classes(shipped)
+    own = module_classes(modeling)
     found: dict[str, type[nn.Module]] = {}
     hit: set[str] = set()
     for name in own:
@@ -108,7 +108,7 @@ def _replaced_classes(
             near = matching.nearest(key, own)
             hint = f"Nearest: {', '.join(near)}. " if near else ""
             raise described.error(
-                f"no class of {shipped.__name__} matches the class key {key!r}. "
+                f"no class of {modeling.__name__} matches the class key {key!r}. "
                 f"{hint}A generated file holds the classes of one "
                 "module: for a class of another one call from_patcher() with a model of that module."
             )
@@ -123,7 +123,7 @@ def _write_fused(
     resolution: Resolution,
     patcher: Patcher,
     stock: PreTrainedModel,
-    shipped: ModuleType,
+    modeling: ModuleType,
     described: PatchRegistration,
 ) -> None:
     """The code of what the families of this package fuse."""
@@ -133,7 +133,7 @@ def _write_fused(
             f"the fusions {list(patcher.fusions)!r} find nothing to fuse in "
             f"{type(stock).__name__}{': ' + refused if refused else ''}."
         )
-    owners = Owners(described, stock, module_classes(shipped))
+    owners = Owners(described, stock, module_classes(modeling))
     by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
     for path, cls in resolution.fused.items():
         if issubclass(cls, LinearPatchEmbedding):
@@ -144,24 +144,24 @@ def _write_fused(
         elif issubclass(cls, _WRITTEN):
             by_class.setdefault(resolution.originals[path], {})[path] = cls
     for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
-        _check_home(next(iter(fused)), original, shipped, described)
+        _check_home(next(iter(fused)), original, modeling, described)
         write = list_experts if issubclass(next(iter(fused.values())), ListedExperts) else join_projections
         write(owners, original, fused, resolution.refused)
     owners.write()
 
 
-def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchRegistration) -> None:
-    if module_classes(shipped).get(original.__name__) is not original:
+def _check_home(path: str, original: type[nn.Module], modeling: ModuleType, described: PatchRegistration) -> None:
+    if module_classes(modeling).get(original.__name__) is not original:
         raise described.error(
             f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-            f"not defined in {shipped.__name__}. Call from_patcher() with a model of that module."
+            f"not defined in {modeling.__name__}. Call from_patcher() with a model of that module."
         )
 
 
 def _classes_of_others(
     resolution: Resolution,
     stock: PreTrainedModel,
-    shipped: ModuleType,
+    modeling: ModuleType,
     described: PatchRegistration,
 ) -> dict[str, type[nn.Module]]:
     """Class of the module -> the class of a fusion that isn't ours: it takes its place, so that of all its objects."""
@@ -170,7 +170,7 @@ def _classes_of_others(
         if issubclass(cls, _WRITTEN):
             continue
         original = resolution.originals[path]
-        _check_home(path, original, shipped, described)
+        _check_home(path, original, modeling, described)
         if found.setdefault(original.__name__, cls) is not cls:
             raise described.error(
                 f"{original.__name__} is fused in more than one way in {type(stock).__name__}, "

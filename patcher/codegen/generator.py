@@ -62,7 +62,7 @@ def build(config: PatchSpec) -> Generated:
         check_conflicts(patch, config.patches[:index])
     source = load(config.source_module, config.where)
     try:
-        shipped = ast.parse(source.text)
+        original = ast.parse(source.text)
         text, tail = _split_tail(source.text)
         module = cst.parse_module(text)
     except (SyntaxError, cst.ParserSyntaxError) as error:
@@ -76,19 +76,19 @@ def build(config: PatchSpec) -> Generated:
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
     module = imports.make_absolute(module, source, config.where)
-    _check_dropped(config, shipped)
+    _check_dropped(config, original)
     module = imports.drop_names(module, {name for name, _ in config.dropped})
     excluded = exclude(module, config.excluded, config.patches, source.name)
 
-    bound = set(bound_names(shipped)) - {name for name, _ in (*config.dropped, *config.excluded)}
-    added, externals = plan_imports(config, bound, shipped)
+    bound = set(bound_names(original)) - {name for name, _ in (*config.dropped, *config.excluded)}
+    added, externals = plan_imports(config, bound, original)
     context = Context(source.name, source.newline, module.default_indent, externals, bound)
-    edits = dict(excluded) | _edit(config, module, context, shipped)
+    edits = dict(excluded) | _edit(config, module, context, original)
     module = insert(config, module, edits, added, context)
 
     text = module.code + tail
     if config.changes:
-        check_names(config, source, text, shipped)
+        check_names(config, source, text, original)
     header = render_header(config, source, context.done)
     text = with_header(text, header, source)
     try:
@@ -110,7 +110,7 @@ def _split_tail(text: str) -> tuple[str, str]:
 
 
 def _edit(
-    config: PatchSpec, module: cst.Module, context: Context, shipped: ast.Module
+    config: PatchSpec, module: cst.Module, context: Context, original: ast.Module
 ) -> dict[cst.CSTNode, Sequence[Any]]:
     """What every patched definition of the top level turns into."""
     found = tree.definitions(module.body)
@@ -119,9 +119,9 @@ def _edit(
     for patch in config.patches:
         name = patch.target.split(".")[0]
         if name not in known:
-            raise _unknown(patch, name, found, context.source, shipped)
+            raise _unknown(patch, name, found, context.source, original)
         by_name.setdefault(name, []).append(patch)
-    imported = imported_names(shipped)
+    imported = imported_names(original)
     dropped = {name for name, _ in config.dropped}
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     for node in found:
@@ -150,8 +150,8 @@ def _edit_members(patches: list[Patch], node: tree.Definition, context: Context,
     return edit_class(node, items, context, node.name.value, depth)
 
 
-def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, shipped: ast.Module) -> CodegenError:
-    imported = imported_names(shipped).get(name)
+def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, original: ast.Module) -> CodegenError:
+    imported = imported_names(original).get(name)
     if imported is not None:
         origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
         return patch.error(
@@ -165,8 +165,8 @@ def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str,
     return patch.error(f"names no {what} of {source}. {nearest(name, choices)}")
 
 
-def _check_dropped(config: PatchSpec, shipped: ast.Module) -> None:
-    imported = imported_names(shipped)
+def _check_dropped(config: PatchSpec, original: ast.Module) -> None:
+    imported = imported_names(original)
     for name, where in config.dropped:
         if name not in imported:
             raise CodegenError(

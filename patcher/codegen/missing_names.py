@@ -13,7 +13,7 @@ from patcher.source.reading import Location, Source, file_tree
 from patcher.source.scopes import bound_names, free_names, imported_names, nearest, undefined_names, used_too_early
 
 
-def check_names(config: PatchSpec, source: SourceModule, text: str, shipped: ast.Module) -> None:
+def check_names(config: PatchSpec, source: SourceModule, text: str, original: ast.Module) -> None:
     """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
     try:
         tree = ast.parse(text)
@@ -23,11 +23,11 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, shipped: ast
             f"{config.target_file} would not compile: {error.msg}. The line is "
             f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
-    known_before = undefined_names(source.text, shipped)
+    known_before = undefined_names(source.text, original)
     missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
     if missing:
-        raise CodegenError(_missing(config, text, tree, shipped, missing))
-    early_before = used_too_early(shipped)
+        raise CodegenError(_missing(config, text, tree, original, missing))
+    early_before = used_too_early(original)
     early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
     if early:
         name = next(iter(early))
@@ -60,7 +60,7 @@ def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
     return config.where, "the file"
 
 
-def _missing(config: PatchSpec, text: str, tree: ast.Module, shipped: ast.Module, missing: Mapping[str, int]) -> str:
+def _missing(config: PatchSpec, text: str, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]) -> str:
     """The message: first what patches use, then what exclusions took away."""
     parts: list[str] = []
     told: set[str] = set()
@@ -71,7 +71,7 @@ def _missing(config: PatchSpec, text: str, tree: ast.Module, shipped: ast.Module
         if own:
             told.update(own)
             parts.append(f"{where}: {asked} uses {_listed(own)}, which {config.target_file} does not define.")
-            parts += [f"  {name}: {_remedy(config, name, source, shipped)}" for name in own]
+            parts += [f"  {name}: {_remedy(config, name, source, original)}" for name in own]
     for block in config.blocks:
         own = sorted(free_names(block.code) & missing.keys())
         if own:
@@ -98,7 +98,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _remedy(config: PatchSpec, name: str, source: Source, shipped: ast.Module) -> str:
+def _remedy(config: PatchSpec, name: str, source: Source, original: ast.Module) -> str:
     """The line to add, read from the file that the patch code stands in."""
     home = file_tree(source.file)
     found = imported_names(home).get(name)
@@ -112,7 +112,9 @@ def _remedy(config: PatchSpec, name: str, source: Source, shipped: ast.Module) -
     line = bound_names(home).get(name)
     if line is not None:
         return f"defined on line {line} of the config; add config.add_helper({name}), or a post-import block"
-    return f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(shipped))}"
+    return (
+        f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(original))}"
+    )
 
 
 def _owner(tree: ast.Module, line: int) -> str:

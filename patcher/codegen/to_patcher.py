@@ -78,12 +78,12 @@ def execute(generated: Generated) -> ModuleType:
 
 
 def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Class name -> class, of all classes of the shipped module that compute something else in the executed one."""
-    shipped = importlib.import_module(generated.source.name)
-    affected = affected_names(generated, _covered(module, shipped))
+    """Class name -> class, of all classes of the original module that compute something else in the executed one."""
+    original = importlib.import_module(generated.source.name)
+    affected = affected_names(generated, _covered(module, original))
     mapping: dict[str, type[nn.Module]] = {}
     for name in sorted(affected):
-        new, old = vars(module).get(name), vars(shipped).get(name)
+        new, old = vars(module).get(name), vars(original).get(name)
         if _is_module_class(new) and _is_module_class(old) and new is not old:
             mapping[old.__name__] = new
     return mapping
@@ -93,17 +93,17 @@ def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _covered(module: ModuleType, shipped: ModuleType) -> set[str]:
-    """The names of classes that a load builds as others wherever shipped code names them."""
+def _covered(module: ModuleType, original: ModuleType) -> set[str]:
+    """The names of classes that a load builds as others wherever code of the original names them."""
     return {
         name
-        for name, value in vars(shipped).items()
+        for name, value in vars(original).items()
         if _is_module_class(value) and value.__name__ == name and _is_module_class(vars(module).get(name))
     }
 
 
 def affected_names(generated: Generated, covered: set[str]) -> set[str]:
-    """The names that are bound to something else than in the shipped module, or to something that uses such a name.
+    """The names that are bound to something else than in the original module, or to something that uses such a name.
 
     Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
     there by itself. Code that inherits from it, looks into it or compares with it is.
