@@ -6,21 +6,20 @@ those stand that they override, and what is left is the text that one would have
 
 from __future__ import annotations
 
-import ast
 import difflib
-import io
+import re
 import sys
-import tokenize
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import libcst as cst
 from torch import nn
 
-from patcher.codegen.extract import Location, read_source, unwrap
 from patcher.errors import CodegenError
-from patcher.indentation import dedented, in_strings, indented
+from patcher.source import trees
+from patcher.source.reading import unwrap
 
 __all__ = ["composed"]
 
@@ -29,38 +28,48 @@ _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})
 _DOCSTRING = "__doc__"
 
 
-@dataclass(frozen=True)
-class _Member:
-    """One statement of the body of a class, from the left, with the comments and empty lines above it."""
+class _Member(NamedTuple):
+    """One statement of the body of a class, with the comments and empty lines above it."""
 
     name: str
-    text: str
-    #: whether it is a function that calls the one that it overrides
-    extends: bool = False
-    is_function: bool = False
-    #: whether it says a type and gives no value
-    is_declaration: bool = False
+    node: Any
 
     @property
-    def gap(self) -> str:
-        return self.text[: len(self.text) - len(self.text.lstrip("\n"))]
+    def is_function(self) -> bool:
+        return isinstance(self.node, cst.FunctionDef)
 
-    def below(self, gap: str) -> _Member:
-        """The same with other empty lines above it."""
-        return replace(self, text=gap + self.text.lstrip("\n"))
+    @property
+    def lines(self) -> list[str]:
+        return trees.code_of(self.node).strip().splitlines()
+
+    @property
+    def extends(self) -> bool:
+        """Whether it is a function that calls the one that it overrides."""
+        call = re.compile(rf"\bsuper\([^()]*\)\.{self.name}\b")
+        return self.is_function and any(map(call.search, self.lines))
+
+    @property
+    def blank(self) -> int:
+        """How many empty lines are above it."""
+        return len(self.node.leading_lines) - len(trees.without_blank(self.node.leading_lines))
+
+    def below(self, blank: int) -> _Member:
+        """The same with so many empty lines above it."""
+        lines = [*trees.comment_lines([], blank_before=blank), *trees.without_blank(self.node.leading_lines)]
+        return self._replace(node=self.node.with_changes(leading_lines=lines))
 
 
 @dataclass
 class _Body:
-    """The text of a class, in parts."""
+    """A class whose body is edited statement by statement."""
 
-    decorators: str
-    head: str
+    node: cst.ClassDef
     members: list[_Member]
 
     def __str__(self) -> str:
-        body = "".join(indented(member.text) for member in self.members)
-        return self.decorators + self.head + (body or "    pass\n")
+        members = [member.node for member in self.members] or [cst.parse_statement("pass")]
+        text = trees.code_of(trees.with_members(self.node, members))
+        return re.sub(r"(?m)^( *)\.\.\.  #", r"\1#", text)  # see _comment
 
     def named(self, name: str) -> list[_Member]:
         return [member for member in self.members if member.name == name]
@@ -71,27 +80,24 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
 
     A class whose source can't be read has a comment that says so in the place of its methods.
     """
-    shipped = _body_of(original)
-    mine = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
-    if issubclass(replacement, original):
-        patched = _Body(shipped.decorators, shipped.head, list(shipped.members))
-        layers = mine
+    before, inherits = _body_of(original), issubclass(replacement, original)
+    layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
+    layers = [cls for cls in layers if cls is replacement or not _is_library(cls)]
+    if inherits:
+        patched = _Body(before.node, list(before.members))
     else:
-        own = [cls for cls in mine if cls is replacement or not _is_library(cls)]
-        patched, layers = _body_of(own[-1]), own[:-1]
-        patched.head = _body_of(replacement).head
+        base, head = _body_of(layers.pop()), _body_of(replacement).node
+        patched = _Body(base.node.with_changes(name=head.name, bases=head.bases, keywords=head.keywords), base.members)
     for cls in reversed(layers):
-        if issubclass(replacement, original) and _is_library(cls) and cls is not replacement:
-            continue
         body = _body_of(cls)
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
-            if issubclass(replacement, original) and not patched.named(name):
+            if inherits and not patched.named(name):
                 # Overridden, and itself inherited: what it was is shown too.
                 inherited = _inherited(original, name)
-                shipped.members += inherited
+                before.members += inherited
                 patched.members += inherited
         _overlay(patched, body)
-    return str(shipped), str(patched)
+    return str(before), str(patched)
 
 
 def _is_library(cls: type) -> bool:
@@ -104,43 +110,46 @@ def _inherited(cls: type[nn.Module], name: str) -> list[_Member]:
     owner = next((base for base in cls.__mro__[1:] if name in vars(base)), None)
     if owner is None or owner.__module__.partition(".")[0] in ("torch", "builtins"):
         return []
-    return [member.below("\n") for member in _body_of(owner).named(name)]
+    return [member.below(1) for member in _body_of(owner).named(name)]
 
 
 def _overlay(under: _Body, over: _Body) -> None:
     """Put the members of a subclass where those stand that they override, and the others beside them."""
-    under.decorators = over.decorators + under.decorators
-    for name in dict.fromkeys(member.name for member in over.members if not member.is_declaration):
+    under.node = under.node.with_changes(
+        decorators=[*over.node.decorators, *under.node.decorators],
+        leading_lines=[*over.node.leading_lines, *under.node.leading_lines],
+    )
+    for name in dict.fromkeys(member.name for member in over.members):
         new = over.named(name)
         old = under.named(name) if name else []
         if not old:
-            _insert(under, new)
-        elif new[0].extends and _changed_lines(old, new) >= sum(len(member.text.splitlines()) for member in new):
+            _insert(under.members, new)
+        elif new[0].extends and _changed_lines(old, new) >= sum(len(member.lines) for member in new):
             # It calls what it overrides: both are run, and both are shown.
             at = under.members.index(old[-1]) + 1
-            under.members[at:at] = [member.below(old[0].gap or "\n") for member in new]
+            under.members[at:at] = [member.below(old[0].blank or 1) for member in new]
         else:
             at = under.members.index(old[0])
             under.members = [member for member in under.members if member not in old]
-            under.members[at:at] = [new[0].below(old[0].gap), *new[1:]]
+            under.members[at:at] = [new[0].below(old[0].blank), *new[1:]]
 
 
-def _insert(under: _Body, new: list[_Member]) -> None:
+def _insert(members: list[_Member], new: list[_Member]) -> None:
     """Put members that override nothing where one would write them: values in front, functions at the end."""
     if new[0].is_function:
-        under.members += [member.below(member.gap or "\n") for member in new]
+        members += [member.below(member.blank or 1) for member in new]
         return
     at = 0
     if new[0].name != _DOCSTRING:
-        at = next((i for i, member in enumerate(under.members) if member.is_function), len(under.members))
-    gap = "\n" if at and under.members[at - 1].name == _DOCSTRING else ""
-    if at < len(under.members):
-        under.members[at] = under.members[at].below(under.members[at].gap or "\n")
-    under.members[at:at] = [member.below(gap) for member in new]
+        at = next((i for i, member in enumerate(members) if member.is_function), len(members))
+    blank = 1 if at and members[at - 1].name == _DOCSTRING else 0
+    if at < len(members):
+        members[at] = members[at].below(members[at].blank or 1)
+    members[at:at] = [member.below(blank) for member in new]
 
 
 def _changed_lines(old: Iterable[_Member], new: Iterable[_Member]) -> int:
-    before, after = ("".join(member.text for member in listed).strip().splitlines() for listed in (old, new))
+    before, after = ([line for member in listed for line in member.lines] for listed in (old, new))
     return sum(line[0] in "+-" for line in difflib.ndiff(before, after))
 
 
@@ -149,91 +158,48 @@ def _changed_lines(old: Iterable[_Member], new: Iterable[_Member]) -> int:
 
 def _body_of(cls: type) -> _Body:
     try:
-        text = dedented(read_source(cls, "diff", Location("", 0)).text)
-        tree = ast.parse(text)
-    except (CodegenError, SyntaxError):
+        node = trees.read_class(cls)
+    except CodegenError:
         return _made_up(cls)
-    (node,) = tree.body
-    assert isinstance(node, ast.ClassDef)
-    if node.body[0].lineno <= _last_line_of_head(text, node):  # `class Own(LlamaMLP): pass`
-        text = ast.unparse(tree) + "\n"
-        (node,) = ast.parse(text).body
-        assert isinstance(node, ast.ClassDef)
-    lines = text.splitlines(keepends=True)
-    head_end = _last_line_of_head(text, node)
-    inside, width = in_strings(node), node.body[0].col_offset
-    members: list[_Member] = []
-    end = head_end
-    is_torchs = cls.__module__.partition(".")[0] == "torch"
-    for statement in node.body:
-        last = len(lines) if statement is node.body[-1] else statement.end_lineno or statement.lineno
-        first, end = end, max(end, last)
-        part = "".join(
-            line if number in inside or line[:width].strip() else line[width:] or "\n"
-            for number, line in enumerate(lines[first:end], first + 1)
-        )
-        member = _member(statement, part)
-        # torch documents its layers on pages, which nothing here replaces.
-        if member.text and member.name not in _PLUMBING and not (is_torchs and member.name == _DOCSTRING):
-            members.append(member)
-    start = node.lineno - 1
-    return _Body("".join(lines[:start]), "".join(lines[start:head_end]), members)
+    statements, comments = trees.class_members(node)
+    members = [_Member("", _comment(str(line.comment and line.comment.value))) for line in comments]
+    members += [member for statement in statements for member in _members(statement)]
+    # torch documents its layers on pages, which nothing here replaces.
+    left_out = _PLUMBING | ({_DOCSTRING} if cls.__module__.partition(".")[0] == "torch" else set())
+    return _Body(node, [member for member in members if member.name not in left_out])
 
 
-def _last_line_of_head(text: str, node: ast.ClassDef) -> int:
-    """The line of the colon behind the name and the bases."""
-    depth = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.start[0] < node.lineno or token.type != tokenize.OP:
+def _members(statement: Any) -> Iterator[_Member]:
+    """A statement, by the name that it binds; one for each part of `a = 1; b = 2`; none for a type without a value."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        yield _Member(trees.bound_by(statement), statement)
+        return
+    for number, part in enumerate(statement.body):
+        if isinstance(part, cst.AnnAssign) and part.value is None:
             continue
-        if token.string == ":" and depth == 0:
-            return token.start[0]
-        depth += (token.string in "([{") - (token.string in ")]}")
-    raise AssertionError(text)
-
-
-def _member(statement: ast.stmt, text: str) -> _Member:
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-        return _Member(statement.name, text, _calls_super(statement), True)
-    name = ""
-    if isinstance(statement, ast.ClassDef):
-        name = statement.name
-    elif isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        name = ", ".join(map(ast.unparse, targets))
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        if isinstance(statement.value.value, str):
-            name = _DOCSTRING
-        elif statement.value.value is ...:
-            text = ""
-    elif isinstance(statement, ast.Pass):
-        text = "".join(line for line in text.splitlines(keepends=True) if line.lstrip().startswith("#"))
-    return _Member(name, text, is_declaration=isinstance(statement, ast.AnnAssign) and statement.value is None)
-
-
-def _calls_super(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr == function.name
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "super"
-        for node in ast.walk(function)
-    )
+        one = statement.with_changes(
+            body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)],
+            leading_lines=statement.leading_lines if number == 0 else [],
+        )
+        is_text = isinstance(part, cst.Expr) and isinstance(part.value, cst.SimpleString | cst.ConcatenatedString)
+        yield _Member(_DOCSTRING if is_text else trees.bound_by(one), one)
 
 
 def _made_up(cls: type) -> _Body:
     """A class without a source: of a notebook cell when it has no methods, or made by a call."""
     members = []
     for name, value in vars(cls).items():
-        if name.startswith("__") and not _is_function(value):
+        if name.startswith("__") and not isinstance(unwrap(value), FunctionType):
             continue
         if value is None or isinstance(value, str | int | float):
-            members.append(_Member(name, f"{name} = {value!r}\n"))
+            members.append(_Member(name, cst.parse_statement(f"{name} = {value!r}")))
         else:
-            members.append(_Member(name, f"# {name}: a {type(value).__name__} whose source can't be read\n"))
-    return _Body("", f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}):\n", members)
+            comment = f"# {name}: a {type(value).__name__} whose source can't be read"
+            members.append(_Member(name, _comment(comment)))
+    head = cst.parse_statement(f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}): pass")
+    return _Body(cast(cst.ClassDef, head), members)
 
 
-def _is_function(value: Any) -> bool:
-    return isinstance(unwrap(value), FunctionType)
+def _comment(text: str) -> Any:
+    """A comment in the place of a statement: libcst has it beside one, which is left out of the text."""
+    return cst.parse_statement(f"...  {text}")

@@ -123,9 +123,22 @@ def diff(
 ) -> Diff:
     """The code of each class that is replaced or fused, as patched against as shipped.
 
-    ```python
-    print(patcher.diff("HuggingFaceTB/SmolLM2-135M", Patcher(fusions="qkv")))
-    ```
+    >>> from transformers import LlamaConfig
+    >>> from transformers.models.llama.modeling_llama import LlamaMLP
+    >>> class Doubled(LlamaMLP):
+    ...     def forward(self, x):
+    ...         return super().forward(x) * 2
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    >>> print(diff(config, Patcher({"LlamaMLP": Doubled})))
+    # model.layers.{0..1}.mlp
+    --- transformers.models.llama.modeling_llama.LlamaMLP
+    +++ patcher.diffing.Doubled
+    @@ ... @@
+    ...
+             return down_proj
+    +
+    +    def forward(self, x):
+    +        return super().forward(x) * 2
 
     A replacement that inherits from the class that it replaces is shown as that class with the methods in their
     places; one that calls the method that it overrides stands below it. No weight is read.

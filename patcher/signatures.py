@@ -5,17 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from torch import nn
 
-from patcher.callsites import CallSites, why_unfit
+from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
 
 __all__ = ["misfits"]
 
 Classes = tuple[type[nn.Module], type[nn.Module]]
+#: whether it is a list of them, original and replacement
+Held = tuple[bool, Classes]
 
 
 def misfits(
@@ -33,43 +35,48 @@ def misfits(
     Returns:
         (replacement, method, where it is called and how, why it doesn't fit) of each.
     """
-    methods = ("forward",) if built else ("__init__", "forward")
     found: dict[tuple[str, str, str, str], None] = {}
-    for parent, known in _parents(model, replaced).items():
-        classes = {original.__name__: (original, new) for pairs in known.values() for _, original, new in pairs}
-        held = {
-            name: {("[]" if listed else "") + original.__name__ for listed, original, _ in pairs}
-            for name, pairs in known.items()
-        }
+    for parent, held in _parents(model, replaced).items():
         for base in parent.__mro__:
             sites = _sites(base.__module__)
-            if sites is None:
-                continue
-            for call, name, method, caller in sites.uses(base.__name__, held):
-                if name in classes and method in methods:
-                    problem = _problem(call, *classes[name], method)
-                    if problem:
-                        where = (
-                            f"{base.__name__}.{caller}, line {call.lineno} of {_file(base.__module__)}: {_text(call)}"
-                        )
-                        found[classes[name][1].__qualname__, method, where, problem] = None
+            for call, (original, new), method, caller in _calls(sites, base.__name__, held) if sites else ():
+                if built and method == "__init__":
+                    continue
+                before, after = signature_of(getattr(original, method)), signature_of(getattr(new, method))
+                problem = why_unfit(call, before, after, True) if before is not None else ""
+                if problem:
+                    line = f"line {call.lineno} of {_file(base.__module__)}"
+                    where = f"{base.__name__}.{caller}, {line}: {shortened(call)}"
+                    found[new.__qualname__, method, where, problem] = None
     return tuple(found)
 
 
-def _parents(
-    model: nn.Module, replaced: Mapping[str, Classes]
-) -> dict[type[nn.Module], dict[str, set[tuple[bool, type[nn.Module], type[nn.Module]]]]]:
-    """class of a parent -> attribute -> (whether it is a list, original, replacement) of what it holds."""
+def _calls(
+    sites: CallSites, owner: str, held: Mapping[str, set[Held]]
+) -> Iterator[tuple[ast.Call, Classes, str, str]]:
+    """Each call that makes or runs a replaced module, its classes, the method called, and the one it is in."""
+    classes = {pair[0].__name__: pair for each in held.values() for _, pair in each}
+    for call, name, caller in sites.constructions(owner):
+        if name in classes:
+            yield call, classes[name], "__init__", caller
+    for caller, method in sites.methods(owner).items():
+        for name, each in held.items():
+            for listed, pair in each:
+                for call in calls_of_child(method, name, listed):
+                    yield call, pair, "forward", caller
+
+
+def _parents(model: nn.Module, replaced: Mapping[str, Classes]) -> dict[type[nn.Module], dict[str, set[Held]]]:
+    """class of a parent -> attribute -> what it holds."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[type[nn.Module], dict[str, set[tuple[bool, type[nn.Module], type[nn.Module]]]]] = {}
+    found: dict[type[nn.Module], dict[str, set[Held]]] = {}
     for path, classes in replaced.items():
         parent, _, name = path.rpartition(".")
         listed = name.isdigit()
         if listed:
             parent, _, name = parent.rpartition(".")
         if path and parent in modules:
-            held = found.setdefault(type(modules[parent]), {})
-            held.setdefault(name, set()).add((listed, *classes))
+            found.setdefault(type(modules[parent]), {}).setdefault(name, set()).add((listed, classes))
     return found
 
 
@@ -82,36 +89,6 @@ def _sites(module: str) -> CallSites | None:
         return CallSites(ast.parse(inspect.getsource(sys.modules[module])))
     except (OSError, TypeError, SyntaxError):
         return None
-
-
-def _problem(call: ast.Call, original: type[nn.Module], replacement: type[nn.Module], method: str) -> str:
-    before, after = _stub(original, method), _stub(replacement, method)
-    if before is None or after is None or why_unfit(call, before, True):
-        return ""  # a decorator takes arguments out of the call, or adds some
-    return why_unfit(call, after, True)
-
-
-def _stub(cls: type[nn.Module], method: str) -> ast.FunctionDef | None:
-    """A function without a body that has the signature of a method: wrappers show that of what they wrap."""
-    try:
-        parameters = inspect.signature(getattr(cls, method)).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    plain = [
-        parameter.replace(
-            annotation=inspect.Parameter.empty,
-            default=parameter.default if parameter.default is inspect.Parameter.empty else None,
-        )
-        for parameter in parameters
-    ]
-    (function,) = ast.parse(f"def {method}{inspect.Signature(plain)}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    return function
-
-
-def _text(call: ast.Call) -> str:
-    text = " ".join(ast.unparse(call).split())
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _file(module: str) -> str:

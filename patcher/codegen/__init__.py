@@ -1,12 +1,15 @@
-"""Patched modeling files: readable, reviewed, diffed, and made by one description.
+r"""Patched modeling files: readable, reviewed, diffed, and made by one description.
 
-```python
-from patcher.codegen import PatchConfig, generate
-
-config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
-config.replace_function("rotate_half", "def rotate_half(x):\\n    return x.roll(1, -1)\\n", description="shorter")
-print(generate(config))
-```
+>>> from patcher.codegen import PatchConfig, generate
+>>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+>>> rotate = "def rotate_half(x):\n    return x.roll(x.shape[-1] // 2, -1)\n"
+>>> _ = config.replace_function("rotate_half", rotate, description="one kernel less")
+>>> print("\n".join(line for line in generate(config).splitlines() if "rotate_half" in line))
+# - replace function rotate_half: one kernel less
+# [PATCHED FUNCTION] rotate_half
+def rotate_half(x):
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
 
 Generating imports neither torch nor transformers: the original is read as text. Only `PatchConfig.to_patcher()` and
 `from_patcher()` work on classes.
@@ -18,11 +21,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from patcher.codegen.calls import CallMismatch
+    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.call_mismatches import CallMismatch
     from patcher.codegen.checker import CheckResult, check
-    from patcher.codegen.config import PatchConfig
     from patcher.codegen.generator import generate
-    from patcher.codegen.patches import Patch, PatchKind, create_patch_from_external
+    from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
     from patcher.codegen.writer import write
 
 __all__ = [
@@ -38,13 +41,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallMismatch": "calls",
+    "CallMismatch": "call_mismatches",
     "CheckResult": "checker",
-    "Patch": "patches",
-    "PatchConfig": "config",
-    "PatchKind": "patches",
+    "Patch": "spec",
+    "PatchConfig": "builder",
+    "PatchKind": "spec",
     "check": "checker",
-    "create_patch_from_external": "patches",
+    "create_patch_from_external": "spec",
     "generate": "generator",
     "write": "writer",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import os
 import sys
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from patcher.codegen.calls import CallMismatch, check_calls
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.call_mismatches import CallMismatch, check_calls
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.header import config_path
-from patcher.codegen.writer import diff_path, final_text, output_folder, unified_diff, write_generated
+from patcher.codegen.writer import diff_of, diff_path, final_text, output_folder, unified_diff, write_generated
 from patcher.errors import CodegenError
+from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
 _IMPORTING = {__file__, importlib.__file__}
@@ -73,7 +72,7 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
     """The settings of the project that a folder is part of.
 
     Raises:
-        CodegenError: for settings that can't mean anything.
+        CodegenError: for invalid settings.
     """
     here = Path(start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
@@ -226,6 +225,9 @@ def check(
 ) -> list[CheckResult]:
     """Make generated files again and compare them with those on the disk.
 
+    >>> check([])  # of no configs; without an argument, of all that the project has
+    []
+
     Args:
         configs: modules or files of configs; without them, all that the project has.
         fix: write what drifted.
@@ -247,13 +249,6 @@ def check(
             continue
         results += [_check_one(label, config, fix, output_dir, formatted) for config in loaded]
     return results
-
-
-def check_config(
-    config: PatchConfig, *, output_dir: str | os.PathLike[str] | None = None, formatted: bool = False
-) -> CheckResult:
-    """Compare one config with its file."""
-    return _check_one(config_path(config.config_file), config, False, output_dir, formatted)
 
 
 def _check_one(
@@ -283,13 +278,6 @@ def _drift(generated: Generated, path: Path, formatted: bool) -> Iterator[str]:
             continue
         old = present.decode("utf-8", "replace") if present is not None else ""
         new = data.decode("utf-8", "replace")
-        lines = list(
-            difflib.unified_diff(
-                old.splitlines(),
-                new.splitlines(),
-                f"{file.name} (on the disk{'' if present is not None else ': missing'})",
-                f"{file.name} (as the config says)",
-                lineterm="",
-            )
-        )
-        yield "\n".join(lines or [f"{file.name}: differs in newlines or encoding only"]) + "\n"
+        on_disk = f"{file.name} (on the disk{'' if present is not None else ': missing'})"
+        drift = diff_of(old, new, on_disk, f"{file.name} (as the config says)")
+        yield drift or f"{file.name}: differs in newlines or encoding only\n"

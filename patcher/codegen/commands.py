@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 import typer
 
-from patcher.codegen.calls import check_calls
+from patcher.codegen.builder import PatchConfig
+from patcher.codegen.call_mismatches import check_calls
 from patcher.codegen.checker import check, discover, load_configs, read_settings
-from patcher.codegen.config import PatchConfig
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.header import config_path
-from patcher.codegen.writer import diff_path, final_text, output_folder, unified_diff, write_generated
+from patcher.codegen.writer import diff_of, diff_path, final_text, output_folder, unified_diff, write_generated
 from patcher.errors import CodegenError
 
 __all__ = ["check_files", "discover", "generate_file", "list_configs", "load_configs", "read_settings"]
@@ -82,10 +81,8 @@ def _preview(generated: Generated, path: Path, diff: bool, formatted: bool) -> N
         typer.echo(unified_diff(generated, text), nl=False)
         return
     old = path.read_text(generated.source.encoding) if path.is_file() else ""
-    lines = list(
-        difflib.unified_diff(old.splitlines(), text.splitlines(), "on the disk", "generated", lineterm="", n=1)
-    )
-    state = "create" if not path.is_file() else "change" if lines else "leave as it is"
+    changes = diff_of(old, text, "on the disk", "generated", context=1)
+    state = "create" if not path.is_file() else "change" if changes else "leave as it is"
     typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
-    if path.is_file() and lines:
-        typer.echo("\n".join(lines))
+    if path.is_file():
+        typer.echo(changes, nl=False)

@@ -6,23 +6,21 @@ import ast
 import builtins
 import importlib
 import inspect
-import linecache
 import sys
-import textwrap
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patcher.codegen.extract import Source, caller, read_source, unwrap
-from patcher.codegen.imports import absolute_name
-from patcher.codegen.names import free_names, import_bindings
-from patcher.codegen.source import SourceModule
-from patcher.errors import CodegenError
+from patcher.codegen.import_statements import absolute_name
+from patcher.source.indentation import dedented
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
+from patcher.source.scopes import ImportedName, free_names, imported_names
 
 if TYPE_CHECKING:
-    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.registration import PatchRegistration
 
 __all__ = ["RUNTIME", "Dependencies"]
 
@@ -37,12 +35,12 @@ class Dependencies:
 
     Attributes:
         config: the config that gets imports, helpers and constants.
-        shipped: the module that is patched.
-        targets: replacement -> the class of the shipped module that it replaces, under whose name the file has it.
+        original: the module that is patched.
+        targets: replacement -> the class of the original module that it replaces, under whose name the file has it.
     """
 
-    config: PatchConfig
-    shipped: types.ModuleType
+    config: PatchRegistration
+    original: types.ModuleType
     targets: Mapping[type, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
@@ -53,7 +51,7 @@ class Dependencies:
             The names that it has to write differently.
         """
         source = read_source(obj, asked, self.config.where)
-        return self._bring_all(free_names(textwrap.dedent(source.text)), _namespace(obj), source, asked)
+        return self._bring_all(free_names(dedented(source.text)), _namespace(obj), source, asked)
 
     def operation(self, cls: type, asked: str) -> None:
         """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
@@ -66,11 +64,11 @@ class Dependencies:
                 self.config.add_import(home, names=[name])
                 return
         if name_map := self.bring(cls, asked):
-            raise CodegenError(
-                f"{self.config.where}: {asked} knows {', '.join(name_map.values())} by other names, "
+            raise self.config.error(
+                f"{asked} knows {', '.join(name_map.values())} by other names, "
                 f"{', '.join(name_map)}. Use their own names in {name}."
             )
-        self.config.add_post_import_block(textwrap.dedent(read_source(cls, asked, self.config.where).text))
+        self.config.add_post_import_block(dedented(read_source(cls, asked, self.config.where).text))
 
     def _bring_all(self, names: set[str], namespace: Mapping[str, Any], source: Source, asked: str) -> dict[str, str]:
         name_map: dict[str, str] = {}
@@ -87,17 +85,18 @@ class Dependencies:
             return self.targets[value]
         home = getattr(value, "__module__", None)
         own = str(getattr(value, "__name__", ""))
-        if home == self.shipped.__name__ and vars(self.shipped).get(own) is value:
+        if home == self.original.__name__ and vars(self.original).get(own) is value:
             return own
         if self._is_known(name, value):
             return name
-        if name in vars(self.shipped) and vars(self.shipped)[name] is not value:
-            raise CodegenError(
-                f"{self.config.where}: {asked} uses {name!r}, and {self.shipped.__name__} has another {name!r}. "
+        if name in vars(self.original) and vars(self.original)[name] is not value:
+            raise self.config.error(
+                f"{asked} uses {name!r}, and {self.original.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
         package = str(namespace.get("__package__") or "")
-        if self._bring_import(name, _import_of(name, source.file), package):
+        if found := imported_names(file_tree(source.file)).get(name):
+            self._bring_import(name, found, package)
             self._known[name] = value
             return name
         if isinstance(value, types.ModuleType):
@@ -108,20 +107,15 @@ class Dependencies:
         return name
 
     def _is_known(self, name: str, value: Any) -> bool:
-        return name in self._known or vars(self.shipped).get(name, self._known) is value
+        return name in self._known or vars(self.original).get(name, self._known) is value
 
-    def _bring_import(self, name: str, found: ast.Import | ast.ImportFrom | None, package: str) -> bool:
-        if isinstance(found, ast.Import):
-            alias = next(a for a in found.names if (a.asname or a.name.split(".")[0]) == name)
-            self.config.add_import(alias.name, alias=alias.asname, is_from_import=False)
-        elif isinstance(found, ast.ImportFrom):
-            alias = next(a for a in found.names if (a.asname or a.name) == name)
-            module = found.module or ""
-            if found.level:
-                shell = SourceModule(package, package, Path(), "", "utf-8")
-                module = absolute_name(module, found.level, shell, self.config.where)
-            self.config.add_import(module, names=[f"{alias.name} as {name}"])
-        return found is not None
+    def _bring_import(self, name: str, found: ImportedName, package: str) -> None:
+        if not found.attribute:
+            self.config.add_import(found.module, alias=found.alias, is_from_import=False)
+            return
+        shell = SourceModule(package, package, Path(), "", "utf-8")
+        module = absolute_name(found.module, found.level, shell, self.config.where)
+        self.config.add_import(module, names=[f"{found.attribute} as {name}"])
 
     def _bring_definition(self, name: str, value: Any, module: str, asked: str) -> None:
         """A class, a function or a constant of the replacement's own module, or one that comes from elsewhere."""
@@ -135,9 +129,8 @@ class Dependencies:
             asked = f"{asked}, which uses {name!r},"
             name_map = self.bring(inner, asked)
             if inner.__name__ != name:
-                raise CodegenError(
-                    f"{self.config.where}: {asked} calls it by another name than its own, {inner.__name__!r}. "
-                    "Use its own name."
+                raise self.config.error(
+                    f"{asked} calls it by another name than its own, {inner.__name__!r}. Use its own name."
                 )
             self.config.add_helper(inner, name_map=name_map)
             return
@@ -150,18 +143,10 @@ class Dependencies:
         elif module and module != "__main__" and vars(sys.modules.get(module, builtins)).get(name) is value:
             self.config.add_import(module, names=[name])
         else:
-            raise CodegenError(
-                f"{self.config.where}: {asked} uses {name!r}, {value!r}, which can't be written as text. "
+            raise self.config.error(
+                f"{asked} uses {name!r}, {value!r}, which can't be written as text. "
                 "Put it into a module that the generated file can import."
             )
-
-
-def _import_of(name: str, file: str) -> ast.Import | ast.ImportFrom | None:
-    """The import statement that binds a name in the file of the replacement."""
-    try:
-        return import_bindings(ast.parse("".join(linecache.getlines(file)))).get(name) if file else None
-    except SyntaxError:
-        return None
 
 
 def _namespace(obj: Any) -> dict[str, Any]:
@@ -178,7 +163,7 @@ def _namespace(obj: Any) -> dict[str, Any]:
     if isinstance(inner, type) and _is_local(inner):
         # A base that is a variable of the function around: no closure keeps it, but the class does.
         source = read_source(inner, inner.__name__, caller())
-        (node,) = ast.parse(textwrap.dedent(source.text)).body
+        node = source.tree()
         if isinstance(node, ast.ClassDef):
             for text, base in zip(node.bases, inner.__bases__, strict=False):
                 if isinstance(text, ast.Name):

@@ -9,17 +9,18 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen import imports, tree
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.diagnosis import check_names
-from patcher.codegen.edits import Context, edit_class, replace_definition
-from patcher.codegen.exclusion import exclude
+from patcher.codegen import import_statements as imports
+from patcher.codegen.added_code import insert, plan_imports
+from patcher.codegen.excluded_names import exclude
 from patcher.codegen.header import render_header, with_header
-from patcher.codegen.insertion import insert, plan_imports
-from patcher.codegen.names import bound_names, import_bindings, nearest
-from patcher.codegen.patches import Patch, PatchKind, check_conflicts, check_target
-from patcher.codegen.source import SourceModule, load
+from patcher.codegen.missing_names import check_names
+from patcher.codegen.patched_classes import edit_class
+from patcher.codegen.patched_definitions import Context, replace_definition
+from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.modules import SourceModule, load
+from patcher.source.scopes import bound_names, imported_names, nearest
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,19 @@ class Generated:
         patches: the patches in the order of the text.
     """
 
-    config: PatchConfig
+    config: PatchSpec
     source: SourceModule
     text: str
     patches: tuple[Patch, ...]
 
 
-def generate(config: PatchConfig) -> str:
+def generate(config: PatchSpec) -> str:
     """The text of the modeling file that a config describes. Nothing is imported, and nothing written.
+
+    >>> from patcher.codegen import PatchConfig
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> print(generate(config).splitlines()[1])
+    # GENERATED FILE: change the config that it is made from, not this file.
 
     Raises:
         CodegenError: for a target that the module doesn't have, for names that the file wouldn't define, and for
@@ -49,47 +55,47 @@ def generate(config: PatchConfig) -> str:
     return build(config).text
 
 
-def build(config: PatchConfig) -> Generated:
+def build(config: PatchSpec) -> Generated:
     """Like `generate`, with what the text was made from."""
     for index, patch in enumerate(config.patches):
         check_target(patch)
         check_conflicts(patch, config.patches[:index])
     source = load(config.source_module, config.where)
     try:
-        shipped = ast.parse(source.text)
+        original = ast.parse(source.text)
         text, tail = _split_tail(source.text)
         module = cst.parse_module(text)
     except (SyntaxError, cst.ParserSyntaxError) as error:
         reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
-        raise CodegenError(
-            f"{config.where}: {source.name} can't be patched, because {source.path} does not parse: {reason}."
+        raise config.error(
+            f"{source.name} can't be patched, because {source.path} does not parse: {reason}."
         ) from error
     if module.code != text:
-        raise CodegenError(
-            f"{config.where}: {source.name} can't be patched: the parser would not give every character of "
+        raise config.error(
+            f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
     module = imports.make_absolute(module, source, config.where)
-    _check_dropped(config, shipped)
+    _check_dropped(config, original)
     module = imports.drop_names(module, {name for name, _ in config.dropped})
     excluded = exclude(module, config.excluded, config.patches, source.name)
 
-    bound = set(bound_names(shipped)) - {name for name, _ in (*config.dropped, *config.excluded)}
-    added, externals = plan_imports(config, bound, shipped)
+    bound = set(bound_names(original)) - {name for name, _ in (*config.dropped, *config.excluded)}
+    added, externals = plan_imports(config, bound, original)
     context = Context(source.name, source.newline, module.default_indent, externals, bound)
-    edits = dict(excluded) | _edit(config, module, context, shipped)
+    edits = dict(excluded) | _edit(config, module, context, original)
     module = insert(config, module, edits, added, context)
 
     text = module.code + tail
-    if config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded:
-        check_names(config, source, text, shipped)
+    if config.changes:
+        check_names(config, source, text, original)
     header = render_header(config, source, context.done)
     text = with_header(text, header, source)
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:
-        raise CodegenError(
-            f"{config.where}: {source.name} is written in {source.encoding}, which has no "
+        raise config.error(
+            f"{source.name} is written in {source.encoding}, which has no "
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
     return Generated(config, source, text, tuple(context.done))
@@ -104,7 +110,7 @@ def _split_tail(text: str) -> tuple[str, str]:
 
 
 def _edit(
-    config: PatchConfig, module: cst.Module, context: Context, shipped: ast.Module
+    config: PatchSpec, module: cst.Module, context: Context, original: ast.Module
 ) -> dict[cst.CSTNode, Sequence[Any]]:
     """What every patched definition of the top level turns into."""
     found = tree.definitions(module.body)
@@ -113,18 +119,18 @@ def _edit(
     for patch in config.patches:
         name = patch.target.split(".")[0]
         if name not in known:
-            raise _unknown(patch, name, found, context.source, shipped)
+            raise _unknown(patch, name, found, context.source, original)
         by_name.setdefault(name, []).append(patch)
-    imported = import_bindings(shipped)
+    imported = imported_names(original)
     dropped = {name for name, _ in config.dropped}
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     for node in found:
         patches = by_name.get(node.name.value, [])
         whole = [p for p in patches if p.target == node.name.value and p.kind is not PatchKind.MODIFY_INIT]
         if patches and node.name.value in imported and node.name.value not in dropped:
-            raise CodegenError(
-                f"{patches[0].where}: {patches[0].asked} would not always take effect: {context.source} also imports "
-                f"{node.name.value!r}, on line {imported[node.name.value].lineno}. "
+            raise patches[0].error(
+                f"would not always take effect: {context.source} also imports "
+                f"{node.name.value!r}, on line {imported[node.name.value].line}. "
                 f"Add config.drop_import_names({node.name.value!r})."
             )
         if whole:
@@ -136,31 +142,31 @@ def _edit(
 
 def _edit_members(patches: list[Patch], node: tree.Definition, context: Context, depth: int) -> cst.ClassDef:
     if not isinstance(node, cst.ClassDef):
-        raise CodegenError(
-            f"{patches[0].where}: {patches[0].asked} does not fit: {node.name.value!r} is a function in "
+        raise patches[0].error(
+            f"does not fit: {node.name.value!r} is a function in "
             f"{context.source}, and has no methods. Use replace_function({node.name.value!r})."
         )
     items = [(patch.target.split(".")[1:], patch) for patch in patches]
     return edit_class(node, items, context, node.name.value, depth)
 
 
-def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, shipped: ast.Module) -> CodegenError:
-    imported = import_bindings(shipped).get(name)
+def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, original: ast.Module) -> CodegenError:
+    imported = imported_names(original).get(name)
     if imported is not None:
-        origin = f"{'.' * (getattr(imported, 'level', 0) or 0)}{getattr(imported, 'module', '') or ''}" or name
-        return CodegenError(
-            f"{patch.where}: {patch.asked} names no definition of {source}: {name!r} is imported there, from "
+        origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
+        return patch.error(
+            f"names no definition of {source}: {name!r} is imported there, from "
             f"{origin}. Patch that module, or bind the name yourself with drop_import_names({name!r}) and add_helper."
         )
     wants_function = patch.kind is PatchKind.REPLACE_FUNCTION
     what = "function" if wants_function else "class"
     same = [n.name.value for n in found if isinstance(n, cst.FunctionDef) == wants_function]
     choices = [n.name.value for n in found] if patch.kind is PatchKind.EXTERNAL else same
-    return CodegenError(f"{patch.where}: {patch.asked} names no {what} of {source}. {nearest(name, choices)}")
+    return patch.error(f"names no {what} of {source}. {nearest(name, choices)}")
 
 
-def _check_dropped(config: PatchConfig, shipped: ast.Module) -> None:
-    imported = import_bindings(shipped)
+def _check_dropped(config: PatchSpec, original: ast.Module) -> None:
+    imported = imported_names(original)
     for name, where in config.dropped:
         if name not in imported:
             raise CodegenError(

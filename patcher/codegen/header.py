@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.patches import Patch
-from patcher.codegen.source import SourceModule
+from patcher.codegen.spec import Patch, PatchSpec
+from patcher.source.modules import SourceModule
 
 _RULE = "# " + "-" * 88
 _CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")
@@ -18,7 +17,7 @@ _DIFFERS = "What differs from the source:"
 _SAME = "Nothing differs from the source but imports."
 
 
-def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
+def render_header(config: PatchSpec, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text."""
     version = f" ({source.version})" if source.version else ""
     lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
@@ -26,7 +25,7 @@ def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[P
     if config.description.strip():
         lines += _entry("About:", config.description)
     lines += _entry("Made by:", regenerate_command(config))
-    lines += ["", _DIFFERS if _changes(config) else _SAME]
+    lines += ["", _DIFFERS if config.changes else _SAME]
     for patch in patches:
         lines += _item(_words(patch), patch.description)
     for helper in sorted(config.helpers, key=lambda helper: helper.source.name):
@@ -42,12 +41,6 @@ def render_header(config: PatchConfig, source: SourceModule, patches: Sequence[P
     return [_RULE, *(f"# {line}".rstrip() for line in lines), _RULE]
 
 
-def _changes(config: PatchConfig) -> bool:
-    return bool(
-        config.patches or config.helpers or config.blocks or config.imports or config.dropped or config.excluded
-    )
-
-
 def _words(patch: Patch) -> str:
     words = f"{patch.kind.value} {patch.target}"
     if patch.source is None:
@@ -56,25 +49,20 @@ def _words(patch: Patch) -> str:
 
 
 def _entry(label: str, text: str) -> list[str]:
-    # a long word, such as a path, stays whole: it is there to be copied
-    return textwrap.wrap(
-        " ".join(text.split()),
-        _WIDTH,
-        initial_indent=f"{label:9}",
-        subsequent_indent=" " * 9,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _wrapped(text, f"{label:9}", " " * 9)
 
 
 def _item(text: str, description: str) -> list[str]:
-    text = f"{text}: {' '.join(description.split())}" if description.strip() else text
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
+    return _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
 
 
-def regenerate_command(config: PatchConfig) -> str:
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    # a long word, such as a path, stays whole: it is there to be copied
+    wrapper = textwrap.TextWrapper(_WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(" ".join(text.split()))
+
+
+def regenerate_command(config: PatchSpec) -> str:
     """The command that makes the file again, as seen from the root of the project that the config is part of."""
     if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
         return "patcher.codegen.write(config)"

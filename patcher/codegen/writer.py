@@ -12,20 +12,27 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location
 from patcher.codegen.generator import Generated, build
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.reading import Location
 
 
 def write(
-    config: PatchConfig,
+    config: PatchSpec,
     output_dir: str | os.PathLike[str] | None = None,
     diff: bool = False,
     *,
     formatted: bool = False,
 ) -> Path:
     """Generate the file of a config and write it.
+
+    >>> import tempfile
+    >>> from patcher.codegen import PatchConfig
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(config, folder, diff=True).name
+    'patched_modeling_llama.py'
 
     Args:
         config: the description.
@@ -53,14 +60,14 @@ def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted
     return path
 
 
-def output_folder(config: PatchConfig, output_dir: str | os.PathLike[str] | None) -> Path:
+def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) -> Path:
     """The folder that a config's file goes to."""
     if output_dir is not None:
         return Path(output_dir)
     home = Path(config.config_file)
     if not home.is_file():
-        raise CodegenError(
-            f"{config.where}: this config stands in no file, so there is no folder beside it to write to. "
+        raise config.error(
+            "this config stands in no file, so there is no folder beside it to write to. "
             "Give write(config, output_dir=...)."
         )
     return home.parent / "generated"
@@ -79,13 +86,13 @@ def final_text(generated: Generated, *, formatted: bool) -> str:
 
 def unified_diff(generated: Generated, text: str) -> str:
     """What a reviewer reads: the original against the generated text."""
-    lines = difflib.unified_diff(
-        generated.source.text.splitlines(),
-        text.splitlines(),
-        f"a/{generated.source.relative_path}",
-        f"b/{generated.config.target_file}",
-        lineterm="",
-    )
+    names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
+    return diff_of(generated.source.text, text, *names)
+
+
+def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
+    """A unified diff of two texts, empty where all lines are the same."""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="", n=context)
     return "".join(f"{line}\n" for line in lines)
 
 

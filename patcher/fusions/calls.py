@@ -10,6 +10,7 @@ from torch import nn
 
 from patcher.fusions.rewrite import known_of_class, methods_with
 from patcher.fusions.tracing import Assumptions
+from patcher.source.call_sites import calls_of_child, none_by_default
 
 __all__ = ["passes", "touches"]
 
@@ -64,19 +65,12 @@ def _parameters(module: nn.Module) -> list[str]:
 
 def _optional(function: ast.FunctionDef, call: ast.Call) -> set[str]:
     """The parameters of a method that are None by default, and that still are when it makes a call."""
-    arguments = function.args
-    parameters = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
-    pairs += [
-        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
-    ]
-    names = {one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None}
     loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
     around = [loop for loop in loops if any(node is call for node in ast.walk(loop))]
     # What stands behind the call comes after it, but in a loop.
     again = {id(node) for loop in around for node in ast.walk(loop)}
     set_before = {node.id for node in _set_by(function) if node.lineno <= call.lineno or id(node) in again}
-    return names - set_before
+    return set(none_by_default(function)) - set_before
 
 
 def _set_by(node: ast.AST) -> Iterator[ast.Name]:
@@ -109,35 +103,10 @@ def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call
     found: list[tuple[ast.Call, ast.FunctionDef]] = []
 
     def collect(node: ast.FunctionDef) -> bool:
-        elements = _elements(node, name) if listed else set()
-        for child in ast.walk(node):
-            if not isinstance(child, ast.Call):
-                continue
-            match child.func:
-                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
-                    found.append((child, node))
-                case ast.Name(id=called) if called in elements:
-                    found.append((child, node))
-                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
-                    found.append((child, node))
+        found.extend((call, node) for call in calls_of_child(node, name, listed))
         return False
 
     methods_with(cls, collect)
-    return found
-
-
-def _elements(function: ast.FunctionDef, name: str) -> set[str]:
-    """The variables that hold an element of `self.name`, a list of layers, one after the other or by number."""
-    found: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.For | ast.comprehension):
-            target, source = node.target, node.iter
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
-            target, source = node.targets[0], node.value
-        else:
-            continue
-        if any(isinstance(child, ast.Attribute) and child.attr == name for child in ast.walk(source)):
-            found |= {child.id for child in ast.walk(target) if isinstance(child, ast.Name)}
     return found
 
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from patcher import seams
-from patcher.fusions.rewrite import Joined
-from patcher.fusions.tracing import Assumptions
 
-__all__ = ["JoinedProjections", "join", "part_property"]
+if TYPE_CHECKING:
+    from patcher.fusions.tracing import Assumptions
+
+__all__ = ["Joined", "JoinedProjections", "join", "part_property"]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What takes the place of the projections of a class.
+
+    Attributes:
+        projections: the names, in the order of the joined rows.
+        name: the name of the joined projection.
+        biased: the projections that have a bias, where not all and not none of them have one.
+    """
+
+    projections: tuple[str, ...]
+    name: str
+    biased: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.name}_sizes"
 
 
 class JoinedProjections:

@@ -15,10 +15,10 @@ from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
 from patcher.fusions.calls import passes, touches
-from patcher.fusions.joined import JoinedProjections, join, part_property
+from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
 from patcher.fusions.joining import Target, check_convertible, converters_for
 from patcher.fusions.origins import NotConvertibleError, origins_of
-from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
+from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
 from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand, used_names
 

@@ -21,24 +21,34 @@ import __future__
 import ast
 import functools
 import inspect
-import linecache
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
-from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in
-from patcher.indentation import dedented, indented
+from patcher.fusions.joined import Joined
+from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in, self_of
+from patcher.source.indentation import dedented, indented
+from patcher.source.reading import definition_of
+from patcher.source.synthetic import module_of_text
 
-__all__ = ["Joined", "Method", "compile_subclass", "known_of_class", "method_of", "methods_with", "rewritten"]
+__all__ = [
+    "Method",
+    "class_text",
+    "compile_subclass",
+    "known_of_class",
+    "method_of",
+    "methods_with",
+    "read_method",
+    "rewritten",
+]
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"
@@ -61,23 +71,21 @@ class Method:
         return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What takes the place of the projections of a class.
+def read_method(name: str, owner: type, function: FunctionType) -> Method:
+    """A function of a class with its source.
 
-    Attributes:
-        projections: the names, in the order of the joined rows.
-        name: the name of the joined projection.
-        biased: the projections that have a bias, where not all and not none of them have one.
+    Raises:
+        NotUnderstoodError: there is none.
     """
-
-    projections: tuple[str, ...]
-    name: str
-    biased: tuple[str, ...] = ()
-
-    @property
-    def sizes(self) -> str:
-        return f"{self.name}_sizes"
+    try:
+        lines, first_line = inspect.getsourcelines(function)
+        source = dedented("".join(lines))
+        (node,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
+    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
+        raise NotUnderstoodError(f"the source of {name} is no method")
+    return Method(name, owner, function, source, node, inspect.getfile(function), first_line)
 
 
 def method_of(cls: type[nn.Module], name: str) -> Method:
@@ -91,21 +99,13 @@ def method_of(cls: type[nn.Module], name: str) -> Method:
     function = inspect.unwrap(found)
     if not isinstance(function, FunctionType):
         raise NotUnderstoodError(f"{name} is no plain method ({type(found).__name__})")
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        source = dedented("".join(lines))
-        (node,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
-    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
-        raise NotUnderstoodError(f"the source of {name} is no method")
-    method = Method(name, owner, function, source, node, inspect.getfile(function), first_line)
+    method = read_method(name, owner, function)
     free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
     if free:
         raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-    if (found is not function) != bool(node.decorator_list):
+    if (found is not function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(node)):
+    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
         raise NotUnderstoodError(f"{name} is a generator", 1)
     return method
 
@@ -121,7 +121,7 @@ def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assum
     """
     taken = set(names_in(method.node))
     outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
-    this = method.node.args.args[0].arg if method.node.args.args else "self"
+    this = self_of(method.node, "self")
     before: dict[int, list[str]] = {}
     for cluster in clusters:
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(cluster.argument)})"
@@ -280,34 +280,28 @@ def compile_subclass(
             raise NotUnderstoodError(f"{method.name} calls super()", 1)
         if any(part.startswith("__") and not part.endswith("__") for part in names_in(ast.parse(source))):
             raise NotUnderstoodError(f"{method.name} uses private names", 1)
-    shown = ", ".join(base.__name__ for base in bases)
-    parts = [f"class {name}({shown}):\n", textwrap.indent(f'"""{docstring}"""\n', "    ")]
-    for _, source in methods:
-        parts += ["\n", indented(source)]
-    text = "".join(parts)
+    sources = {method.name: source for method, source in methods}
+    text = class_text(name, ", ".join(base.__name__ for base in bases), docstring, sources.values())
 
-    module = _module(f"{bases[-1].__module__}.{name}", text)
+    full, number = f"{HOME}.{bases[-1].__module__}.{name}", 2
+    while full in sys.modules:
+        full, number = f"{HOME}.{bases[-1].__module__}.{name}_{number}", number + 1
+    module = module_of_text(full, text, f"<{full}>")
     scope: dict[str, Any] = {base.__name__: base for base in bases}
     # Annotations are evaluated, or not, as where the methods come from.
     flags = methods[0][0].function.__code__.co_flags & __future__.annotations.compiler_flag
     exec(compile(text, module.__file__ or "", "exec", flags, dont_inherit=True), namespace, scope)
     cls: type[Any] = scope[name]
     cls.__module__ = module.__name__
+    cls._rewritten = MappingProxyType(sources)
     setattr(module, name, cls)
     return cls
 
 
-def _module(name: str, text: str) -> ModuleType:
-    """A module that holds nothing but a class, for those who look for its source."""
-    full, number = f"{HOME}.{name}", 2
-    while full in sys.modules:
-        full, number = f"{HOME}.{name}_{number}", number + 1
-    module = ModuleType(full)
-    module.__file__ = f"<{full}>"
-    # Without a time of change linecache keeps it for good.
-    linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
-    sys.modules[full] = module
-    return module
+def class_text(name: str, bases: str, docstring: str, members: Iterable[str]) -> str:
+    """The text of a class whose members are functions."""
+    head = f'class {name}({bases}):\n    """{docstring}"""\n'
+    return "".join([head, *(f"\n{indented(member)}" for member in members)])
 
 
 def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]) -> list[Method]:
@@ -362,7 +356,7 @@ def _tree_of(value: Any) -> ast.FunctionDef | None:
     if not isinstance(function, FunctionType):
         return None
     try:
-        (node,) = ast.parse(dedented(inspect.getsource(function))).body
+        node = definition_of(function)
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     return node if isinstance(node, ast.FunctionDef) else None

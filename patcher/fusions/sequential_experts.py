@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
+from patcher.fusions.listed import listed
 from patcher.fusions.origins import Made, NotConvertibleError, origins_of
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
@@ -134,7 +134,7 @@ class SequentialExperts(Fusion):
             weight = module._parameters.pop(stack.name)
             bias = module._parameters.pop(stack.bias) if stack.bias else None
             assert weight is not None
-            setattr(module, stack.name, _listed(weight, bias, stack.transposed))
+            setattr(module, stack.name, listed(weight, bias, stack.transposed))
         # The model's `_init_weights` looks for the stacks of such a module; the linear layers have their own turn.
         seams.mark_initialized(module)
         return module
@@ -195,32 +195,3 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.M
     cls._stacks = stacks
     cls._made_from = (original, weights)
     return cls
-
-
-def _listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> nn.ModuleList:
-    experts = nn.ModuleList()
-    size = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
-    for number in range(weight.shape[0]):
-        linear: nn.Linear = _Unset(*size, bias=bias is not None, device="meta", dtype=weight.dtype)
-        linear.__class__ = nn.Linear
-        matrix = weight.detach()[number]
-        linear.weight = _parameter(matrix.t() if transposed else matrix, weight)
-        if bias is not None:
-            linear.bias = _parameter(bias.detach()[number], bias)
-        experts.append(linear)
-    seams.mark_initialized(experts)  # where the module around it initialises what has this name
-    return experts
-
-
-class _Unset(nn.Linear):
-    """A linear layer that is about to be given its values: 30,000 experts take seconds to initialise in vain."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=like.requires_grad)
-    if getattr(like, "_is_hf_initialized", False):
-        seams.mark_initialized(new)
-    return new

@@ -18,9 +18,6 @@ that isn't listed here is refused.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -30,9 +27,10 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
-from patcher.fusions.rewrite import Method
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.rewrite import Method, read_method
+from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.seams import EXPERTS_HOME
+from patcher.source.trees import code_of
 
 __all__ = ["Stack", "forward_of", "sequential"]
 
@@ -67,19 +65,12 @@ def forward_of(cls: type[nn.Module]) -> Method:
         function = found.__wrapped__
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise NotUnderstoodError("forward is wrapped by something that its source doesn't show")
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        source = textwrap.dedent("".join(lines))
-        (node,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotUnderstoodError(f"the source of forward can't be read ({error})") from error
-    if not isinstance(node, ast.FunctionDef) or node.name != "forward":
-        raise NotUnderstoodError("the source of forward is no method")
-    if node.decorator_list:
+    method = read_method("forward", owner, function)
+    if method.node.decorator_list:
         raise NotUnderstoodError("forward is decorated", 1)
     if any(name != "__class__" for name in function.__code__.co_freevars):
         raise NotUnderstoodError("forward uses variables of the function around it", 1)
-    return Method("forward", owner, function, source, node, inspect.getfile(function), first_line)
+    return method
 
 
 def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack, ...], str]:
@@ -91,7 +82,7 @@ def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack,
     Raises:
         NotUnderstoodError: a stack is used in another way.
     """
-    this = method.node.args.args[0].arg if method.node.args.args else "self"
+    this = self_of(method.node, "self")
     edit = _Edit(this, weights)
     module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
     used = {name for name, _ in edit.mentioned.values()}
@@ -152,7 +143,7 @@ class _Edit(cst.CSTTransformer):
         name = self._mention(node.value)
         if not name or not isinstance(element.slice, cst.Index) or element.slice.star:
             return None, "", ""
-        return node, name, cst.Module([]).code_for_node(element.slice.value).strip()
+        return node, name, code_of(element.slice.value).strip()
 
     def _understand(self, node: cst.CSTNode, name: str, transposed: bool) -> None:
         self.understood.add(self._at(node))
@@ -162,7 +153,7 @@ class _Edit(cst.CSTTransformer):
     # What is rewritten.
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
-        function = cst.Module([]).code_for_node(original_node.func.with_changes(lpar=[], rpar=[]))
+        function = code_of(original_node.func.with_changes(lpar=[], rpar=[]))
         arguments = original_node.args
         if any(argument.star for argument in arguments):
             return updated_node
@@ -212,18 +203,16 @@ class _Edit(cst.CSTTransformer):
     def _all_at_once(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         """`torch.bmm(x, self.weight)`: every expert has its own part of the input."""
         weight, transposed = original.args[1].value, True
-        if isinstance(weight, cst.Call) and cst.Module([]).code_for_node(weight).endswith(".transpose(1, 2)"):
+        if isinstance(weight, cst.Call) and code_of(weight).endswith(".transpose(1, 2)"):
             assert isinstance(weight.func, cst.Attribute)
             weight, transposed = weight.func.value, False
         name = self._mention(weight)
         if name not in self._weights:
             return updated
         self._understand(weight, name, transposed)
-        source = f"torch.stack([expert(part) for expert, part in zip({self._this}.{name}, INPUT)])"
-        new = cst.parse_expression(source)
-        return new.visit(_Fill(updated.args[0].value)).with_changes(  # type: ignore[union-attr]
-            lpar=updated.lpar, rpar=updated.rpar
-        )
+        parts = f"zip({self._this}.{name}, {code_of(updated.args[0].value)})"
+        new = cst.parse_expression(f"torch.stack([expert(part) for expert, part in {parts}])")
+        return new.with_changes(lpar=updated.lpar, rpar=updated.rpar)
 
     def leave_Subscript(  # noqa: N802
         self, original_node: cst.Subscript, updated_node: cst.Subscript
@@ -232,7 +221,7 @@ class _Edit(cst.CSTTransformer):
         value = original_node.value
         if isinstance(value, cst.Attribute) and value.attr.value == "shape" and self._mention(value.value):
             (element,) = original_node.slice[:1]
-            if isinstance(element.slice, cst.Index) and cst.Module([]).code_for_node(element.slice.value) == "0":
+            if isinstance(element.slice, cst.Index) and code_of(element.slice.value) == "0":
                 return self._length(value.value, updated_node)
         return updated_node
 
@@ -241,7 +230,7 @@ class _Edit(cst.CSTTransformer):
         function, arguments = node.func, node.args
         if not isinstance(function, cst.Attribute) or function.attr.value != "size" or len(arguments) != 1:
             return "-"
-        return (cst.Module([]).code_for_node(arguments[0].value) == "0" and self._mention(function.value)) or "-"
+        return (code_of(arguments[0].value) == "0" and self._mention(function.value)) or "-"
 
     def _length(self, stack: cst.BaseExpression, updated: Any) -> cst.BaseExpression:
         self.understood.add(self._at(stack))
@@ -257,17 +246,6 @@ class _Edit(cst.CSTTransformer):
         if self._mention(original_node.left) and is_none and not more:
             self.understood.add(self._at(original_node.left))
         return updated_node
-
-
-class _Fill(cst.CSTTransformer):
-    """Puts an expression in the place of the name INPUT."""
-
-    def __init__(self, expression: cst.BaseExpression) -> None:
-        super().__init__()
-        self._expression = expression
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:  # noqa: N802
-        return self._expression if original_node.value == "INPUT" else updated_node
 
 
 def _call(function: cst.BaseExpression, argument: cst.BaseExpression, place: Any) -> cst.Call:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Assumptions", "Cluster", "Constant", "NotUnderstoodError", "Site", "clusters_of", "written_calls"]
+__all__ = [
+    "Assumptions",
+    "Cluster",
+    "Constant",
+    "NotUnderstoodError",
+    "Site",
+    "clusters_of",
+    "self_of",
+    "written_calls",
+]
 
 
 class NotUnderstoodError(Exception):
@@ -101,21 +110,25 @@ _Scopes = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 def written_calls(function: ast.FunctionDef, group: Iterable[str]) -> list[tuple[str, int]]:
     """(projection, line) of each call that the source spells out, whether it can be reached or not."""
-    names, this = frozenset(group), _self_of(function)
+    names, this = frozenset(group), self_of(function)
     return [
-        (node.func.attr, node.lineno)
+        (name, node.lineno)
         for node in ast.walk(function)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in names
-        and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == this
+        if isinstance(node, ast.Call) and (name := _attribute_of(this, node.func)) in names
     ]
 
 
-def _self_of(function: ast.FunctionDef) -> str:
+def self_of(function: ast.FunctionDef, default: str = "") -> str:
+    """What a method calls its first parameter."""
     arguments = [*function.args.posonlyargs, *function.args.args]
-    return arguments[0].arg if arguments else ""
+    return arguments[0].arg if arguments else default
+
+
+def _attribute_of(this: str, node: ast.AST) -> str:
+    """The name of the attribute that an expression reads of `self`, `self.name`; empty if it is none."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == this:
+        return node.attr
+    return ""
 
 
 def clusters_of(
@@ -143,9 +156,6 @@ def clusters_of(
                 f"not of the same value: {', '.join(sorted(others))}" if others else "is not called with it"
             )
             raise NotUnderstoodError(reason, cluster.sites[0].line)
-        for site in cluster.sites:
-            if site.name not in group:  # pragma: no cover - by construction
-                raise NotUnderstoodError("an unknown projection", site.line)
     return run.clusters
 
 
@@ -153,7 +163,7 @@ class _Run:
     """One symbolic run of a method."""
 
     def __init__(self, function: ast.FunctionDef, group: tuple[str, ...], assumptions: Assumptions) -> None:
-        self.this = _self_of(function)
+        self.this = self_of(function)
         self.group = frozenset(group)
         self.attributes: Mapping[str, Constant] = dict(assumptions.attributes)
         self.identities = frozenset(assumptions.identities)
@@ -287,7 +297,7 @@ class _Run:
                 self._changed_in_place()
             case ast.Attribute():
                 self.value(target.value)
-                if isinstance(target.value, ast.Name) and target.value.id == self.this:
+                if _attribute_of(self.this, target):
                     if target.attr in self.group:
                         raise NotUnderstoodError(f"{target.attr} is assigned", target.lineno)
                     if target.attr in self.attributes or target.attr in self.identities:
@@ -310,14 +320,8 @@ class _Run:
 
     def _no_calls_in(self, node: ast.AST) -> None:
         for child in ast.walk(node):
-            if (
-                isinstance(child, ast.Attribute)
-                and child.attr in self.group
-                and isinstance(child.value, ast.Name)
-                and child.value.id == self.this
-            ):
-                kind = type(node).__name__
-                raise NotUnderstoodError(f"{child.attr} is used inside of a {kind}", child.lineno)
+            if (name := _attribute_of(self.this, child)) in self.group:
+                raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", child.lineno)  # type: ignore[attr-defined]
 
     # --- expressions -----------------------------------------------------------------------------------------------
 
@@ -332,8 +336,8 @@ class _Run:
                 self.assign(node.target, result)
                 return result
             case ast.Attribute():
-                if isinstance(node.value, ast.Name) and node.value.id == self.this and node.attr in self.attributes:
-                    return _Known(self.attributes[node.attr])
+                if (name := _attribute_of(self.this, node)) in self.attributes:
+                    return _Known(self.attributes[name])
                 self.value(node.value)
                 return _Symbol()
             case ast.Call():
@@ -397,19 +401,15 @@ class _Run:
         return _Symbol()
 
     def _call(self, node: ast.Call) -> _Value:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if (
-            isinstance(node.func, ast.Attribute)
-            and name in self.group
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == self.this
-        ):
+        name, own = getattr(node.func, "attr", ""), _attribute_of(self.this, node.func)
+        if own in self.group:
             if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
                 raise NotUnderstoodError(f"{name} is called with more than one input", node.lineno)
             argument = node.args[0]
             self._record(name, node, argument, self.value(argument))
             return _Symbol()
-        if self._is_identity(node):
+        alone = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
+        if own in self.identities and alone:  # it gives back what it gets
             return self.value(node.args[0])
         self.value(node.func)
         for argument in node.args:
@@ -423,18 +423,6 @@ class _Run:
         if name.endswith("_") and not name.startswith("_"):
             self._changed_in_place()
         return _Symbol()
-
-    def _is_identity(self, node: ast.Call) -> bool:
-        """Whether this is the call of a child that gives back what it gets."""
-        return (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == self.this
-            and node.func.attr in self.identities
-            and len(node.args) == 1
-            and not node.keywords
-            and not isinstance(node.args[0], ast.Starred)
-        )
 
     def _record(self, name: str, node: ast.Call, argument: ast.expr, value: _Value) -> None:
         assert self._statement is not None

@@ -18,6 +18,7 @@ from patcher.fusions.tracing import (
     names_in,
     written_calls,
 )
+from patcher.source.call_sites import none_by_default
 
 __all__ = ["compared_names", "joining_methods", "located", "understand", "used_names"]
 
@@ -102,24 +103,14 @@ def _candidates(methods: list[Method], known: Assumptions) -> Iterator[Assumptio
         yield known
     if len(methods) > 1:
         return  # what is assumed of one method's parameters says nothing of another's
-    arguments = methods[0].node.args
-    parameters = [*arguments.posonlyargs, *arguments.args]
-    optional = [
-        argument.arg
-        for argument, default in zip(reversed(parameters), reversed(arguments.defaults), strict=False)
-        if getattr(default, "value", ...) is None
-    ]
-    optional += [
-        argument.arg
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if getattr(default, "value", ...) is None
-    ]
+    node = methods[0].node
+    optional = none_by_default(node)
     for name in optional:
         yield Assumptions(none=(name,))
     if known:
         for name in optional:
             yield replace(known, none=(name,))
-    names = [argument.arg for argument in parameters[1:]]
+    names = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args][1:]]
     for start in range(len(names)):
         for end in range(start + 2, min(start + 4, len(names) + 1)):
             yield Assumptions(same=tuple(names[start:end]))

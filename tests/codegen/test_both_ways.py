@@ -279,6 +279,19 @@ def test_a_model_of_the_file_that_no_checkpoint_made_saves_the_original_layout(
     assert torch.equal(logits(again), logits(LlamaForCausalLM.from_pretrained(folder)))
 
 
+def test_a_class_that_inherits_from_one_of_the_file_reads_and_writes_the_original_too(
+    folders: dict[str, Path], imported: Any, tmp_path: Path
+) -> None:
+    module = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), LlamaForCausalLM))
+
+    class Mine(module.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        pass
+
+    model = Mine.from_pretrained(folders["llama"])
+    assert type(model) is Mine
+    assert_equal_models([model], LlamaForCausalLM.from_pretrained(folders["llama"]), tmp_path / "saved")
+
+
 def test_the_fused_forward_stands_as_code() -> None:
     text = generate(PatchConfig.from_patcher(Patcher(fusions="qkv"), LlamaForCausalLM))
     assert "self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,3 +67,9 @@ def test_what_is_left_out_is_gone_from_all(patched: ModuleType) -> None:
 def test_the_original_is_untouched(patched: ModuleType) -> None:
     assert modeling_llama.LlamaMLP is LlamaMLP
     assert not hasattr(modeling_llama.LlamaAttention, "_original_init")
+
+
+def test_generated_files_load_no_parser() -> None:
+    code = "import sys\nimport patcher.codegen.runtime\nprint('libcst' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

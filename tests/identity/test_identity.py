@@ -65,7 +65,7 @@ def test_a_package_that_another_import_left_as_paths_is_still_found(monkeypatch:
     """transformers leaves `Path` objects in its spec once some of it is imported."""
     import transformers
 
-    from patcher.codegen.source import find_spec
+    from patcher.source.modules import find_spec
 
     assert transformers.__spec__ is not None
     folders = [Path(str(folder)) for folder in transformers.__spec__.submodule_search_locations or []]

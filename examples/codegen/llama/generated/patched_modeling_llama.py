@@ -8,25 +8,22 @@
 # What differs from the source:
 # - modify init LlamaAttention: one qkv_proj in place of q_proj, k_proj, v_proj
 # - override method LlamaAttention.forward: q_proj, k_proj, v_proj are one qkv_proj
-# - override method LlamaPreTrainedModel._from_config: what is made without a checkpoint
-#   saves one of the original
-# - override method LlamaPreTrainedModel.from_pretrained: checkpoints of the original are
-#   converted
-# - override method LlamaPreTrainedModel.is_custom_code: the conversions of transformers, of
-#   parts of a model too, are those of the original
-# - override method LlamaPreTrainedModel.save_pretrained: so is what is made by a call of
-#   the class
-# - add helper joined_linear: projections of one input as one
-# - add helper shipped_class
-# - add helper with_conversions
+# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
+#   what is made without a checkpoint saves one of the original
+# - external LlamaPreTrainedModel.from_pretrained with
+#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
+# - external LlamaPreTrainedModel.is_custom_code with
+#   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
+#   model too, are those of the original
+# - external LlamaPreTrainedModel.save_pretrained with
+#   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
 #   here, and back
 # - add import Concatenate
 # - add import Patcher
 # - add import WeightConverter
-# - add import report
-# - add import shipped
-# - add import under_construction
+# - add import join_projections
+# - add import original
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -75,10 +72,11 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher, report
-from patcher.codegen.runtime import under_construction
+from patcher import Patcher
+from patcher.codegen import runtime
+from patcher.codegen.runtime import join_projections
 from transformers.core_model_loading import Concatenate, WeightConverter
-from transformers.models.llama import modeling_llama as shipped
+from transformers.models.llama import modeling_llama as original
 
 # [ADDED CODE]
 # Why: how checkpoints of the original become those of the models here, and back
@@ -98,42 +96,6 @@ CONVERSIONS = Patcher(
     ],
     name="Llama with qkv joined",
 )
-
-
-# ======================================================================
-# [HELPERS]
-# ======================================================================
-# Why: projections of one input as one
-def joined_linear(module, names, joined):
-    """Put one nn.Linear in the place of several with the same input: its rows are theirs, in the order of the names.
-
-    The module keeps how many rows each had as `<joined>_sizes`.
-    """
-    parts = [module._modules.pop(name) for name in names]
-    biased = [part.bias is not None for part in parts]
-    sizes = [part.out_features for part in parts]
-    linear = nn.Linear(parts[0].in_features, sum(sizes), bias=all(biased), device="meta")
-    linear.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-    if all(biased):
-        linear.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]))
-    elif any(biased):  # they are added after the split
-        for name, part in zip(names, parts):
-            if part.bias is not None:
-                module.register_parameter(f"{name}_bias", part.bias)
-    setattr(module, joined, linear)
-    setattr(module, f"{joined}_sizes", sizes)
-
-
-def shipped_class(cls):
-    """The class of transformers in whose checkpoints a class of this file, or one that inherits from it, lives."""
-    own = next(base for base in cls.__mro__ if base.__module__ == __name__)
-    return getattr(shipped, own.__name__)
-
-
-def with_conversions(cls, patcher):
-    """What a load of the shipped class has to do to become one of `cls`."""
-    own = CONVERSIONS.replace(class_mapping={shipped_class(cls).__name__: cls})
-    return own if patcher is None else own | patcher
 
 
 logger = logging.get_logger(__name__)
@@ -329,7 +291,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, *args, **kwargs):
         LlamaAttention._original_init(self, *args, **kwargs)
-        joined_linear(self, ["q_proj", "k_proj", "v_proj"], "qkv_proj")
+        join_projections(self, ["q_proj", "k_proj", "v_proj"], "qkv_proj")
 
     def forward(
         self,
@@ -442,32 +404,13 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "attentions": LlamaAttention,
     }
 
-    @classmethod
-    def _from_config(cls, config, *args, patcher=None, **kwargs):
-        """Build a model that saves as the shipped one does."""
-        if patcher is None and under_construction():  # a part of a model that has the conversions itself
-            return super()._from_config(config, *args, **kwargs)
-        return shipped_class(cls)._from_config(config, *args, patcher=with_conversions(cls, patcher), **kwargs)
+    _from_config = runtime.from_config
 
-    @classmethod
-    def from_pretrained(cls, *args, patcher=None, **kwargs):
-        """Read a checkpoint of the shipped model."""
-        return shipped_class(cls).from_pretrained(*args, patcher=with_conversions(cls, patcher), **kwargs)
+    from_pretrained = runtime.from_pretrained
 
-    @classmethod
-    def is_custom_code(cls):
-        """No: what transformers does to checkpoints of the shipped classes, by name, holds for those here."""
-        return False
+    is_custom_code = runtime.is_custom_code
 
-    def save_pretrained(self, *args, **kwargs):
-        """Write a checkpoint of the shipped model."""
-        if report(self).patchers:
-            return super().save_pretrained(*args, **kwargs)
-        # Made by a call of the class, which knows nothing of conversions: a model that does, with the same weights.
-        with torch.device("meta"):
-            model = self._from_config(self.config)
-        model.load_state_dict(self.state_dict(), assign=True)
-        return model.save_pretrained(*args, **kwargs)
+    save_pretrained = runtime.save_pretrained
 
 
 @auto_docstring

@@ -8,17 +8,15 @@
 #
 # What differs from the source:
 # - replace class MixtralExperts: each expert is a plain linear layer, and runs by itself
-# - override method MixtralPreTrainedModel._from_config: what is made without a checkpoint
-#   saves one of the original
-# - override method MixtralPreTrainedModel.from_pretrained: checkpoints of the original are
-#   converted
-# - override method MixtralPreTrainedModel.is_custom_code: the conversions of transformers,
-#   of parts of a model too, are those of the original
-# - override method MixtralPreTrainedModel.save_pretrained: so is what is made by a call of
-#   the class
-# - add helper list_stack: stacked weights as layers
-# - add helper shipped_class
-# - add helper with_conversions
+# - external MixtralPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
+#   what is made without a checkpoint saves one of the original
+# - external MixtralPreTrainedModel.from_pretrained with
+#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
+# - external MixtralPreTrainedModel.is_custom_code with
+#   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
+#   model too, are those of the original
+# - external MixtralPreTrainedModel.save_pretrained with
+#   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
 #   here, and back
 # - add import Concatenate
@@ -26,9 +24,8 @@
 # - add import Patcher
 # - add import Unstack
 # - add import WeightConverter
-# - add import report
-# - add import shipped
-# - add import under_construction
+# - add import list_stack
+# - add import original
 # ----------------------------------------------------------------------------------------
 #                🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨
 #           This file was automatically generated from src/transformers/models/mixtral/modular_mixtral.py.
@@ -84,10 +81,11 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher, report
-from patcher.codegen.runtime import Unstack, under_construction
+from patcher import Patcher
+from patcher.codegen import runtime
+from patcher.codegen.runtime import Unstack, list_stack
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-from transformers.models.mixtral import modeling_mixtral as shipped
+from transformers.models.mixtral import modeling_mixtral as original
 
 # [ADDED CODE]
 # Why: how checkpoints of the original become those of the models here, and back
@@ -118,33 +116,6 @@ CONVERSIONS = Patcher(
 
 
 # ======================================================================
-# [HELPERS]
-# ======================================================================
-# Why: stacked weights as layers
-def list_stack(module, name):
-    """Put a list of linear layers in the place of a parameter that stacks their weights, `(experts, out, in)`."""
-    stack = module._parameters.pop(name).detach()
-    experts = nn.ModuleList()
-    for weight in stack:
-        linear = nn.Linear(stack.shape[2], stack.shape[1], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight.clone())
-        experts.append(linear)
-    setattr(module, name, experts)
-
-
-def shipped_class(cls):
-    """The class of transformers in whose checkpoints a class of this file, or one that inherits from it, lives."""
-    own = next(base for base in cls.__mro__ if base.__module__ == __name__)
-    return getattr(shipped, own.__name__)
-
-
-def with_conversions(cls, patcher):
-    """What a load of the shipped class has to do to become one of `cls`."""
-    own = CONVERSIONS.replace(class_mapping={shipped_class(cls).__name__: cls})
-    return own if patcher is None else own | patcher
-
-
-# ======================================================================
 # [PATCHED CLASS] MixtralExperts
 # Why: each expert is a plain linear layer, and runs by itself
 # ======================================================================
@@ -161,7 +132,6 @@ class MixtralExperts(nn.Module):
         self.act_fn = ACT2FN[config.hidden_act]
         list_stack(self, "gate_up_proj")
         list_stack(self, "down_proj")
-        self._is_hf_initialized = True  # _init_weights looks for stacks here; layers have their turn
 
     def forward(
         self,
@@ -500,32 +470,13 @@ class MixtralPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=std)
 
-    @classmethod
-    def _from_config(cls, config, *args, patcher=None, **kwargs):
-        """Build a model that saves as the shipped one does."""
-        if patcher is None and under_construction():  # a part of a model that has the conversions itself
-            return super()._from_config(config, *args, **kwargs)
-        return shipped_class(cls)._from_config(config, *args, patcher=with_conversions(cls, patcher), **kwargs)
+    _from_config = runtime.from_config
 
-    @classmethod
-    def from_pretrained(cls, *args, patcher=None, **kwargs):
-        """Read a checkpoint of the shipped model."""
-        return shipped_class(cls).from_pretrained(*args, patcher=with_conversions(cls, patcher), **kwargs)
+    from_pretrained = runtime.from_pretrained
 
-    @classmethod
-    def is_custom_code(cls):
-        """No: what transformers does to checkpoints of the shipped classes, by name, holds for those here."""
-        return False
+    is_custom_code = runtime.is_custom_code
 
-    def save_pretrained(self, *args, **kwargs):
-        """Write a checkpoint of the shipped model."""
-        if report(self).patchers:
-            return super().save_pretrained(*args, **kwargs)
-        # Made by a call of the class, which knows nothing of conversions: a model that does, with the same weights.
-        with torch.device("meta"):
-            model = self._from_config(self.config)
-        model.load_state_dict(self.state_dict(), assign=True)
-        return model.save_pretrained(*args, **kwargs)
+    save_pretrained = runtime.save_pretrained
 
 
 @auto_docstring

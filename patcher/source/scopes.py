@@ -7,6 +7,7 @@ import builtins
 import difflib
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -25,13 +26,38 @@ def bound_names(tree: ast.Module) -> dict[str, int]:
     return found
 
 
-def import_bindings(tree: ast.Module) -> dict[str, ast.Import | ast.ImportFrom]:
-    """The names that import statements of the top level bind, guarded ones included, each with its statement."""
-    found: dict[str, ast.Import | ast.ImportFrom] = {}
+class ImportedName(NamedTuple):
+    """What an import statement binds a name to.
+
+    Attributes:
+        module: the module, as it is written.
+        attribute: the name in the module, empty if the module itself is bound.
+        level: the dots of a relative import.
+        alias: the name behind `as`, empty if there is none.
+        line: the line of the statement.
+        guarded: whether the statement stands inside of another one, such as an `if`.
+    """
+
+    module: str
+    attribute: str
+    level: int
+    alias: str
+    line: int
+    guarded: bool
+
+
+def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
+    """The names that import statements of the top level bind, guarded ones included."""
+    found: dict[str, ImportedName] = {}
     for node in top_level(tree.body):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names:
-                found.setdefault(_alias(alias), node)
+            for part in node.names:
+                module, attribute, level = part.name, "", 0
+                if isinstance(node, ast.ImportFrom):
+                    module, attribute, level = node.module or "", part.name, node.level
+                guarded = node not in tree.body
+                imported = ImportedName(module, attribute, level, part.asname or "", node.lineno, guarded)
+                found.setdefault(_alias(part), imported)
     return found
 
 

@@ -5,28 +5,29 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.extract import Location, Source
-from patcher.codegen.names import bound_names, free_names, import_bindings, nearest, undefined_names, used_too_early
-from patcher.codegen.source import SourceModule
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.indentation import dedented
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location, Source, file_tree
+from patcher.source.scopes import bound_names, free_names, imported_names, nearest, undefined_names, used_too_early
 
 
-def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: ast.Module) -> None:
+def check_names(config: PatchSpec, source: SourceModule, text: str, original: ast.Module) -> None:
     """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
     try:
         tree = ast.parse(text)
         compile(tree, config.target_file, "exec")
     except SyntaxError as error:
-        raise CodegenError(
-            f"{config.where}: {config.target_file} would not compile: {error.msg}. The line is "
+        raise config.error(
+            f"{config.target_file} would not compile: {error.msg}. The line is "
             f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
-    known_before = undefined_names(source.text, shipped)
+    known_before = undefined_names(source.text, original)
     missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
     if missing:
-        raise CodegenError(_missing(config, text, tree, shipped, missing))
-    early_before = used_too_early(shipped)
+        raise CodegenError(_missing(config, text, tree, original, missing))
+    early_before = used_too_early(original)
     early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
     if early:
         name = next(iter(early))
@@ -38,21 +39,19 @@ def check_names(config: PatchConfig, source: SourceModule, text: str, shipped: a
         )
 
 
-def _sources(config: PatchConfig) -> list[tuple[Location, str, Source, dict[str, str]]]:
+def _sources(config: PatchSpec) -> list[tuple[Location, str, Source, dict[str, str]]]:
     found = [(p.where, p.asked, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
     return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
 
 
 def _uses(source: Source, names: Mapping[str, str]) -> set[str]:
-    text = source.text if not source.indent else "if True:\n" + source.text
-    return {names.get(name, name) for name in free_names(text)}
+    return {names.get(name, name) for name in free_names(dedented(source.text))}
 
 
-def _user(config: PatchConfig, name: str) -> tuple[Location, str]:
+def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
     """Who uses a name: the patch, helper or block, else the config."""
     for where, asked, source, names in _sources(config):
-        text = source.text if not source.indent else "if True:\n" + source.text
-        words = {names.get(part.id, part.id) for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
+        words = {names.get(part.id, part.id) for part in ast.walk(source.tree()) if isinstance(part, ast.Name)}
         if name in words:
             return where, asked
     for block in config.blocks:
@@ -61,7 +60,7 @@ def _user(config: PatchConfig, name: str) -> tuple[Location, str]:
     return config.where, "the file"
 
 
-def _missing(config: PatchConfig, text: str, tree: ast.Module, shipped: ast.Module, missing: Mapping[str, int]) -> str:
+def _missing(config: PatchSpec, text: str, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]) -> str:
     """The message: first what patches use, then what exclusions took away."""
     parts: list[str] = []
     told: set[str] = set()
@@ -72,7 +71,7 @@ def _missing(config: PatchConfig, text: str, tree: ast.Module, shipped: ast.Modu
         if own:
             told.update(own)
             parts.append(f"{where}: {asked} uses {_listed(own)}, which {config.target_file} does not define.")
-            parts += [f"  {name}: {_remedy(config, name, source, shipped)}" for name in own]
+            parts += [f"  {name}: {_remedy(config, name, source, original)}" for name in own]
     for block in config.blocks:
         own = sorted(free_names(block.code) & missing.keys())
         if own:
@@ -99,32 +98,23 @@ def _listed(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def _remedy(config: PatchConfig, name: str, source: Source, shipped: ast.Module) -> str:
+def _remedy(config: PatchSpec, name: str, source: Source, original: ast.Module) -> str:
     """The line to add, read from the file that the patch code stands in."""
-    try:
-        home = ast.parse("".join(_file_lines(source.file)))
-    except SyntaxError:
-        home = ast.parse("")
-    imported = import_bindings(home).get(name)
-    if isinstance(imported, ast.Import):
-        alias = next(a for a in imported.names if (a.asname or a.name.split(".")[0]) == name)
-        module = alias.name if alias.asname else name
-        extra = f", alias={alias.asname!r}" if alias.asname else ""
+    home = file_tree(source.file)
+    found = imported_names(home).get(name)
+    if found is not None and not found.attribute:
+        module = found.module if found.alias else name
+        extra = f", alias={found.alias!r}" if found.alias else ""
         return f"add config.add_import({module!r}{extra}, is_from_import=False)"
-    if isinstance(imported, ast.ImportFrom) and imported.module and not imported.level:
-        alias = next(a for a in imported.names if (a.asname or a.name) == name)
-        word = f"{alias.name} as {alias.asname}" if alias.asname else alias.name
-        return f"add config.add_import({imported.module!r}, names=[{word!r}])"
+    if found is not None and found.module and not found.level:
+        word = f"{found.attribute} as {found.alias}" if found.alias else found.attribute
+        return f"add config.add_import({found.module!r}, names=[{word!r}])"
     line = bound_names(home).get(name)
     if line is not None:
         return f"defined on line {line} of the config; add config.add_helper({name}), or a post-import block"
-    return f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(shipped))}"
-
-
-def _file_lines(file: str) -> list[str]:
-    import linecache
-
-    return linecache.getlines(file) if file else []
+    return (
+        f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(original))}"
+    )
 
 
 def _owner(tree: ast.Module, line: int) -> str:

@@ -10,15 +10,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import matching, seams
-from patcher.codegen.checkpoints import module_classes
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.executing import MADE
-from patcher.codegen.fused import add_helper_once, join_projections
-from patcher.codegen.listed import list_experts
-from patcher.codegen.owners import Owners, built_by_config
-from patcher.codegen.patches import create_patch_from_external
-from patcher.errors import CodegenError
+from patcher.codegen.checkpoint_methods import add_conversions, module_classes
+from patcher.codegen.dependencies import RUNTIME, Dependencies
+from patcher.codegen.joined_projections import join_projections
+from patcher.codegen.listed_experts import list_experts
+from patcher.codegen.owning_classes import Owners, built_by_config
+from patcher.codegen.registration import PatchRegistration
+from patcher.codegen.spec import create_patch_from_external
+from patcher.codegen.to_patcher import MADE
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
@@ -27,61 +26,53 @@ from patcher.resolution.resolution import Resolution, resolve, skeleton
 if TYPE_CHECKING:
     from patcher.patcher import Patcher
 
-__all__ = ["from_patcher"]
+__all__ = ["describe_patcher"]
 
 
-def from_patcher(
-    patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None, target_file: str
-) -> PatchConfig:
-    """See `PatchConfig.from_patcher`."""
-    shipped = importlib.import_module(model_class.__module__)
-    stem = shipped.__name__.rpartition(".")[2]
-    described = PatchConfig(
-        shipped.__name__,
-        target_file or f"patched_{stem}.py",
-        f"What {_called(patcher)} does to the models of this module.",
-    )
-    if vars(shipped).get(model_class.__name__) is not model_class:
-        raise CodegenError(
-            f"{described.where}: from_patcher() needs a model class that its module has by its name, and "
-            f"{shipped.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
+def describe_patcher(
+    described: PatchRegistration, patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig | None
+) -> None:
+    """Have a config do what a patcher does; see `PatchConfig.from_patcher`."""
+    modeling = importlib.import_module(described.source_module)
+    if vars(modeling).get(model_class.__name__) is not model_class:
+        raise described.error(
+            "from_patcher() needs a model class that its module has by its name, and "
+            f"{modeling.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
         )
     if config is None:
         config = model_class.config_class()
-    replaced = _replaced_classes(patcher, shipped, described)
+    replaced = _replaced_classes(patcher, modeling, described)
     stock = skeleton(model_class, config)
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
     if patcher.fusions:  # otherwise there is nothing to resolve
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
-        own = _classes_of_others(resolution, stock, shipped, described)
+        own = _classes_of_others(resolution, stock, modeling, described)
     _check_builders(resolution, replaced, stock, described)
     targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
-    dependencies = Dependencies(described, shipped, targets)
+    dependencies = Dependencies(described, modeling, targets)
     for name, cls in sorted(replaced.items()):
         _replace(described, name, cls, dependencies, "")
     for name, cls in sorted(own.items()):
         _replace(described, name, cls, dependencies, "fused")
     if resolution is not None:
-        _write_fused(resolution, patcher, stock, shipped, described, dependencies)
+        _write_fused(resolution, patcher, stock, modeling, described)
     if not described.patches:
-        raise CodegenError(f"{described.where}: {patcher!r} changes no class of {shipped.__name__}.")
+        raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
     transforms = resolution.fusion_transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
     if converted or declared or seams.stock_conversions(stock, legacy=False):
-        described.add_conversions(
-            patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
-        )
-    return described
+        kept = patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
+        add_conversions(described, kept)
 
 
 def _check_builders(
     resolution: Resolution | None,
     replaced: dict[str, type[nn.Module]],
     stock: PreTrainedModel,
-    described: PatchConfig,
+    described: PatchRegistration,
 ) -> None:
     """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
     modules = dict(stock.named_modules(remove_duplicate=False))
@@ -90,20 +81,18 @@ def _check_builders(
     for path in sorted(changed):
         if part := built_by_config(modules, path):
             name = type(modules[part]).__name__
-            raise CodegenError(
-                f"{described.where}: {path} changes, and {part} around it is built by from_config() of an Auto class, "
+            raise described.error(
+                f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
                 f"which gives the {name} of transformers, not that of the file. Call from_patcher() with {name}, or "
                 "load with the patcher itself."
             )
 
 
-def _called(patcher: Patcher) -> str:
-    return f"the patcher {patcher.name!r}" if patcher.name else "a patcher"
-
-
-def _replaced_classes(patcher: Patcher, shipped: ModuleType, described: PatchConfig) -> dict[str, type[nn.Module]]:
+def _replaced_classes(
+    patcher: Patcher, modeling: ModuleType, described: PatchRegistration
+) -> dict[str, type[nn.Module]]:
     """Class of the module -> replacement, for every class key of the patcher."""
-    own = module_classes(shipped)
+    own = module_classes(modeling)
     found: dict[str, type[nn.Module]] = {}
     hit: set[str] = set()
     for name in own:
@@ -118,8 +107,8 @@ def _replaced_classes(patcher: Patcher, shipped: ModuleType, described: PatchCon
         if key not in hit:
             near = matching.nearest(key, own)
             hint = f"Nearest: {', '.join(near)}. " if near else ""
-            raise CodegenError(
-                f"{described.where}: no class of {shipped.__name__} matches the class key {key!r}. "
+            raise described.error(
+                f"no class of {modeling.__name__} matches the class key {key!r}. "
                 f"{hint}A generated file holds the classes of one "
                 "module: for a class of another one call from_patcher() with a model of that module."
             )
@@ -134,48 +123,46 @@ def _write_fused(
     resolution: Resolution,
     patcher: Patcher,
     stock: PreTrainedModel,
-    shipped: ModuleType,
-    described: PatchConfig,
-    dependencies: Dependencies,
+    modeling: ModuleType,
+    described: PatchRegistration,
 ) -> None:
     """The code of what the families of this package fuse."""
     if not resolution.fused:
         refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
-        raise CodegenError(
-            f"{described.where}: the fusions {list(patcher.fusions)!r} find nothing to fuse in "
+        raise described.error(
+            f"the fusions {list(patcher.fusions)!r} find nothing to fuse in "
             f"{type(stock).__name__}{': ' + refused if refused else ''}."
         )
-    owners = Owners(described, stock, module_classes(shipped))
+    owners = Owners(described, stock, module_classes(modeling))
     by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
     for path, cls in resolution.fused.items():
         if issubclass(cls, LinearPatchEmbedding):
             owner, part = owners.part(path, resolution.fused, resolution.refused)
-            names = dependencies.bring(cls, f"from_patcher(), for {cls.__name__},")
-            add_helper_once(described, cls.__name__, cls, "patches of images, multiplied by one matrix", names)
+            described.add_import(RUNTIME, names=[cls.__name__])
             name = part.removeprefix("self.")
             owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
         elif issubclass(cls, _WRITTEN):
             by_class.setdefault(resolution.originals[path], {})[path] = cls
     for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
-        _check_home(next(iter(fused)), original, shipped, described)
+        _check_home(next(iter(fused)), original, modeling, described)
         write = list_experts if issubclass(next(iter(fused.values())), ListedExperts) else join_projections
-        write(described, owners, original, fused, resolution.refused)
+        write(owners, original, fused, resolution.refused)
     owners.write()
 
 
-def _check_home(path: str, original: type[nn.Module], shipped: ModuleType, described: PatchConfig) -> None:
-    if module_classes(shipped).get(original.__name__) is not original:
-        raise CodegenError(
-            f"{described.where}: a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
-            f"not defined in {shipped.__name__}. Call from_patcher() with a model of that module."
+def _check_home(path: str, original: type[nn.Module], modeling: ModuleType, described: PatchRegistration) -> None:
+    if module_classes(modeling).get(original.__name__) is not original:
+        raise described.error(
+            f"a fusion takes {path}, a {original.__name__} of {original.__module__}, which is "
+            f"not defined in {modeling.__name__}. Call from_patcher() with a model of that module."
         )
 
 
 def _classes_of_others(
     resolution: Resolution,
     stock: PreTrainedModel,
-    shipped: ModuleType,
-    described: PatchConfig,
+    modeling: ModuleType,
+    described: PatchRegistration,
 ) -> dict[str, type[nn.Module]]:
     """Class of the module -> the class of a fusion that isn't ours: it takes its place, so that of all its objects."""
     found: dict[str, type[nn.Module]] = {}
@@ -183,28 +170,28 @@ def _classes_of_others(
         if issubclass(cls, _WRITTEN):
             continue
         original = resolution.originals[path]
-        _check_home(path, original, shipped, described)
+        _check_home(path, original, modeling, described)
         if found.setdefault(original.__name__, cls) is not cls:
-            raise CodegenError(
-                f"{described.where}: {original.__name__} is fused in more than one way in {type(stock).__name__}, "
+            raise described.error(
+                f"{original.__name__} is fused in more than one way in {type(stock).__name__}, "
                 "and a file has one way for a class. Load with the patcher itself."
             )
     for path, module in stock.named_modules():
         if found.get(type(module).__name__) is not None and path not in resolution.fused:
             reason = resolution.refused.get(path, "")
-            raise CodegenError(
-                f"{described.where}: {path} is not fused{f' ({reason})' if reason else ''}, and others of its class, "
+            raise described.error(
+                f"{path} is not fused{f' ({reason})' if reason else ''}, and others of its class, "
                 f"{type(module).__name__}, are: a file has one forward for a class. Load with the patcher itself."
             )
     return found
 
 
 def _replace(
-    described: PatchConfig, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
+    described: PatchRegistration, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
 ) -> None:
     if MADE in cls.__module__:
-        raise CodegenError(
-            f"{described.where}: the replacement of {name} was made by to_patcher() of a config. Use that config: "
+        raise described.error(
+            f"the replacement of {name} was made by to_patcher() of a config. Use that config: "
             "generate(), write(), or include() in another one."
         )
     home = cls.__module__.split(".")[0]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
-from patcher.codegen.extract import Location, Source, caller
 from patcher.errors import CodegenError
+from patcher.source.reading import Location, Source, caller, caller_module
 
 
 class PatchKind(Enum):
@@ -59,6 +60,10 @@ class Patch:
     def asked(self) -> str:
         """The call that made this patch, for messages and the header."""
         return f"{METHODS[self.kind]}({self.target!r})"
+
+    def error(self, text: str) -> CodegenError:
+        """What is wrong with the patch, with the line and the call that made it."""
+        return CodegenError(f"{self.where}: {self.asked} {text}")
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,61 @@ METHODS = {
 }
 
 
+class PatchSpec:
+    """What to change in one modeling module, and the file to write it to. The generator reads this and nothing else.
+
+    Attributes:
+        where: the line that made it.
+        config_module, config_file: the module that the line is in.
+    """
+
+    def __init__(self, source_module: str, target_file: str, description: str = "") -> None:
+        self.where = caller()
+        self.config_module, self.config_file = caller_module()
+        if not all(part.isidentifier() for part in source_module.split(".")):
+            raise CodegenError(
+                f"{self.where}: source_module={source_module!r} is no module name. "
+                "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
+            )
+        path = PurePath(target_file)
+        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+            raise CodegenError(
+                f"{self.where}: target_file={target_file!r} is no name of a Python file below the output folder. "
+                "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
+            )
+        self.source_module = source_module
+        self.target_file = target_file
+        self.description = description
+        self.patches: list[Patch] = []
+        self.imports: list[Import] = []
+        self.helpers: list[Helper] = []
+        self.blocks: list[Block] = []
+        self.dropped: list[tuple[str, Location]] = []
+        self.excluded: list[tuple[str, Location]] = []
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
+
+    def error(self, text: str) -> CodegenError:
+        """What is wrong with the config, with its line."""
+        return CodegenError(f"{self.where}: {text}")
+
+    @property
+    def changes(self) -> bool:
+        """Whether the file is anything but the original below a header."""
+        return any((self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded))
+
+
 def create_patch_from_external(
     target: str, replacement_module: str, replacement_name: str, description: str = ""
 ) -> Patch:
     """A patch that binds `target` to an imported object, instead of copying its source into the file.
 
-    Example:
-        `config.patches.append(create_patch_from_external("Qwen3RMSNorm", "my_kernels.norm", "FastRMSNorm"))`
+    >>> from patcher.codegen import PatchConfig, generate
+    >>> config = PatchConfig("transformers.models.qwen3.modeling_qwen3", "patched_modeling_qwen3.py")
+    >>> config.patches.append(create_patch_from_external("Qwen3RMSNorm", "torch.nn", "RMSNorm"))
+    >>> "from torch.nn import RMSNorm" in generate(config)
+    True
 
     Raises:
         CodegenError: for names that can't be imported.
@@ -146,13 +199,11 @@ def check_target(patch: Patch) -> None:
     """Raise a CodegenError for a target that no definition can have."""
     parts = patch.target.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise CodegenError(f"{patch.where}: {patch.asked} names no definition: {patch.target!r} is no dotted name.")
+        raise patch.error(f"names no definition: {patch.target!r} is no dotted name.")
     if patch.kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
-        raise CodegenError(f"{patch.where}: {patch.asked} names no method. Write override_method('Class.method').")
+        raise patch.error("names no method. Write override_method('Class.method').")
     if patch.kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
-        raise CodegenError(
-            f"{patch.where}: {patch.asked} names no function of the module. For a method, use override_method."
-        )
+        raise patch.error("names no function of the module. For a method, use override_method.")
 
 
 def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
@@ -161,15 +212,12 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
     for other in others:
         theirs = _claims(other)
         if mine == theirs:
-            raise CodegenError(
-                f"{patch.where}: {patch.asked} is given twice: {other.asked} at {other.where} already changes it. "
-                "Remove one."
-            )
+            raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
         is_accessor = inner.removeprefix(outer + ".") in ACCESSORS
         if inner.startswith(outer + ".") and not is_accessor:
-            raise CodegenError(
-                f"{patch.where}: {patch.asked} and {other.asked} at {other.where} change one definition: "
+            raise patch.error(
+                f"and {other.asked} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
             )
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.config import PatchConfig
-from patcher.errors import CodegenError
+from patcher import matching
+from patcher.codegen.registration import PatchRegistration
+from patcher.source.reading import definition_of
 
-__all__ = ["Owners", "built_by_config"]
+__all__ = ["Owners", "becomes_one_class", "built_by_config"]
 
 
 def built_by_config(modules: Mapping[str, nn.Module], path: str) -> str:
@@ -39,7 +39,7 @@ def _asks_auto(builder: type, name: str) -> bool:
     init = builder.__dict__.get("__init__")
     if init is None:
         return False
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))):
+    for node in ast.walk(definition_of(inspect.unwrap(init))):
         if not isinstance(node, ast.Assign):
             continue
         if any(isinstance(target, ast.Attribute) and target.attr == name for target in node.targets):
@@ -58,7 +58,7 @@ class Owners:
         own: the classes of the file, by name.
     """
 
-    def __init__(self, described: PatchConfig, model: nn.Module, own: Mapping[str, type[nn.Module]]) -> None:
+    def __init__(self, described: PatchRegistration, model: nn.Module, own: Mapping[str, type[nn.Module]]) -> None:
         self.described = described
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.own = own
@@ -110,10 +110,36 @@ class Owners:
             problem = f"{others[0]} is not fused{reason}, and others of its class, {name}, are"
         else:
             problem = f"{path}, a {name}, is one of a list"
-        raise CodegenError(
-            f"{self.described.where}: {problem}: no class of {self.described.source_module} builds those that are, "
+        raise self.described.error(
+            f"{problem}: no class of {self.described.source_module} builds those that are, "
             "and no others. Load with the patcher itself."
         )
+
+    def make_subclasses(
+        self,
+        name: str,
+        fused: Mapping[str, Any],
+        refused: Mapping[str, str],
+        write: Callable[[Any, str], tuple[str, str]],
+        change: Callable[[Any, str], tuple[str, str]],
+    ) -> None:
+        """Have whoever builds objects of a class make some of them of classes that inherit from it.
+
+        Args:
+            name: the class.
+            fused: path -> the class that an object is to be of.
+            refused: as in `part`.
+            write: the text of such a class under a name, and why.
+            change: what else is done to an object, by the expression that knows it, and why.
+        """
+        variants = list(dict.fromkeys(fused.values()))
+        for number, cls in enumerate(variants, 1):
+            new = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
+            self.described.add_helper_after(name, *write(cls, new))
+            for path in (path for path, found in fused.items() if found is cls):
+                owner, part = self.part(path, fused, refused)
+                statement, why = change(cls, part)
+                self.add(owner, f"{part}.__class__ = {new}\n{statement}", why)
 
     def _expression(self, start: str, parts: list[str]) -> str:
         """How the module at `start` knows a part of it; empty for one of a list, whose length a config decides."""
@@ -137,3 +163,12 @@ class Owners:
                 *(f"    {line}" for statement in statements for line in statement.splitlines()),
             ]
             self.described.modify_init(name, "\n".join(lines), "; ".join(self._reasons[name]))
+
+
+def becomes_one_class(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> bool:
+    """Whether all objects of a class become those of one other, and no class of its module inherits from it."""
+    inherited = any(
+        other is not original and issubclass(other, original) and other.__module__ == original.__module__
+        for other in matching.module_subclasses()
+    )
+    return len(set(fused.values())) == 1 and set(fused) == set(owners.instances(original)) and not inherited

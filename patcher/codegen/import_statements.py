@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import libcst as cst
 
-from patcher.codegen.extract import Location
-from patcher.codegen.patches import Import
-from patcher.codegen.source import SourceModule
-from patcher.codegen.tree import statements, without
+from patcher.codegen.spec import Import
 from patcher.errors import CodegenError
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location
+from patcher.source.trees import statements, without
 
 _WITH_STATEMENTS = (
     cst.Module,
@@ -58,15 +59,14 @@ class _Absolute(cst.CSTTransformer):
 
 
 def absolute_name(tail: str, level: int, source: SourceModule, where: Location) -> str:
-    """The absolute name of a relative import, by the rules of the import statement."""
-    parts = source.package.split(".") if source.package else []
-    if level > len(parts):
+    """The absolute name of a module that an import statement with so many dots names."""
+    try:
+        return importlib.util.resolve_name("." * level + tail, source.package)
+    except ImportError:
         raise CodegenError(
             f"{where}: {source.name} imports from {'.' * level}{tail}, which is above its top package "
             f"{source.package!r}. Such a module can't be imported either: name the module by its full dotted name."
-        )
-    base = parts[: len(parts) - level + 1]
-    return ".".join([*base, *([tail] if tail else [])])
+        ) from None
 
 
 def make_absolute(module: cst.Module, source: SourceModule, where: Location) -> cst.Module:

@@ -5,50 +5,40 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
-import importlib.util
-import linecache
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-from patcher.codegen.extract import Location
+from torch import nn
+
 from patcher.codegen.generator import Generated, build
-from patcher.codegen.imports import absolute_name
-from patcher.codegen.names import bound_names, top_level
-from patcher.codegen.source import SourceModule
+from patcher.codegen.runtime import CONVERSIONS
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.patcher import Patcher
+from patcher.source.scopes import bound_names, top_level
+from patcher.source.synthetic import module_of_text
 
-if TYPE_CHECKING:
-    from torch import nn
+__all__ = ["MADE", "execute", "to_patcher"]
 
-    from patcher.codegen.config import PatchConfig
-    from patcher.patcher import Patcher
-
-__all__ = ["CONVERSIONS", "MADE", "execute", "to_patcher"]
-
-#: What a generated file calls the Patcher that holds its weight conversions.
-CONVERSIONS = "CONVERSIONS"
 #: In the name of every executed module.
 MADE = "_by_to_patcher_"
 
 _lock = threading.RLock()
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def to_patcher(config: PatchConfig) -> Patcher:
+def to_patcher(config: PatchSpec) -> Patcher:
     """See `PatchConfig.to_patcher`."""
-    from patcher.patcher import Patcher
-
     generated = build(config)
     module = execute(generated)
     classes = _replacements(generated, module)
     own = vars(module).get(CONVERSIONS)
     conversions = own if isinstance(own, Patcher) else Patcher()
     if not classes and conversions == Patcher():
-        raise CodegenError(
-            f"{config.where}: to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
+        raise config.error(
+            f"to_patcher() would change nothing: no nn.Module class of {config.source_module} is "
             "patched, or uses what is patched. Use generate() or write() for this config."
         )
     return conversions.replace(
@@ -72,11 +62,7 @@ def execute(generated: Generated) -> ModuleType:
             return sys.modules[name]
         text = generated.text.removeprefix("\ufeff")
         path = str(source.path.parent / f"<{generated.config.target_file} {name[-10:]}>")
-        module = ModuleType(name)
-        module.__file__, module.__package__ = path, name.rpartition(".")[0]
-        # Without a time of change linecache keeps it for good.
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-        sys.modules[name] = module  # decorators of transformers ask for the source of their class's module
+        module = module_of_text(name, text, path)  # decorators of transformers ask for the source of their module
         try:
             exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
         except Exception as error:
@@ -92,41 +78,40 @@ def execute(generated: Generated) -> ModuleType:
 
 
 def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn.Module]]:
-    """Class name -> class, of all classes of the shipped module that compute something else in the executed one."""
-    shipped = importlib.import_module(generated.source.name)
-    affected = affected_names(generated, _covered(module, shipped))
+    """Class name -> class, of all classes of the original module that compute something else in the executed one."""
+    original = importlib.import_module(generated.source.name)
+    affected = affected_names(generated, _covered(module, original))
     mapping: dict[str, type[nn.Module]] = {}
     for name in sorted(affected):
-        new, old = vars(module).get(name), vars(shipped).get(name)
+        new, old = vars(module).get(name), vars(original).get(name)
         if _is_module_class(new) and _is_module_class(old) and new is not old:
             mapping[old.__name__] = new
     return mapping
 
 
 def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
-    from torch import nn
-
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _covered(module: ModuleType, shipped: ModuleType) -> set[str]:
-    """The names of classes that a load builds as others wherever shipped code names them."""
+def _covered(module: ModuleType, original: ModuleType) -> set[str]:
+    """The names of classes that a load builds as others wherever code of the original names them."""
     return {
         name
-        for name, value in vars(shipped).items()
+        for name, value in vars(original).items()
         if _is_module_class(value) and value.__name__ == name and _is_module_class(vars(module).get(name))
     }
 
 
 def affected_names(generated: Generated, covered: set[str]) -> set[str]:
-    """The names that are bound to something else than in the shipped module, or to something that uses such a name.
+    """The names that are bound to something else than in the original module, or to something that uses such a name.
 
     Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
     there by itself. Code that inherits from it, looks into it or compares with it is.
     """
-    before = _bindings(ast.parse(generated.source.text), generated.source, generated.config.where)
-    tree = ast.parse(generated.text.removeprefix("\ufeff"))
-    after = _bindings(tree, generated.source, generated.config.where)
+    # The original as the generator writes it, with absolute imports.
+    before = _bindings(_tree_of(build(PatchSpec(generated.source.name, generated.config.target_file))))
+    tree = _tree_of(generated)
+    after = _bindings(tree)
     affected = {name for name, nodes in after.items() if nodes != before.get(name)}
     affected |= before.keys() - after.keys()
     uses: dict[str, set[str]] = {}
@@ -141,38 +126,22 @@ def affected_names(generated: Generated, covered: set[str]) -> set[str]:
         affected |= more
 
 
-def _asks_for_a_class(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and function.id in ("isinstance", "issubclass")
+def _tree_of(generated: Generated) -> ast.Module:
+    return ast.parse(generated.text.removeprefix("\ufeff"))
 
 
-def _bindings(tree: ast.Module, source: SourceModule, where: Location) -> dict[str, list[str]]:
+def _bindings(tree: ast.Module) -> dict[str, list[str]]:
     """What binds each name of the top level: the text of the statements, without comments and formatting."""
     found: dict[str, list[str]] = {}
     for node in top_level(tree.body):
-        if isinstance(node, ast.ImportFrom):
-            origin = absolute_name(node.module or "", node.level, source, where) if node.level else node.module
+        if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                found.setdefault(alias.asname or alias.name, []).append(f"{origin}:{alias.name}")
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                found.setdefault(alias.asname or alias.name.split(".")[0], []).append(alias.name)
-        elif names := _bound_by(node):
-            text = ast.dump(_Absolute(source, where).visit(node))
-            for name in names:
-                found.setdefault(name, []).append(text)
+                name = alias.asname or alias.name.split(".")[0]
+                found.setdefault(name, []).append(f"{getattr(node, 'module', '')}:{alias.name}")
+        else:
+            for name in _bound_by(node):
+                found.setdefault(name, []).append(ast.dump(node))
     return found
-
-
-class _Absolute(ast.NodeTransformer):
-    """Imports inside of functions, as the generator writes them."""
-
-    def __init__(self, source: SourceModule, where: Location) -> None:
-        self.source, self.where = source, where
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
-        if not node.level:
-            return node
-        return ast.ImportFrom(absolute_name(node.module or "", node.level, self.source, self.where), node.names, 0)
 
 
 def _bound_by(node: ast.stmt) -> Iterable[str]:
@@ -195,7 +164,7 @@ def _uses(node: ast.stmt, covered: set[str]) -> Iterator[str]:
             bare = [part.value]
         elif isinstance(part, ast.Compare):
             bare = [part.left, *part.comparators]
-        elif isinstance(part, ast.Call) and _asks_for_a_class(part.func):
+        elif isinstance(part, ast.Call) and ast.unparse(part.func) in ("isinstance", "issubclass"):
             bare = [inner for argument in part.args[1:] for inner in ast.walk(argument)]
         for inner in bare:
             if isinstance(inner, ast.Name):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from patcher.callsites import CallSites, why_unfit
 from patcher.codegen.generator import Generated
-from patcher.codegen.patches import PatchKind
+from patcher.codegen.spec import PatchKind
+from patcher.source.call_sites import CallSites, shortened, why_unfit
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,14 @@ class CallMismatch:
 def check_calls(generated: Generated) -> tuple[CallMismatch, ...]:
     """The calls in a generated file that fitted the original, and do not fit the patch."""
     module = CallSites(ast.parse(generated.text.removeprefix("\ufeff")))
-    shipped = CallSites(ast.parse(generated.source.text))
-    patched = _patched(generated, module)
+    original = CallSites(ast.parse(generated.source.text))
+    targets = _patched(generated, module)
     found = []
     for call, target, bound in module.calls():
-        if target not in patched:
-            continue
-        function = module.function(target)
-        problem = why_unfit(call, function, bound) if function is not None else ""
-        before = shipped.function(target)
-        if problem and (before is None or not why_unfit(call, before, bound)):
-            text = " ".join(ast.unparse(call).split())
-            found.append(CallMismatch(call.lineno, text if len(text) <= 80 else text[:77] + "...", target, problem))
+        if target in targets:
+            problem = why_unfit(call, original.function(target), module.function(target), bound)
+            if problem:
+                found.append(CallMismatch(call.lineno, shortened(call), target, problem))
     return tuple(sorted(found, key=lambda mismatch: (mismatch.line, mismatch.target)))
 
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen import tree
-from patcher.codegen.extract import Location
-from patcher.codegen.names import nearest
-from patcher.codegen.patches import Patch
+from patcher.codegen.spec import Patch
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.reading import Location
+from patcher.source.scopes import nearest
 
 
 def exclude(
@@ -27,8 +27,8 @@ def exclude(
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     known: dict[str, list[Any]] = {}
     for node in tree.statements(module.body):
-        name = _defined(node)
-        if name:
+        name = tree.bound_by(node)
+        if name.isidentifier():
             known.setdefault(name, []).append(node)
     patched = {patch.target.split(".")[0]: patch for patch in patches}
     for name, where in excluded:
@@ -47,19 +47,6 @@ def exclude(
     for node in known.get("__all__", []):
         edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(names)))]
     return edits
-
-
-def _defined(node: Any) -> str:
-    """The one name that a statement defines, empty if it isn't of that kind."""
-    if isinstance(node, (cst.ClassDef, cst.FunctionDef)):
-        return node.name.value
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return ""
-    part: Any = node.body[0]
-    target = part.targets[0].target if isinstance(part, cst.Assign) and len(part.targets) == 1 else None
-    if isinstance(part, (cst.AnnAssign, cst.AugAssign)):
-        target = part.target
-    return target.value if isinstance(target, cst.Name) else ""
 
 
 class _Unlisted(cst.CSTTransformer):

@@ -1,85 +1,33 @@
-"""The description of a patched modeling file: which definitions of which module become what, and why.
-
-```python
-from patcher.codegen import PatchConfig
-
-config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
-
-
-@config.replace_function("rotate_half", description="one kernel less")
-def rotate_half(x):
-    return x.roll(x.shape[-1] // 2, -1) * sign(x)
-```
-
-A config only describes. Everything that can be judged without the modeling file is judged here, on the line that
-says it; the rest when the file is generated.
-"""
+"""The calls that fill a spec. What can be judged without the modeling file is judged on the line that makes them."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from patcher.codegen.extract import (
-    Location,
-    caller,
-    caller_module,
-    note_decorator,
-    read_source,
-    stands_as_decorator,
+from patcher.codegen.spec import (
+    METHODS,
+    Block,
+    Helper,
+    Import,
+    Patch,
+    PatchKind,
+    PatchSpec,
+    check_conflicts,
+    check_target,
 )
-from patcher.codegen.patches import METHODS, Block, Helper, Import, Patch, PatchKind, check_conflicts, check_target
 from patcher.errors import CodegenError
+from patcher.source.reading import Location, caller, note_decorator, read_source, stands_as_decorator
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from patcher.patcher import Patcher
+__all__ = ["PatchRegistration"]
 
 T = TypeVar("T")
 
 
-class PatchConfig:
-    """What to change in one modeling module, and the file to write it to.
-
-    Args:
-        source_module: the dotted name of the module that is patched. It is read, never imported.
-        target_file: the name of the generated file.
-        description: what the generated file is for; it stands in its header.
-
-    Raises:
-        CodegenError: for names that can't be a module or a file.
-    """
-
-    def __init__(self, source_module: str, target_file: str, description: str = "") -> None:
-        self.where = caller()
-        self.config_module, self.config_file = caller_module()
-        if not all(part.isidentifier() for part in source_module.split(".")):
-            raise CodegenError(
-                f"{self.where}: source_module={source_module!r} is no module name. "
-                "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
-            )
-        path = PurePath(target_file)
-        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
-            raise CodegenError(
-                f"{self.where}: target_file={target_file!r} is no name of a Python file below the output folder. "
-                "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
-            )
-        self.source_module = source_module
-        self.target_file = target_file
-        self.description = description
-        self.patches: list[Patch] = []
-        self.imports: list[Import] = []
-        self.helpers: list[Helper] = []
-        self.blocks: list[Block] = []
-        self.dropped: list[tuple[str, Location]] = []
-        self.excluded: list[tuple[str, Location]] = []
-
-    def __repr__(self) -> str:
-        return f"PatchConfig({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
+class PatchRegistration(PatchSpec):
+    """A spec with the calls that add to it."""
 
     # -- patches of definitions ---------------------------------------------------------------------------------
 
@@ -261,26 +209,7 @@ class PatchConfig:
         """Like `add_helper`, right after the definition `anchor` of the file, because it builds on that one."""
         return self._help(anchor, helper, description, name_map)
 
-    def add_conversions(self, patcher: Patcher | None = None) -> None:
-        """Have the models of the file read and write checkpoints of the original.
-
-        ```python
-        config.add_conversions(Patcher(extra_weight_conversions=[WeightConverter(...)]))
-        ```
-
-        A constant of the file holds the conversions, `new_weights` and `dropped_weights` of the Patcher; its classes
-        and fusions are not looked at. Without a Patcher the models get the conversions that transformers has: by
-        itself it gives them to its own classes only, so a file of a model with experts needs this.
-
-        Raises:
-            CodegenError: a conversion can't be written as text.
-        """
-        from patcher.codegen.checkpoints import add_conversions
-        from patcher.patcher import Patcher
-
-        add_conversions(self, Patcher() if patcher is None else patcher)
-
-    def include(self, other: PatchConfig, without: Iterable[str] = ()) -> None:
+    def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:
         """Take over all that another config says, but for the patches, helpers and exclusions of some targets.
 
         Raises:
@@ -303,58 +232,6 @@ class PatchConfig:
         self.dropped.extend(entry for entry in other.dropped if entry[0] not in left_out)
         self.imports.extend(other.imports)
         self.blocks.extend(other.blocks)
-
-    # -- and at run time ----------------------------------------------------------------------------------------
-
-    def to_patcher(self) -> Patcher:
-        """A Patcher with the same effect: the models of the module, loaded with it, compute what the file's would.
-
-        ```python
-        model = LlamaForCausalLM.from_pretrained(path, patcher=config.to_patcher())
-        ```
-
-        The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
-        by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a load
-        must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
-        `to_patcher()` of the same config first.
-
-        Raises:
-            CodegenError: the file can't be generated or imported, or no class of it differs.
-        """
-        from patcher.codegen.executing import to_patcher
-
-        return to_patcher(self)
-
-    @classmethod
-    def from_patcher(
-        cls,
-        patcher: Patcher,
-        model_class: type[PreTrainedModel],
-        *,
-        config: PretrainedConfig | None = None,
-        target_file: str = "",
-    ) -> PatchConfig:
-        """The config of the readable file that does to the models of a module what a Patcher does to them.
-
-        ```python
-        config = PatchConfig.from_patcher(Patcher(fusions=["qkv"]), LlamaForCausalLM)
-        ```
-
-        Replacements are copied with what they use of their own module, fused forwards stand as code. The models of
-        the file read and write checkpoints of the original, by a constant that holds the conversions.
-
-        Args:
-            patcher: what the file is to do.
-            model_class: a model of the module.
-            config: decides what is fused; without one, the defaults of the model's config class.
-            target_file: the name of the file, `patched_<module>.py` by default.
-
-        Raises:
-            CodegenError: the patcher reaches other modules, or does what one class for all layers can't.
-        """
-        from patcher.codegen.describing import from_patcher
-
-        return from_patcher(patcher, model_class, config, target_file)
 
     # -- how it is kept -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.extract import Source
+from patcher.source.reading import Location, Source, read_source
 
 Definition = cst.ClassDef | cst.FunctionDef
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
@@ -183,6 +183,57 @@ def read_definition(
     return node
 
 
+def bound_by(statement: Any) -> str:
+    """What a statement of one part binds, as it is written: a name, `a, b`, `x.y`; empty if it binds nothing."""
+    if isinstance(statement, (cst.ClassDef, cst.FunctionDef)):
+        return statement.name.value
+    part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
+    if isinstance(part, cst.Assign):
+        return ", ".join(code_of(target.target) for target in part.targets)
+    return code_of(part.target) if isinstance(part, (cst.AnnAssign, cst.AugAssign)) else ""
+
+
+def read_class(cls: type) -> cst.ClassDef:
+    """The syntax tree of a class, with the comments above it, from the left.
+
+    Raises:
+        CodegenError: its source can't be found.
+    """
+    source = read_source(cls, cls.__qualname__, Location("", 0))
+    return cast(cst.ClassDef, read_definition(source, (), {}, "\n", "", "    "))
+
+
+def class_members(node: cst.ClassDef) -> tuple[list[Any], list[cst.EmptyLine]]:
+    """The statements in the body of a class, and the comments of those that say nothing, `...` and `pass`."""
+    body, members, comments = node.body, list[Any](), list[cst.EmptyLine]()
+    if isinstance(body, cst.SimpleStatementSuite):  # on the line of the head
+        kept = [part for part in body.body if not _says_nothing(part)]
+        if kept:
+            kept[-1] = kept[-1].with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+            members.append(cst.SimpleStatementLine(kept))
+        return members, comments
+    for statement in body.body:
+        if isinstance(statement, cst.SimpleStatementLine) and all(map(_says_nothing, statement.body)):
+            comments += [line for line in statement.leading_lines if line.comment is not None]
+            if statement.trailing_whitespace.comment is not None:
+                comments.append(cst.EmptyLine(comment=statement.trailing_whitespace.comment))
+        else:
+            members.append(statement)
+    return members, comments
+
+
+def _says_nothing(part: cst.CSTNode) -> bool:
+    return isinstance(part, cst.Pass) or (isinstance(part, cst.Expr) and isinstance(part.value, cst.Ellipsis))
+
+
+def with_members(node: cst.ClassDef, members: Sequence[Any]) -> cst.ClassDef:
+    """A class with other statements in its body."""
+    body = node.body
+    if isinstance(body, cst.SimpleStatementSuite):
+        body = cst.IndentedBlock([], header=body.trailing_whitespace)
+    return node.with_changes(body=body.with_changes(body=members))
+
+
 def comment_lines(lines: Sequence[str], blank_before: int = 0) -> list[cst.EmptyLine]:
     """Empty lines, then one comment a line. An empty string is a bare `#`."""
     blanks = [cst.EmptyLine(indent=False)] * blank_before
@@ -199,6 +250,12 @@ def why(description: str) -> str:
     """A description as one comment line."""
     text = " ".join(description.split())
     return f"Why: {text}" if text else ""
+
+
+def without_blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Leading lines from the first comment on."""
+    first = next((number for number, line in enumerate(lines) if line.comment is not None), len(lines))
+    return list(lines[first:])
 
 
 def without_copied_from(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:

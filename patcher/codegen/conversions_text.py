@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from transformers.core_model_loading import (
@@ -15,10 +15,9 @@ from transformers.core_model_loading import (
 )
 
 from patcher import seams
-from patcher.codegen.config import PatchConfig
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.executing import CONVERSIONS
-from patcher.codegen.runtime import Unstack
+from patcher.codegen.registration import PatchRegistration
+from patcher.codegen.runtime import CONVERSIONS, Unstack
 from patcher.conversions import RememberingConcatenate, describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["render_conversions"]
 
 
-def render_conversions(patcher: Patcher, described: PatchConfig, dependencies: Dependencies) -> str:
+def render_conversions(patcher: Patcher, described: PatchRegistration, dependencies: Dependencies) -> str:
     """A statement that binds a Patcher with all of a patcher but its classes and fusions, which are code in the file.
 
     Raises:
@@ -53,7 +52,7 @@ def render_conversions(patcher: Patcher, described: PatchConfig, dependencies: D
     return "\n".join(lines) if len(lines) > 2 else f"{CONVERSIONS} = Patcher()"
 
 
-def _list(name: str, items: Sequence[str]) -> list[str]:
+def _list(name: str, items: Iterable[str]) -> list[str]:
     return [f"    {name}=[", *(f"        {line}" for item in items for line in f"{item},".splitlines()), "    ],"]
 
 
@@ -64,7 +63,7 @@ def _text(value: str) -> str:
     return '"' + repr("'" + value)[2:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
 
 
-def _transform(transform: WeightTransform, described: PatchConfig, dependencies: Dependencies) -> str:
+def _transform(transform: WeightTransform, described: PatchRegistration, dependencies: Dependencies) -> str:
     transform = _in_plain_terms(transform)
     if type(transform) not in (WeightConverter, WeightRenaming):
         raise _no_text(transform, described, f"{type(transform).__name__} is a class of its own")
@@ -72,13 +71,8 @@ def _transform(transform: WeightTransform, described: PatchConfig, dependencies:
     described.add_import("transformers.core_model_loading", names=[kind])
     namespace: dict[str, Any] = {kind: type(transform)}
     lines = [f"{kind}("]
-    for name, patterns in (
-        ("source_patterns", seams.source_patterns(transform)),
-        ("target_patterns", seams.target_patterns(transform)),
-    ):
-        lines.append(f"    {name}=[")
-        lines += [f"        {_text(pattern)}," for pattern in patterns]
-        lines.append("    ],")
+    lines += _list("source_patterns", map(_text, seams.source_patterns(transform)))
+    lines += _list("target_patterns", map(_text, seams.target_patterns(transform)))
     if isinstance(transform, WeightConverter):
         operations = [
             _operation(operation, transform, described, dependencies, namespace) for operation in transform.operations
@@ -98,7 +92,7 @@ def _transform(transform: WeightTransform, described: PatchConfig, dependencies:
 def _operation(
     operation: Any,
     transform: WeightTransform,
-    described: PatchConfig,
+    described: PatchRegistration,
     dependencies: Dependencies,
     namespace: dict[str, Any],
 ) -> str:
@@ -162,8 +156,8 @@ def _plain(operation: ConversionOps) -> ConversionOps:
     return Concatenate(operation.dim) if type(operation) is RememberingConcatenate else operation
 
 
-def _no_text(transform: WeightTransform, described: PatchConfig, reason: str) -> CodegenError:
-    return CodegenError(
-        f"{described.where}: the conversion {describe(transform)} can't be written into the file: {reason}. "
+def _no_text(transform: WeightTransform, described: PatchRegistration, reason: str) -> CodegenError:
+    return described.error(
+        f"the conversion {describe(transform)} can't be written into the file: {reason}. "
         "Load with the patcher itself, or give the conversion operations that keep their arguments."
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from patcher.codegen.extract import Location
 from patcher.errors import CodegenError
+from patcher.source.reading import Location
 
 
 @dataclass(frozen=True)

@@ -8,31 +8,29 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen import imports, tree
-from patcher.codegen.config import PatchConfig
-from patcher.codegen.edits import Context
-from patcher.codegen.extract import own_decorators
-from patcher.codegen.names import import_bindings, nearest
-from patcher.codegen.patches import External, Helper, Import
+from patcher.codegen import import_statements as imports
+from patcher.codegen.patched_definitions import Context
+from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
+from patcher.source import trees as tree
+from patcher.source.reading import own_decorators
+from patcher.source.scopes import ImportedName, imported_names, nearest
 
 
-def plan_imports(
-    config: PatchConfig, bound: set[str], shipped: ast.Module
-) -> tuple[list[Import], dict[External, str]]:
+def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tuple[list[Import], dict[External, str]]:
     """The imports to add, and the expression for each imported replacement."""
-    present = {name: node for name, node in import_bindings(shipped).items() if node in shipped.body}
+    present = {name: found for name, found in imported_names(original).items() if not found.guarded}
     gone = {name for name, _ in config.dropped}
     added: list[Import] = []
     for entry in config.imports:
         fresh = []
         for name, (module, attribute) in entry.bound().items():
-            node = None if name in gone else present.get(name)
-            if node is not None and _binds(node, name, module, attribute, config.source_module):
+            found = None if name in gone else present.get(name)
+            if found is not None and _origin(found, config.source_module) == (module, attribute):
                 continue
             if name in bound:
                 remedy = f"Add config.drop_import_names({name!r})"
-                if node is None:
+                if found is None:
                     remedy = f"Leave the original out with config.exclude_from_output({name!r})"
                 raise CodegenError(
                     f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
@@ -43,32 +41,30 @@ def plan_imports(
             names = tuple((name, alias) for name, alias in entry.names if alias in fresh)
             added.append(Import(entry.module, names, entry.alias, entry.where))
     externals: dict[External, str] = {}
+    aliases: dict[tuple[str, str], str] = {}
     taken = bound | {name for entry in added for name in entry.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(patch.replacement, External) and patch.replacement not in externals:
-            first, *rest = patch.replacement.name.split(".")
-            alias = first if first not in taken else f"external_{first}"
-            taken.add(alias)
-            externals[patch.replacement] = ".".join([alias, *rest])
-            added.append(Import(patch.replacement.module, ((first, alias),), "", patch.where))
+        if isinstance(external := patch.replacement, External):
+            first, *rest = external.name.split(".")
+            if (external.module, first) not in aliases:
+                alias = first if first not in taken else f"external_{first}"
+                taken.add(alias)
+                aliases[external.module, first] = alias
+                added.append(Import(external.module, ((first, alias),), "", patch.where))
+            externals[external] = ".".join([aliases[external.module, first], *rest])
     return imports.merge(added), externals
 
 
-def _binds(node: ast.Import | ast.ImportFrom, name: str, module: str, attribute: str, source: str) -> bool:
-    """Whether an import statement of the original binds a name to just this."""
-    for alias in node.names:
-        if (alias.asname or alias.name.split(".")[0]) != name:
-            continue
-        if isinstance(node, ast.Import):
-            return not attribute and module == (alias.name if alias.asname else name)
-        package = ".".join(source.split(".")[: -node.level]) if node.level else ""
-        origin = ".".join(part for part in (package, node.module or "") if part)
-        return (origin, alias.name) == (module, attribute)
-    return False
+def _origin(found: ImportedName, source: str) -> tuple[str, str]:
+    """The absolute module and the attribute that an import statement of the original binds a name to."""
+    if not found.attribute:
+        return found.module if found.alias else found.module.split(".")[0], ""
+    package = ".".join(source.split(".")[: -found.level]) if found.level else ""
+    return ".".join(part for part in (package, found.module) if part), found.attribute
 
 
 def insert(
-    config: PatchConfig,
+    config: PatchSpec,
     module: cst.Module,
     edits: dict[cst.CSTNode, Sequence[Any]],
     added: list[Import],
@@ -124,11 +120,7 @@ def _padded(body: list[Any], inserted: set[int]) -> list[Any]:
         if id(before) not in inserted or id(node) in inserted:
             continue
         wanted = 2 if any(isinstance(part, (cst.ClassDef, cst.FunctionDef)) for part in (before, node)) else 1
-        blank = 0
-        for line in node.leading_lines:
-            if line.comment is not None:
-                break
-            blank += 1
+        blank = len(node.leading_lines) - len(tree.without_blank(node.leading_lines))
         if blank < wanted:
             lines = [*comment_blank(wanted - blank), *node.leading_lines]
             body[index] = node.with_changes(leading_lines=lines)
@@ -152,7 +144,7 @@ def _added_imports(added: list[Import], context: Context) -> list[Any]:
     return [nodes[0].with_changes(leading_lines=leading), *nodes[1:]]
 
 
-def _blocks(config: PatchConfig, context: Context) -> list[Any]:
+def _blocks(config: PatchSpec, context: Context) -> list[Any]:
     nodes: list[Any] = []
     for block in config.blocks:
         own = _parsed(["pass", *block.code.split("\n")], context)[1:]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patcher.errors import CodegenError
+from patcher.source.indentation import dedented
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -62,29 +63,34 @@ class Source:
     decorators: tuple[tuple[int, int], ...]
     is_class: bool
 
+    def tree(self) -> Definition:
+        """The syntax tree of the definition."""
+        (node,) = ast.parse(dedented(self.text)).body
+        assert isinstance(node, _DEFINITIONS)
+        return node
+
 
 def caller() -> Location:
     """The innermost line that is not part of this package: the line of the config."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    if frame is None:
-        return Location("<unknown>", 0)
-    return Location(frame.f_code.co_filename, frame.f_lineno)
+    frame = _caller_frame()
+    return Location("<unknown>", 0) if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def caller_module() -> tuple[str, str]:
     """Name and file of the module that the innermost foreign line belongs to."""
+    frame = _caller_frame()
+    return ("", "") if frame is None else (str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
+
+
+def _caller_frame() -> types.FrameType | None:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
-    if frame is None:
-        return "", ""
-    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    return frame
 
 
 def _is_ours(frame: types.FrameType) -> bool:
-    return (str(frame.f_globals.get("__name__", "")) + ".").startswith("patcher.codegen.")
+    return f"{frame.f_globals.get('__name__', '')}.".startswith(("patcher.codegen.", "patcher.source."))
 
 
 def unwrap(obj: Any) -> Any:
@@ -98,6 +104,18 @@ def unwrap(obj: Any) -> Any:
             return obj
         else:
             obj = obj.__wrapped__
+
+
+def definition_of(obj: Any) -> Definition:
+    """The syntax tree of a function or class that is part of a module.
+
+    Raises:
+        OSError, TypeError, SyntaxError: its source can't be found or read.
+    """
+    (node,) = ast.parse(dedented(inspect.getsource(obj))).body
+    if not isinstance(node, _DEFINITIONS):
+        raise SyntaxError(f"the source of {obj!r} is no definition")
+    return node
 
 
 def note_decorator(obj: Any, site: Location) -> None:
@@ -208,6 +226,14 @@ def _lines(file: str, obj: Any) -> list[str]:
     return linecache.getlines(file, getattr(obj, "__globals__", None))
 
 
+def file_tree(file: str) -> ast.Module:
+    """The syntax tree of a file as Python last read it; an empty one where there is none."""
+    try:
+        return _parse("".join(linecache.getlines(file)) if file else "")
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 @functools.lru_cache(maxsize=4)
 def _parse(text: str) -> ast.Module:
     return ast.parse(text)
@@ -230,11 +256,7 @@ def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
 
 def stands_as_decorator(site: Location) -> bool:
     """Whether the line that runs now is a decorator, not a call in a statement."""
-    lines = linecache.getlines(site.file)
-    try:
-        return _decorated_on(_parse("".join(lines)), site.line) is not None
-    except SyntaxError:
-        return False
+    return _decorated_on(file_tree(site.file), site.line) is not None
 
 
 def _pick(tree: ast.Module, name: str, obj: Any) -> Definition | None:

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.patches import Patch
-from patcher.codegen.tree import Definition, Rename, comment_lines
+from patcher.codegen.spec import Patch
 from patcher.errors import CodegenError
+from patcher.source.trees import Definition, Rename, comment_lines
 
 ORIGINAL = "_original_init"
 
@@ -20,10 +20,8 @@ def wrap_init(
     members: Sequence[Definition],
     new: Definition,
     path: str,
-    edits: dict[cst.CSTNode, Sequence[Any]],
-    added: list[Any],
-) -> int:
-    """Plan the edits for one class. Returns the position of `__init__` among its members.
+) -> tuple[dict[Any, Sequence[Any]], list[Any]]:
+    """The edits for one class: what stands in the place of members, and what is added to them.
 
     The original is called as `Class._original_init(self, ...)`, through the class and not through `self`: a subclass
     whose `__init__` is modified too has an `_original_init` of its own, and would be called in its place.
@@ -31,8 +29,8 @@ def wrap_init(
     assert isinstance(new, cst.FunctionDef)
     params = list(new.params.params)
     if len(params) < 2:
-        raise CodegenError(
-            f"{patch.where}: {patch.asked} needs a function of (original_init, self, ...), and "
+        raise patch.error(
+            "needs a function of (original_init, self, ...), and "
             f"{new.name.value!r} takes {len(params)} positional argument(s). Add original_init in front."
         )
     called, own = params[0].name.value, params[1].name.value
@@ -44,21 +42,21 @@ def wrap_init(
         rewritten = cast(cst.FunctionDef, new.visit(rewriter))
         if rewriter.uses != rewriter.calls:
             raise rewriter.unclear()
-        added.append(rewritten)
-        return len(members)
+        return {}, [rewritten]
     if any(member.name.value == ORIGINAL for member in members):
-        raise CodegenError(
-            f"{patch.where}: {patch.asked} would keep the original as {ORIGINAL!r}, and {path!r} has a method of that "
+        raise patch.error(
+            f"would keep the original as {ORIGINAL!r}, and {path!r} has a method of that "
             "name. Use override_method for its __init__."
         )
     rewritten = cast(cst.FunctionDef, new.visit(Rename({called: f"{path}.{ORIGINAL}"})))
     blank = [cst.EmptyLine(indent=False)]
     rewritten = rewritten.with_changes(leading_lines=[*blank, *rewritten.leading_lines])
+    edits: dict[Any, Sequence[Any]] = {}
     for member in found:
         note = comment_lines(["The __init__ of the original, called by the patched one below."])
         original = member.with_changes(name=cst.Name(ORIGINAL), leading_lines=[*member.leading_lines, *note])
         edits[member] = [original, rewritten]
-    return members.index(found[0])
+    return edits, []
 
 
 class _CallSuper(cst.CSTTransformer):
@@ -93,7 +91,7 @@ class _CallSuper(cst.CSTTransformer):
         return isinstance(func, cst.Name) and func.value == self.called
 
     def unclear(self) -> CodegenError:
-        return CodegenError(
-            f"{self.patch.where}: {self.patch.asked} modifies a class that inherits its __init__, so "
+        return self.patch.error(
+            "modifies a class that inherits its __init__, so "
             f"{self.called} stands for super().__init__. Call it as {self.called}({self.own}, ...), and no other way."
         )

@@ -1,0 +1,1 @@
+"""Python source as data: read, analysed, edited and made, without importing what it belongs to."""
