@@ -14,41 +14,41 @@ from patcher import errors
 from patcher.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from patcher.diffing import ClassDiff as ClassDiff
-    from patcher.diffing import Diff as Diff
-    from patcher.diffing import diff as diff
-    from patcher.fingerprints import fingerprint as fingerprint
     from patcher.fusions.base import Fusion as Fusion
+    from patcher.inspection.diff import ClassDiff as ClassDiff
+    from patcher.inspection.diff import Diff as Diff
+    from patcher.inspection.diff import diff as diff
+    from patcher.inspection.plan import Plan as Plan
+    from patcher.inspection.plan import plan as plan
+    from patcher.inspection.report import Report as Report
+    from patcher.inspection.report import report as report
     from patcher.loading.hooks import install as install
-    from patcher.patcher import Patcher as Patcher
-    from patcher.planning import Plan as Plan
-    from patcher.planning import plan as plan
-    from patcher.reporting import Report as Report
-    from patcher.reporting import report as report
     from patcher.resolution.resolution import Resolution as Resolution
-    from patcher.stages import Stage as Stage
-    from patcher.verification import Verification as Verification
-    from patcher.verification import verify as verify
+    from patcher.spec.fingerprints import fingerprint as fingerprint
+    from patcher.spec.patcher import Patcher as Patcher
+    from patcher.verification.checks import Stage as Stage
+    from patcher.verification.verify import Verification as Verification
+    from patcher.verification.verify import verify as verify
 
     __version__: str
 
 #: public name -> the module that has it
 _HOMES = {
-    "ClassDiff": "patcher.diffing",
-    "Diff": "patcher.diffing",
+    "ClassDiff": "patcher.inspection.diff",
+    "Diff": "patcher.inspection.diff",
     "Fusion": "patcher.fusions.base",
-    "Patcher": "patcher.patcher",
-    "Plan": "patcher.planning",
-    "Report": "patcher.reporting",
+    "Patcher": "patcher.spec.patcher",
+    "Plan": "patcher.inspection.plan",
+    "Report": "patcher.inspection.report",
     "Resolution": "patcher.resolution.resolution",
-    "Stage": "patcher.stages",
-    "Verification": "patcher.verification",
-    "diff": "patcher.diffing",
-    "fingerprint": "patcher.fingerprints",
+    "Stage": "patcher.verification.checks",
+    "Verification": "patcher.verification.verify",
+    "diff": "patcher.inspection.diff",
+    "fingerprint": "patcher.spec.fingerprints",
     "install": "patcher.loading.hooks",
-    "plan": "patcher.planning",
-    "report": "patcher.reporting",
-    "verify": "patcher.verification",
+    "plan": "patcher.inspection.plan",
+    "report": "patcher.inspection.report",
+    "verify": "patcher.verification.verify",
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 

@@ -26,10 +26,10 @@ from typing import Any
 from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from patcher import matching
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
 from patcher.loading.hooks import applied, install
-from patcher.patcher import Patcher
+from patcher.patterns import find_key, nearest
+from patcher.spec.patcher import Patcher
 
 __all__ = [
     "apply_monkey_patches",
@@ -107,7 +107,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
         current = dict(registered_patcher().class_mapping)
         for key in wanted:
             if key not in current:
-                close = matching.nearest(key, current)
+                close = nearest(key, current)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
                 raise ValueError(
                     f"'{key}' was not found in monkey patch mapping cache. "
@@ -155,10 +155,10 @@ def patch_output_recorders(model: nn.Module) -> None:
         if isinstance(recorder, OutputRecorder):
             target: type[nn.Module] | None = recorder.target_class  # None where the path decides
             name = recorder.class_name if target is None else target.__name__
-            key = matching.find_key(name, mapping, names_too=True) if name else None
+            key = find_key(name, mapping, names_too=True) if name else None
             return recorder if key is None else replace(recorder, target_class=mapping[key])
         name = recorder if isinstance(recorder, str) else recorder.__name__
-        key = matching.find_key(name, mapping, names_too=True)
+        key = find_key(name, mapping, names_too=True)
         return recorder if key is None else mapping[key]
 
     for module in model.modules():

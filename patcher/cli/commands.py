@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 __all__ = ["diff", "fingerprint", "plan", "presets", "verify"]
 
@@ -94,7 +94,7 @@ def plan(
 ) -> tuple[Any, bool]:
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
     asked, options = _asked("plan", model, preset, fusion, constant, revision, remote, unpinned)
-    from patcher.planning import plan
+    from patcher.inspection.plan import plan
 
     planned = plan(model, asked, **options)
     return planned, planned.ok
@@ -121,7 +121,7 @@ def verify(
     asked, options = _asked("verify", model, preset, fusion, constant, revision, remote, unpinned)
     import torch
 
-    from patcher.verification import verify
+    from patcher.verification.verify import verify
 
     verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
     return verified, verified.passed
@@ -142,7 +142,7 @@ def diff(
     For each class that is replaced or fused, as patched against as shipped.
     """
     asked, options = _asked("diff", model, preset, fusion, constant, revision, remote)
-    from patcher.diffing import diff
+    from patcher.inspection.diff import diff
 
     return diff(model, asked, **options), True
 
@@ -166,7 +166,7 @@ def fingerprint(
 
     pin = pin_of(preset)
     if model:
-        from patcher.verification import verify
+        from patcher.verification.verify import verify
 
         options = _options(revision, remote)
         config_of(model, options)

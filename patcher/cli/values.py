@@ -14,12 +14,12 @@ from typing import Any
 
 import transformers
 
-from patcher import model_classes
+from patcher.checkpoints import model_classes
+from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, PatcherError
-from patcher.fingerprints import fingerprint, homes_of
-from patcher.matching import nearest
-from patcher.patcher import Patcher
-from patcher.tables import Shown, Table
+from patcher.patterns import nearest
+from patcher.spec.fingerprints import fingerprint, homes_of
+from patcher.spec.patcher import Patcher
 
 __all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_of", "without_pins"]
 

@@ -13,7 +13,7 @@ from patcher.codegen.registration import PatchRegistration
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 __all__ = ["PatchConfig"]
 
@@ -58,7 +58,7 @@ class PatchConfig(PatchRegistration):
             CodegenError: a conversion can't be written as text.
         """
         from patcher.codegen.checkpoint_methods import add_conversions
-        from patcher.patcher import Patcher
+        from patcher.spec.patcher import Patcher
 
         add_conversions(self, Patcher() if patcher is None else patcher)
 

@@ -17,7 +17,7 @@ from patcher.codegen.runtime import ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
 
 if TYPE_CHECKING:
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 __all__ = ["add_conversions", "module_classes"]
 

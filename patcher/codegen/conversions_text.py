@@ -14,17 +14,18 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from patcher import seams
 from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.runtime import CONVERSIONS, Unstack
-from patcher.conversions import RememberingConcatenate, describe, identity
+from patcher.compat.conversions import source_patterns, target_patterns
+from patcher.conversions.concatenate import RememberingConcatenate
+from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
 from patcher.fusions.unstacking import CutStacks
 
 if TYPE_CHECKING:
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 __all__ = ["render_conversions"]
 
@@ -71,8 +72,8 @@ def _transform(transform: WeightTransform, described: PatchRegistration, depende
     described.add_import("transformers.core_model_loading", names=[kind])
     namespace: dict[str, Any] = {kind: type(transform)}
     lines = [f"{kind}("]
-    lines += _list("source_patterns", map(_text, seams.source_patterns(transform)))
-    lines += _list("target_patterns", map(_text, seams.target_patterns(transform)))
+    lines += _list("source_patterns", map(_text, source_patterns(transform)))
+    lines += _list("target_patterns", map(_text, target_patterns(transform)))
     if isinstance(transform, WeightConverter):
         operations = [
             _operation(operation, transform, described, dependencies, namespace) for operation in transform.operations
@@ -136,7 +137,7 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
     """
     if not isinstance(transform, WeightConverter):
         return transform
-    sources, targets = seams.source_patterns(transform), seams.target_patterns(transform)
+    sources, targets = source_patterns(transform), target_patterns(transform)
     operation, *more = transform.operations
     if isinstance(operation, JoinRows) and not any(step.operations for step in operation.steps):
         return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])

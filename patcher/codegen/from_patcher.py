@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher import matching, seams
 from patcher.codegen.checkpoint_methods import add_conversions, module_classes
 from patcher.codegen.dependencies import RUNTIME, Dependencies
 from patcher.codegen.joined_projections import join_projections
@@ -18,13 +17,15 @@ from patcher.codegen.owning_classes import Owners, built_by_config
 from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
+from patcher.compat.conversions import stock_conversions
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
+from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
 
 if TYPE_CHECKING:
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 __all__ = ["describe_patcher"]
 
@@ -63,7 +64,7 @@ def describe_patcher(
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
-    if converted or declared or seams.stock_conversions(stock, legacy=False):
+    if converted or declared or stock_conversions(stock, legacy=False):
         kept = patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
         add_conversions(described, kept)
 
@@ -96,16 +97,16 @@ def _replaced_classes(
     found: dict[str, type[nn.Module]] = {}
     hit: set[str] = set()
     for name in own:
-        key = matching.find_key(name, patcher.class_mapping)
+        key = find_key(name, patcher.class_mapping)
         if key is not None:
             found[name] = patcher.class_mapping[key]
-            hit.update(matching.hits(name, patcher.class_mapping))
+            hit.update(hits(name, patcher.class_mapping))
     for group in patcher.alternatives:
         if hit.intersection(group):
             hit.update(group)
     for key in patcher.class_mapping:
         if key not in hit:
-            near = matching.nearest(key, own)
+            near = nearest(key, own)
             hint = f"Nearest: {', '.join(near)}. " if near else ""
             raise described.error(
                 f"no class of {modeling.__name__} matches the class key {key!r}. "

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher import matching
 from patcher.codegen.registration import PatchRegistration
+from patcher.compat.modeling_code import module_subclasses
 from patcher.source.reading import definition_of
 
 __all__ = ["Owners", "becomes_one_class", "built_by_config"]
@@ -169,6 +169,6 @@ def becomes_one_class(owners: Owners, original: type[nn.Module], fused: Mapping[
     """Whether all objects of a class become those of one other, and no class of its module inherits from it."""
     inherited = any(
         other is not original and issubclass(other, original) and other.__module__ == original.__module__
-        for other in matching.module_subclasses()
+        for other in module_subclasses()
     )
     return len(set(fused.values())) == 1 and set(fused) == set(owners.instances(original)) and not inherited

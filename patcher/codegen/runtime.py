@@ -21,15 +21,15 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from patcher import seams
+from patcher.compat.models import mark_initialized
 from patcher.construction.construction import under_construction
-from patcher.conversions import single
+from patcher.conversions.transforms import single
 from patcher.fusions.joined import Joined, join, part_property
 from patcher.fusions.joining import JoinRows, Step
 from patcher.fusions.listed import listed
 from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
 from patcher.loading.record import record_of
-from patcher.patcher import Patcher
+from patcher.spec.patcher import Patcher
 
 __all__ = [
     "CONVERSIONS",
@@ -142,7 +142,7 @@ def list_stack(module: nn.Module, name: str, bias: str = "", transposed: bool = 
     weight = module._parameters.pop(name)
     assert weight is not None
     setattr(module, name, listed(weight, module._parameters.pop(bias) if bias else None, transposed))
-    seams.mark_initialized(module)  # _init_weights looks for stacks here; layers have their turn
+    mark_initialized(module)  # _init_weights looks for stacks here; layers have their turn
 
 
 # --- operations of conversions ---------------------------------------------------------------------------------------

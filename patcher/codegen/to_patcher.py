@@ -17,9 +17,9 @@ from patcher.codegen.generator import Generated, build
 from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
-from patcher.patcher import Patcher
 from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
+from patcher.spec.patcher import Patcher
 
 __all__ = ["MADE", "execute", "to_patcher"]
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from patcher import matching
+from patcher.compat.modeling_code import module_subclasses
 from patcher.construction.in_force import InForce, Matched
 from patcher.errors import PatchConflictError
+from patcher.patterns import find_key, hits, is_expression, search
 
 __all__ = ["ClassRules", "Match"]
 
@@ -32,7 +33,7 @@ class ClassRules:
         self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
-        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or matching.is_expression(key)]
+        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
     def match(self, cls: type[nn.Module]) -> Match | None:
@@ -51,7 +52,7 @@ class ClassRules:
         return None if key is None else Match(key, entry.patcher.class_mapping[key], entry)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
-        key = matching.find_key(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+        key = find_key(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
         # An expression is about modeling code, not about the replacements that stand beside it.
         return key if key == cls.__name__ or cls not in self._replacements else None
 
@@ -60,7 +61,7 @@ class ClassRules:
         for entry in self.entries:
             if entry.is_registry:
                 mapping = entry.patcher.class_mapping
-                key = matching.find_key(name, mapping, names_too=True)
+                key = find_key(name, mapping, names_too=True)
                 if key is not None and mapping[key] is not cls:
                     return Match(key, mapping[key], entry)
             match = self._match_in(entry, cls)
@@ -70,10 +71,10 @@ class ClassRules:
 
     def classes(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it."""
-        return matching.module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
+        return module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
 
     def _is_meant(self, name: str) -> bool:
-        return name in self._exact or any(matching.search(text, name) for text in self._expressions)
+        return name in self._exact or any(search(text, name) for text in self._expressions)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""
@@ -91,6 +92,6 @@ class ClassRules:
             elif entry is match.entry:  # by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
-                named = matching.hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+                named = hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
                 found.update((entry, "class_mapping", key) for key in named)
         return Matched(frozenset(found))

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher import matching
+from patcher.compat.modeling_code import is_modeling_module
+from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.frames import calling_module, is_initializing
 from patcher.construction.in_force import InForce, Matched, entered, tell_blocks
 from patcher.construction.meta_init import MetaInit
 from patcher.errors import PatchConstructionError
-from patcher.seams import mark_original_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +125,7 @@ class Construction:
         """
         if module is not None and any(module is each for each in self._building):
             return False
-        return not self._building or matching.is_modeling_module(calling_module(depth + 1))
+        return not self._building or is_modeling_module(calling_module(depth + 1))
 
     def build(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from patcher.errors import InvalidPatcherError
-from patcher.patcher import Patcher
+from patcher.spec.patcher import Patcher
 
 __all__ = [
     "REGISTRY",

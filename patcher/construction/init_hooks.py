@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher import matching
+from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import build_replacement
 from patcher.construction.lock import process_lock
@@ -93,16 +93,16 @@ class _Cover:
             The other classes that are named.
         """
         named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
-        if all(matching.is_modeling_module(cls.__module__) for cls in named):
+        if all(is_modeling_module(cls.__module__) for cls in named):
             self._custom = set()
         else:
-            self._custom = matching.custom_modeling_modules()
+            self._custom = custom_modeling_modules()
         for cls in named:
             self.add(cls)
         return [cls for cls in named if cls not in self.gated]
 
     def add(self, cls: type[nn.Module]) -> None:
-        if cls in self.gated or not (matching.is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
+        if cls in self.gated or not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
             return
         if not self.rules.concerns(cls) and cls not in self.recorded:
             return
@@ -181,7 +181,7 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not matching.is_modeling_module(name) or getattr(self._searching, "on", False):
+        if not is_modeling_module(name) or getattr(self._searching, "on", False):
             return None
         self._searching.on = True
         try:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
 
-from patcher import seams
+from patcher.compat.models import inherit_loading_attributes
 from patcher.errors import PatchConstructionError, PatcherError
 
 __all__ = ["MetaInit", "forget_index", "like", "parameter_index", "unwatch_parameters", "watch_parameters"]
@@ -141,7 +142,7 @@ def _initialise(
 ) -> None:
     if type(replacement).__call__ is not type.__call__:
         # The metaclass has a say in how objects come into being: let it, then be what it made.
-        if issubclass(replacement, seams.PreTrainedModel):
+        if issubclass(replacement, PreTrainedModel):
             raise TypeError(
                 f"{type(replacement).__name__}, the metaclass of a model, has a __call__ of its own: the model is "
                 "known before that has returned. Move what it does into __init__."
@@ -154,7 +155,7 @@ def _initialise(
         _become(module, replacement.__new__(replacement, *args, **kwargs))
         if not isinstance(module, replacement):
             return  # as Python has it: what is made of another class is not initialised
-    seams.inherit_loading_attributes(module, original)
+    inherit_loading_attributes(module, original)
     module.__init__(*args, **kwargs)  # type: ignore[misc]
 
 

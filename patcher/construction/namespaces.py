@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher import matching
+from patcher.compat.modeling_code import is_modeling_module
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import build_replacement, current_construction
 from patcher.construction.frames import calling_module
@@ -41,7 +41,7 @@ class Namespaces:
         if not self._foreign and not any(entry.is_registry for entry in self.rules.entries):
             return
         for name, module in list(sys.modules.items()):
-            if matching.is_modeling_module(name) and isinstance(module, ModuleType):
+            if is_modeling_module(name) and isinstance(module, ModuleType):
                 self.add(module)
 
     def add(self, module: ModuleType) -> None:
@@ -179,7 +179,7 @@ def _read(self: ModuleType, name: str) -> Any:
         if match is None:
             return original
         # Modeling code goes on to build what it reads here: that must pass the stand-in, or the gate of the class.
-        if match.entry.is_registry and not matching.is_modeling_module(calling_module(1)):
+        if match.entry.is_registry and not is_modeling_module(calling_module(1)):
             return match.replacement
     return value
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.matching import nearest, search
+from patcher.patterns import nearest, search
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from patcher import seams
+from patcher.compat.models import mark_initialized
 
 if TYPE_CHECKING:
     from patcher.fusions.tracing import Assumptions
@@ -87,7 +87,7 @@ def _rows(parts: list[Any]) -> nn.Parameter:
     with torch.no_grad():
         joined = nn.Parameter(torch.cat(list(parts)), requires_grad=any(part.requires_grad for part in parts))
     if all(getattr(part, "_is_hf_initialized", False) for part in parts):
-        seams.mark_initialized(joined)
+        mark_initialized(joined)
     return joined
 
 
@@ -125,7 +125,7 @@ class Part:
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
         rows = whole.narrow(0, self._start, self._size)
         if getattr(whole, "_is_hf_initialized", False):
-            seams.mark_initialized(rows)  # transformers' initialisation asks the tensor that it is given
+            mark_initialized(rows)  # transformers' initialisation asks the tensor that it is given
         return rows
 
 

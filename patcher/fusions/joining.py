@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from patcher.conversions import describe, single
+from patcher.conversions.transforms import describe, single
 from patcher.fusions.anchoring import anchored
 from patcher.fusions.origins import AsStock, Made, NotConvertibleError
-from patcher.matching import common_prefix
-from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter
+from patcher.patterns import common_prefix
 
 __all__ = ["JoinRows", "SplitRows", "Step", "Target", "check_convertible", "converters_for"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from patcher import seams
+from patcher.compat.models import mark_initialized
 
 __all__ = ["listed"]
 
@@ -28,7 +28,7 @@ def listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) ->
         if bias is not None:
             linear.bias = _parameter(bias.detach()[number], bias)
         experts.append(linear)
-    seams.mark_initialized(experts)  # where the module around it initialises what has this name
+    mark_initialized(experts)  # where the module around it initialises what has this name
     return experts
 
 
@@ -42,5 +42,5 @@ class _Unset(nn.Linear):
 def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=like.requires_grad)
     if getattr(like, "_is_hf_initialized", False):
-        seams.mark_initialized(new)
+        mark_initialized(new)
     return new

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from patcher import seams
-from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
+from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key, stock_conversions, stock_revert
 
 __all__ = ["AsStock", "Made", "NotConvertibleError", "origins_of"]
 
@@ -50,22 +51,22 @@ def origins_of(model: PreTrainedModel) -> dict[str, Made]:
 
 
 def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
-    conversions = seams.stock_conversions(model)
+    conversions = stock_conversions(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     if not converters:
         return {name: Made((name,)) for name in state_dict}
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    checkpoint = seams.stock_revert(model, dict(state_dict))
+    checkpoint = stock_revert(model, dict(state_dict))
     taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
     origins: dict[str, Made] = {}
-    for key in sorted(checkpoint, key=seams.dot_natural_key):
-        between, _, _ = seams.rename_key(key, renamings)
-        renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)
+    for key in sorted(checkpoint, key=dot_natural_key):
+        between, _, _ = rename_key(key, renamings)
+        renamed, taker, pattern = rename_key(key, conversions, model, state_dict)
         if taker is None:
             origins[renamed] = Made((between,))
             continue
         if renamed not in taken:
-            taken[renamed] = (seams.copy_transform(taker), [])
+            taken[renamed] = (copy_transform(taker), [])
         copy, sources = taken[renamed]
         copy.add_tensor(renamed, key, pattern or "", checkpoint[key])
         sources.append((between, pattern or ""))

@@ -9,15 +9,17 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightTransform
 
-from patcher import seams
-from patcher.conversions import single
+from patcher.compat.conversions import target_patterns
+from patcher.compat.models import mark_initialized, tie_partners
+from patcher.conversions.transforms import single
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
 from patcher.fusions.joining import Target, converters_for
 from patcher.fusions.origins import NotConvertibleError, origins_of
-from patcher.matching import search
-from patcher.seams import ConversionOps, PreTrainedModel, WeightTransform
+from patcher.patterns import search
 
 __all__ = ["LinearPatchEmbedding", "PatchEmbeddings"]
 
@@ -84,7 +86,7 @@ class LinearPatchEmbedding(nn.Module):
             return torch.empty((), dtype=self._input_dtype, device=weight.device).expand(shape)
         seen = weight.view(shape)
         if getattr(weight, "_is_hf_initialized", False):
-            seams.mark_initialized(seen)  # transformers' initialisation asks the tensor that it is given
+            mark_initialized(seen)  # transformers' initialisation asks the tensor that it is given
         return seen
 
     @property
@@ -167,7 +169,7 @@ class PatchEmbeddings(Fusion):
         named = list(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for _, module in named)
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tie_partners(model)
+        tied = tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in named:
@@ -200,7 +202,7 @@ class PatchEmbeddings(Fusion):
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
         converters = converters_for(model, _targets(matches), origins_of(model))
         for converter in converters:
-            if not seams.target_patterns(converter)[0].endswith(".bias"):
+            if not target_patterns(converter)[0].endswith(".bias"):
                 converter.operations.append(FlattenPatches())
         return list[WeightTransform](converters)
 
@@ -208,7 +210,7 @@ class PatchEmbeddings(Fusion):
         assert isinstance(module, nn.Conv2d | nn.Conv3d)
         new = LinearPatchEmbedding.of(module)
         if getattr(module.weight, "_is_hf_initialized", False):
-            seams.mark_initialized(new.linear.weight)
+            mark_initialized(new.linear.weight)
         return new
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from patcher import seams
+from patcher.compat.models import kept_in_fp32, tie_partners
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
 from patcher.fusions.calls import passes, touches
@@ -79,7 +79,7 @@ class Projections(Fusion):
         modules = dict(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for module in modules.values())
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tie_partners(model)
+        tied = tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in modules.items():
@@ -276,6 +276,6 @@ def _shared(
         for key, parameter in child.named_parameters(prefix=f"{prefix}{name}"):
             if key in tied or owners[id(parameter)] > 1:
                 return f"{key.removeprefix(prefix)} is tied"
-            if seams.kept_in_fp32(model, key) != seams.kept_in_fp32(model, f"{prefix}{joined}.weight"):
+            if kept_in_fp32(model, key) != kept_in_fp32(model, f"{prefix}{joined}.weight"):
                 return f"{name} is kept in float32"
     return ""

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
-from patcher import seams
+from patcher.compat.models import mark_initialized, tie_partners
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Findings, Fusion
 from patcher.fusions.listed import listed
@@ -19,7 +21,6 @@ from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError
 from patcher.fusions.unstacking import Cut, unstacking
-from patcher.seams import PreTrainedModel, WeightTransform
 
 __all__ = ["SequentialExperts"]
 
@@ -85,7 +86,7 @@ class SequentialExperts(Fusion):
         modules = list(model.named_modules(remove_duplicate=False))
         times = Counter(id(module) for _, module in modules)
         owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tie_partners(model)
+        tied = tie_partners(model)
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
         for path, module in modules:
@@ -136,7 +137,7 @@ class SequentialExperts(Fusion):
             assert weight is not None
             setattr(module, stack.name, listed(weight, bias, stack.transposed))
         # The model's `_init_weights` looks for the stacks of such a module; the linear layers have their own turn.
-        seams.mark_initialized(module)
+        mark_initialized(module)
         return module
 
     def _cuts(self, matches: Mapping[str, nn.Module]) -> list[Cut]:

@@ -27,9 +27,9 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
+from patcher.compat.models import EXPERTS_HOME
 from patcher.fusions.rewrite import Method, read_method
 from patcher.fusions.tracing import NotUnderstoodError, self_of
-from patcher.seams import EXPERTS_HOME
 from patcher.source.trees import code_of
 
 __all__ = ["Stack", "forward_of", "sequential"]

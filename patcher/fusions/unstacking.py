@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
-from patcher.conversions import RememberingConcatenate, describe, single
+from patcher.conversions.concatenate import RememberingConcatenate
+from patcher.conversions.transforms import describe, single
 from patcher.fusions.anchoring import anchored
 from patcher.fusions.origins import AsStock, Made, NotConvertibleError
-from patcher.matching import common_prefix
-from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
+from patcher.patterns import common_prefix
 
 __all__ = ["Cut", "unstacking"]
 

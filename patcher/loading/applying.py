@@ -13,7 +13,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.loading.hooks import install
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
-from patcher.patcher import Patcher
+from patcher.spec.patcher import Patcher
 
 __all__ = ["apply"]
 

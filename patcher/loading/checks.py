@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from patcher import seams
+from patcher.compat.conversions import dot_natural_key, source_patterns, stock_conversions
+from patcher.compat.models import original_class, tied_keys
 from patcher.construction.in_force import InForce, Matched
-from patcher.conversions import describe, identity
+from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.loading.record import Replaced
-from patcher.matching import compress, is_expression, nearest, search
-from patcher.seams import PreTrainedModel, original_class
-from patcher.simulation import Outcome, simulate
+from patcher.patterns import compress, is_expression, nearest, search
 
 __all__ = [
     "Diagnostics",
@@ -94,8 +95,8 @@ def check_matches(
                 )
         for transform in patcher.extra_weight_conversions:
             if identity(transform) not in matched.of(entry, "extra_weight_conversions"):
-                known = compress(sorted(matched.checkpoint_keys, key=seams.dot_natural_key))
-                wanted = seams.source_patterns(transform)
+                known = compress(sorted(matched.checkpoint_keys, key=dot_natural_key))
+                wanted = source_patterns(transform)
                 problems.append(
                     f"extra_weight_conversions: {describe(transform)} took no tensor; "
                     f"{_suggest(wanted[0], known, 'checkpoint keys')}"
@@ -209,13 +210,13 @@ def check_weights(
         patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in patchers
     )
     parameters: set[str] = set()
-    absent = {key for key in missing | set(mismatched) if converts or under_replaced(key)} - seams.tied_keys(model)
+    absent = {key for key in missing | set(mismatched) if converts or under_replaced(key)} - tied_keys(model)
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         absent &= parameters
     left_over = {key for key in unexpected if under_replaced(key)}
-    new = sorted((key for key in absent if declared(key, "new_weights")), key=seams.dot_natural_key)
-    dropped = sorted((key for key in left_over if declared(key, "dropped_weights")), key=seams.dot_natural_key)
+    new = sorted((key for key in absent if declared(key, "new_weights")), key=dot_natural_key)
+    dropped = sorted((key for key in left_over if declared(key, "dropped_weights")), key=dot_natural_key)
     absent.difference_update(new)
     left_over.difference_update(dropped)
     if absent or left_over:
@@ -239,7 +240,7 @@ def _weights_text(
     lines = []
     if elsewhere:
         lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
-        lines += [f"  {key}" for key in compress(sorted(elsewhere, key=seams.dot_natural_key))]
+        lines += [f"  {key}" for key in compress(sorted(elsewhere, key=dot_natural_key))]
         lines.append(
             "Bind their patterns to the modules that are meant: "
             r"r'(text_model\.layers\.\d+\.self_attn\.)q_proj\.weight' "
@@ -250,13 +251,13 @@ def _weights_text(
     lines.append("The replaced modules and the checkpoint don't fit together.")
     if absent:
         lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
-        for key in compress(sorted(absent, key=seams.dot_natural_key)):
+        for key in compress(sorted(absent, key=dot_natural_key)):
             lines.append(f"  {key}")
-        for key in sorted(absent & set(mismatched), key=seams.dot_natural_key)[:5]:
+        for key in sorted(absent & set(mismatched), key=dot_natural_key)[:5]:
             lines.append(f"  ({key}: {mismatched[key]})")
     if left_over:
         lines.append("In the checkpoint, and used by nobody:")
-        for key in compress(sorted(left_over, key=seams.dot_natural_key)):
+        for key in compress(sorted(left_over, key=dot_natural_key)):
             lines.append(f"  {key}")
     additions = []
     if absent:
@@ -274,7 +275,7 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
     """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
     rest = [key for key in others if key not in keys]
     result: dict[str, None] = {}
-    for key in sorted(keys, key=seams.dot_natural_key):
+    for key in sorted(keys, key=dot_natural_key):
         parts = key.split(".")
         for length in range(min(2, len(parts)), len(parts) + 1):
             tail = parts[-length:]
@@ -298,7 +299,7 @@ def stock_outcome(
     unknown: Set[str] = frozenset(),
 ) -> Outcome:
     """What the unpatched model would make of a checkpoint, by names and shapes."""
-    conversions = seams.stock_conversions(model, dict(key_mapping) if key_mapping else None)
+    conversions = stock_conversions(model, dict(key_mapping) if key_mapping else None)
     return simulate(model, conversions, checkpoint, unknown, going_on=True)
 
 

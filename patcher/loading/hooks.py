@@ -20,14 +20,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher import seams
+from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
+from patcher.compat.hooks import HOOKED, check, construction_lock
+from patcher.compat.models import as_stock, follow_no_split_names, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, constructing, current_construction
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import cover_new_classes, covering
-from patcher.conversions import select_conversions
+from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
-from patcher.fingerprints import check_built, check_pins
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
 from patcher.loading.checks import Diagnostics, check_matches
 from patcher.loading.initial_values import keeping_computed
@@ -50,9 +51,9 @@ from patcher.loading.load import (
 from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
-from patcher.patcher import Patcher
 from patcher.resolution.fused_modules import convert_modules, fuse_modules, prepare_fusions
-from patcher.seams import original_class
+from patcher.spec.fingerprints import check_built, check_pins
+from patcher.spec.patcher import Patcher
 
 __all__ = ["applied", "dry_run", "install"]
 
@@ -82,15 +83,15 @@ def install() -> None:
     with _install_lock:
         if _installed:
             return
-        seams.check()
+        check()
         for place, hook in _HOOKS.items():
-            owner, name, _ = seams.HOOKED[place]
+            owner, name, _ = HOOKED[place]
             stock = inspect.getattr_static(owner, name)
             function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
             wrapped = functools.wraps(function)(_bound(hook, function))
             kind = type(stock) if isinstance(stock, classmethod | staticmethod) else None
             setattr(owner, name, kind(wrapped) if kind is not None else wrapped)
-        seams.follow_earlier_imports()
+        follow_earlier_imports()
         _installed = True
 
 
@@ -128,7 +129,7 @@ def _from_pretrained(
             (_CALL, (path, kwargs)),
             (_DRY_RUN, None),  # a load inside of this one is none
         ):
-            stack.callback(variable.reset, variable.set(value))  # type: ignore[attr-defined, arg-type]
+            stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
         try:
             result = stock(cls, *args, **kwargs)
         finally:
@@ -193,7 +194,7 @@ def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *ar
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
     inner = [construct(load, _LOAD.set)] if isinstance(load, Request) else []
-    return [_entered([seams.construction_lock, *contexts, *inner])]
+    return [_entered([construction_lock, *contexts, *inner])]
 
 
 @contextmanager
@@ -216,10 +217,10 @@ def _conversion_mapping(
     load = _LOAD.get()
     if not isinstance(load, Constructed):
         return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
-    found = stock(seams.as_stock(model), key_mapping, None, *args, **kwargs)
+    found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
     _LOAD.set(selected)
-    return seams.adapted_to_quantizer(hf_quantizer, conversions, model)
+    return adapted_to_quantizer(hf_quantizer, conversions, model)
 
 
 def _convert_and_load(
@@ -242,7 +243,7 @@ def _convert_and_load(
 
 def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
-    with seams.construction_lock:
+    with construction_lock:
         if not isinstance(load, Loaded) or load.selected.constructed.model is not model:
             return stock(model, load_config, loading_info)
         if load.selected.constructed.request.dry_run is not None:
@@ -268,7 +269,7 @@ def _from_config(
         cover_new_classes()  # a part of the model under construction, whose code may just have been imported
         return stock(cls, config, *args, **kwargs)
     entries, own = in_force_for(patcher)
-    with seams.construction_lock:
+    with construction_lock:
         if not entries:
             return stock(cls, config, *args, **kwargs)
         for entry in own:
@@ -314,7 +315,7 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
         original = original_class(module)
         if original is not None:
             names.setdefault(original.__name__, set()).add(type(module).__name__)
-    seams.follow_no_split_names(self, names)
+    follow_no_split_names(self, names)
     if is_root and construction.by_hand:
         if original_class(self) is None:
             finish_by_hand(construction, self)
@@ -331,9 +332,9 @@ def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **k
     record = record_of(model)
     if record is None:
         return stock(model, *args, **kwargs)
-    found = stock(seams.as_stock(model), *args, **kwargs)
+    found = stock(as_stock(model), *args, **kwargs)
     selected = select_conversions(found, record.patchers, record.fusion_transforms)
-    return [*map(seams.copy_transform, selected.added), *selected.kept]
+    return [*map(copy_transform, selected.added), *selected.kept]
 
 
 #: What this thread is saving, and how.
@@ -384,7 +385,7 @@ def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, A
     return original_state_dict(model, state_dict) if record_of(model) is not None else stock(model, state_dict)  # type: ignore[arg-type]
 
 
-# What stands at each place that `seams.HOOKED` names.
+# What stands at each place that `HOOKED` names.
 _HOOKS: dict[str, Callable[..., Any]] = {
     "load": _from_pretrained,
     "fusion config": _register_fusions,

@@ -16,14 +16,22 @@ from accelerate.utils import set_module_tensor_to_device  # type: ignore[import-
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher import seams
+from patcher.compat.models import (
+    declare_shared,
+    forget_initialized,
+    get_device,
+    is_initialized,
+    mark_initialized,
+    offload,
+    tied_keys,
+)
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction, constructing
 from patcher.construction.in_force import entering
 from patcher.construction.init_hooks import covering
 from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
-from patcher.matching import search
+from patcher.patterns import search
 
 __all__ = ["InitialValues", "ParameterTraits", "forget_indices", "keep_new_weights", "keeping_computed"]
 
@@ -42,7 +50,7 @@ class ParameterTraits:
         """What is to be seen while the modules are as they were built. Shared names are declared, so that they can be
         saved."""
         shared, frozen = [], set()
-        tied = seams.tied_keys(model)
+        tied = tied_keys(model)
         for path, built in _replaced(model, outermost):
             names: dict[int, list[str]] = {}
             for name, parameter in built.module.named_parameters(remove_duplicate=False):
@@ -55,7 +63,7 @@ class ParameterTraits:
                 if not tied.intersection(keys):
                     shared.append(keys)
             if several:
-                seams.declare_shared(built.module, {name: group[0] for group in several for name in group[1:]})
+                declare_shared(built.module, {name: group[0] for group in several for name in group[1:]})
         return cls(tuple(shared), frozenset(frozen))
 
     def without_aliases(self, missing: set[str], expressions: Iterable[str] = ()) -> set[str]:
@@ -101,13 +109,13 @@ class InitialValues:
             for key, buffer in _buffers(path, built.module):
                 if key in self.missing or not _is_saved(model, key):
                     self.buffers[key] = buffer
-                    seams.mark_initialized(buffer)
+                    mark_initialized(buffer)
             wanted = self._missing_parameters(path, built)
             if wanted:
                 self.wanted.append((built, wanted))
 
     def _missing_parameters(self, path: str, built: Built) -> dict[str, int]:
-        tied = seams.tied_keys(self.model)
+        tied = tied_keys(self.model)
         missing = self.traits.without_aliases(self.missing)
         wanted = {}
         for name, parameter in built.module.named_parameters(remove_duplicate=False):
@@ -121,7 +129,7 @@ class InitialValues:
         """After transformers has filled in what it takes for missing."""
         device_map = load_config.device_map or {"": "cpu"}
         for key, value in self.buffers.items():
-            device = seams.get_device(device_map, key, valid_torch_device=True)
+            device = get_device(device_map, key, valid_torch_device=True)
             set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
             if key in self.missing and load_config.offload_buffers:
                 self._offload(key, value, device_map, load_config.disk_offload_folder)
@@ -140,24 +148,24 @@ class InitialValues:
             return  # plain tensors were computed on the CPU, and stay there
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
-                _move_plain_tensors(module, seams.get_device(device_map, f"{name}.", valid_torch_device=True))
+                _move_plain_tensors(module, get_device(device_map, f"{name}.", valid_torch_device=True))
 
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
         parent, _, name = key.rpartition(".")
-        value = like(value, value.data.to(seams.get_device(device_map, key, valid_torch_device=True)))
+        value = like(value, value.data.to(get_device(device_map, key, valid_torch_device=True)))
         setattr(self.model.get_submodule(parent), name, value)
         self._offload(key, value.data, device_map, folder)
 
     def _offload(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
         """Put on the disk what the device map wants there: transformers does it with what it has read."""
-        if self.disk_index is None or seams.get_device(device_map, key) != "disk":
+        if self.disk_index is None or get_device(device_map, key) != "disk":
             return
         if folder is None:
             raise InvalidPatcherError(
                 f"{key} is not in the checkpoint, and the device map puts it on the disk: say where, with "
                 "offload_folder=..."
             )
-        seams.offload(value, key, folder, self.disk_index)
+        offload(value, key, folder, self.disk_index)
 
     def _share(self, keys: tuple[str, ...]) -> None:
         read = [key for key in keys if key not in self.missing]
@@ -175,14 +183,14 @@ class InitialValues:
 def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
     """Keep transformers' initialisation away from the buffers that replacements have computed."""
     buffers = [buffer for built in outermost for _, buffer in _buffers("", built.module)]
-    fresh = [buffer for buffer in buffers if not seams.is_initialized(buffer)]
+    fresh = [buffer for buffer in buffers if not is_initialized(buffer)]
     for buffer in fresh:
-        seams.mark_initialized(buffer)
+        mark_initialized(buffer)
     try:
         yield
     finally:
         for buffer in fresh:
-            seams.forget_initialized(buffer)
+            forget_initialized(buffer)
 
 
 def keep_new_weights(

@@ -16,16 +16,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
-from patcher import seams
+from patcher.compat.conversions import (
+    copy_transform,
+    distributed_checkpoint,
+    is_stock_operation,
+    leave_alone,
+    set_used_conversions,
+    source_patterns,
+    take_over_use,
+    target_patterns,
+    was_used,
+)
+from patcher.compat.models import mark_initialized, original_class, settle_keys
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction, constructing
 from patcher.construction.in_force import InForce, Matched, entering, in_force_for, tell_blocks
 from patcher.construction.init_hooks import covering
-from patcher.conversions import SelectedConversions, describe, identity, joins, select_conversions
+from patcher.conversions.selection import SelectedConversions, select_conversions
+from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.tracing import Journal, journal_of, track
+from patcher.conversions.transforms import describe, identity, joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatchedWeightsError
-from patcher.fingerprints import check_pins
-from patcher.journals import Journal, journal_of, track
 from patcher.loading.checks import (
     Diagnostics,
     check_matches,
@@ -43,8 +56,7 @@ from patcher.loading.initial_values import (
 )
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.resolution.resolution import Resolution, skeleton
-from patcher.seams import WeightTransform, original_class
-from patcher.simulation import Outcome, simulate
+from patcher.spec.fingerprints import check_pins
 
 __all__ = [
     "Constructed",
@@ -138,7 +150,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     asked = [
         name for name in ("gguf_file", "tp_plan", "tp_size", "distributed_config", "device_mesh") if options.get(name)
     ]
-    if seams.distributed_checkpoint(path, options):
+    if distributed_checkpoint(path, options):
         asked.append(f"the distributed checkpoint in {path}")
     if asked:
         raise InvalidPatcherError(
@@ -166,7 +178,7 @@ class Constructed:
 
 
 @contextmanager
-def construct(asked: Request, done: Callable[[Constructed], None]) -> Iterator[None]:
+def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
     """Build the model inside the block.
 
     Args:
@@ -362,7 +374,7 @@ def read(
     loaded = replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, Journal)]
-    seams.set_used_conversions(constructed.model, own)
+    set_used_conversions(constructed.model, own)
     return loaded, info, disk_index
 
 
@@ -379,7 +391,7 @@ def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
     if selected.traced or any(patcher.filtered_weight_conversion_patterns for patcher in patchers):
         return False
     paths = [item.path for item in constructed.record.replaced]
-    if "" in paths or not seams.leave_alone(mapping, checkpoint):
+    if "" in paths or not leave_alone(mapping, checkpoint):
         return False
     under = tuple(f"{path}." for path in paths)
     expected = {
@@ -408,8 +420,7 @@ def _foretell(
         PatchedWeightsError: as `read`.
     """
     copies = {
-        id(item): track(trace.transform) if (trace := journal_of(item)) else seams.copy_transform(item)
-        for item in mapping
+        id(item): track(trace.transform) if (trace := journal_of(item)) else copy_transform(item) for item in mapping
     }
     alone = replace(
         selected,
@@ -427,7 +438,7 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
     """Whether the conversions that raise on the meta device do so for the shapes: others may look at values."""
     failed = {name: trace for item in mapping if (trace := journal_of(item)) for name in trace.failed}
     return failed.keys() >= outcome.conversion_errors.keys() and all(
-        seams.is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
+        is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
         for trace in failed.values()
         for operation in getattr(trace.transform, "operations", ())
     )
@@ -437,8 +448,8 @@ def _settle(model: PreTrainedModel, foretold: Loaded) -> None:
     """Take from the keys what transformers doesn't mind, as a load does at its end."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in foretold.outcome.loaded & set(parameters):
-        seams.mark_initialized(parameters[name])
-    seams.settle_keys(model, foretold.info)
+        mark_initialized(parameters[name])
+    settle_keys(model, foretold.info)
 
 
 def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
@@ -454,9 +465,7 @@ def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]
     record = replace(
         constructed.record,
         read=True,
-        conversions=tuple(
-            journal_of(item) or item for item in ran if journal_of(item) is not None or seams.was_used(item)
-        ),
+        conversions=tuple(journal_of(item) or item for item in ran if journal_of(item) is not None or was_used(item)),
         dropped=selected.conversions.dropped,
     )
     for trace in traces:
@@ -500,7 +509,7 @@ def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
     trace = journal_of(item)
     if trace is None or not any(item is other for other in followed) or trace.is_uneven():
         return item
-    seams.take_over_use(item, trace.transform)
+    take_over_use(item, trace.transform)
     return trace.transform
 
 
@@ -536,7 +545,7 @@ def _matched_by_reading(selected: Selected, traces: list[Journal], checkpoint: M
         ):
             keys.update((entry, field_name, each) for each in effective)
     stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
-    patterns = {text for each in stock for text in (*seams.source_patterns(each), *seams.target_patterns(each))}
+    patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
     return Matched(frozenset(keys), patterns=frozenset(patterns), checkpoint_keys=frozenset(checkpoint), has_read=True)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
+from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
+from patcher.conversions.tracing import Journal
 from patcher.fusions.base import Fusion
-from patcher.journals import Journal
-from patcher.patcher import Patcher
-from patcher.seams import PreTrainedModel, WeightTransform, original_class
+from patcher.spec.patcher import Patcher
 
 __all__ = ["PatchRecord", "Replaced", "keep_record", "record_of"]
 

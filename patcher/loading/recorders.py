@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher import seams
+from patcher.compat.models import original_class
+from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
 from patcher.loading.record import record_of
-from patcher.seams import original_class
 
 __all__ = ["RecordOutput", "install_output_hooks"]
 
@@ -25,7 +25,7 @@ class RecordOutput:
 
     def __init__(self, key: str, index: int, capture_initial_hidden_state: bool) -> None:
         self.settings = (key, index, capture_initial_hidden_state)
-        self._hook = seams.output_hook(*self.settings)
+        self._hook = output_hook(*self.settings)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self._hook(module, args, output)
@@ -39,7 +39,7 @@ def install_output_hooks(stock: Callable[..., Any], model: PreTrainedModel, pref
     patched = record_of(model) is not None
     if not patched:
         stock(model, prefix)
-    recorders = seams.output_recorders(model)
+    recorders = output_recorders(model)
     asked: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
     for path, module in _modules_of(model, prefix or ""):
         if module is not model and isinstance(module, PreTrainedModel):
@@ -47,14 +47,14 @@ def install_output_hooks(stock: Callable[..., Any], model: PreTrainedModel, pref
                 install_output_hooks(stock, module, path)
             continue
         for key, recorder in recorders:
-            if seams.is_recorded(recorder, module, path):
+            if is_recorded(recorder, module, path):
                 wanted = patched
             else:
                 wanted = _stands_for(module, recorder.target_class) or _asked_for(module, asked.get(key))
-            if wanted and seams.is_recorded_at(recorder, path):
+            if wanted and is_recorded_at(recorder, path):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
     if patched:
-        seams.mark_recorded(model)
+        mark_recorded(model)
 
 
 def _stands_for(module: nn.Module, target: type[nn.Module] | None) -> bool:

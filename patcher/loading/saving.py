@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
-from patcher import seams
-from patcher.conversions import describe, identity, select_conversions
+from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
+from patcher.conversions.reversal import Renamed, undo
+from patcher.conversions.selection import select_conversions
+from patcher.conversions.simulation import simulate
+from patcher.conversions.tracing import Journal, journal_of, track
+from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.giving_back import Renamed, undo
-from patcher.journals import Journal, journal_of, track
 from patcher.loading.record import PatchRecord, record_of
-from patcher.matching import compress
+from patcher.patterns import compress
 from patcher.resolution.resolution import resolve_in_force, skeleton
-from patcher.seams import PreTrainedModel, WeightRenaming, WeightTransform
-from patcher.simulation import simulate
 
 __all__ = ["SavePlan", "original_state_dict", "plan_saving"]
 
@@ -61,8 +63,8 @@ class SavePlan:
                 if isinstance(item, WeightRenaming):
                     renamings.append(item)
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
-        result = seams.stock_revert(model, rest, reversible) | seams.stock_revert(model, restored, renamings)
-        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), seams.dot_natural_key(key)))
+        result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
+        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: result[key] for key in keys}
 
 
@@ -74,7 +76,7 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
     """
     record = record_of(model)
     if record is None:
-        return seams.stock_revert(model, dict(state_dict))
+        return stock_revert(model, dict(state_dict))
     return _plan_original_format(model, record).original_state_dict(state_dict)
 
 
@@ -116,8 +118,8 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
     order: dict[str, int] = {}
     if record.dropped or any(item.entries for item in conversions if isinstance(item, Journal)):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
-        reversed_by = seams.stock_conversions_from_scratch(stock()) if record.read else None
-        saved = seams.stock_revert(stock(), dict(stock().state_dict()), reversed_by)
+        reversed_by = stock_conversions_from_scratch(stock()) if record.read else None
+        saved = stock_revert(stock(), dict(stock().state_dict()), reversed_by)
         order = {key: place for place, key in enumerate(saved)}
     return SavePlan(model, record, True, conversions, order)
 
@@ -150,8 +152,8 @@ def _conversions_from_scratch(
     The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
     what they would have joined.
     """
-    conversions = seams.stock_conversions_from_scratch(stock())
-    checkpoint = seams.stock_revert(stock(), dict(stock().state_dict()))
+    conversions = stock_conversions_from_scratch(stock())
+    checkpoint = stock_revert(stock(), dict(stock().state_dict()))
     fusions = record.fusion_transforms
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_transforms
@@ -161,7 +163,7 @@ def _conversions_from_scratch(
         return selected.kept
     simulate(_OnMeta(model), [*traced, *selected.kept], checkpoint)  # type: ignore[arg-type]
     traces = [journal for transform in traced if (journal := journal_of(transform)) is not None]
-    return (*traces, *(transform for transform in selected.kept if seams.was_used(transform)))
+    return (*traces, *(transform for transform in selected.kept if was_used(transform)))
 
 
 class _OnMeta:

@@ -25,7 +25,7 @@ from patcher.errors import InvalidPatcherError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from patcher.patcher import Patcher
+    from patcher.spec.patcher import Patcher
 
 #: model type -> the presets for it, the recommended first; kernels after what needs nothing
 _FOR_MODELS = {
@@ -93,7 +93,7 @@ def describe(name: str) -> str:
         InvalidPatcherError: there is no such preset.
     """
     if name not in _MODULE_OF:
-        from patcher.matching import nearest
+        from patcher.patterns import nearest
 
         close = nearest(name, __all__)
         raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
@@ -130,7 +130,7 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
         InvalidPatcherError: it is neither.
         OSError: there is no such repo or folder.
     """
-    from patcher.model_classes import config_of
+    from patcher.checkpoints.model_classes import config_of
 
     found = []
     for name in _FOR_MODELS.get(config_of(config_or_id, options).model_type, ()):

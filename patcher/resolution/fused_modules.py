@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
@@ -14,7 +15,6 @@ from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.base import fusion_named
 from patcher.resolution.resolution import Resolution, resolve_in_force
-from patcher.seams import mark_original_class
 
 __all__ = ["convert_modules", "fuse_modules", "prepare_fusions"]
 

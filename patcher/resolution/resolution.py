@@ -13,18 +13,21 @@ import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
-from patcher import seams
+from patcher.compat.conversions import stock_conversions
+from patcher.compat.hooks import construction_lock
+from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, constructing
 from patcher.construction.in_force import InForce, entering
 from patcher.construction.init_hooks import covering
-from patcher.conversions import describe, select_conversions
+from patcher.conversions.selection import select_conversions
+from patcher.conversions.transforms import describe
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
-from patcher.matching import compress
-from patcher.patcher import Patcher
-from patcher.seams import WeightTransform, original_class
+from patcher.patterns import compress
+from patcher.spec.patcher import Patcher
 
 __all__ = ["Resolution", "resolve", "resolve_in_force", "skeleton"]
 
@@ -86,7 +89,7 @@ def skeleton(
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
     with ExitStack() as stack:
-        stack.enter_context(seams.construction_lock)
+        stack.enter_context(construction_lock)
         stack.enter_context(entering(rules.entries))
         if rules.entries:
             stack.enter_context(covering(rules))
@@ -139,7 +142,7 @@ def resolve_in_force(
     for path in fused:
         refused.pop(path, None)
 
-    selected = select_conversions(seams.stock_conversions(model), [entry.patcher for entry in entries], transforms)
+    selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
         classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
         replaced=MappingProxyType(replaced),

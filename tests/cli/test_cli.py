@@ -204,7 +204,7 @@ def test_diff_shows_the_code_and_exits_with_0(folder: Path) -> None:
 def test_fingerprint_prints_a_pin_that_holds(folder: Path) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from patcher.fingerprints import fingerprint
+    from patcher.spec.fingerprints import fingerprint
 
     done = run("fingerprint", "my_patches:DOUBLED")
     assert done.exit_code == 0, done.output
@@ -319,7 +319,7 @@ def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) 
     assert "as pinned" in pin.stdout
 
     # A class of the same name and other code is in the files of other models.
-    from patcher.fingerprints import homes_of
+    from patcher.spec.fingerprints import homes_of
 
     assert len(homes_of(["Qwen2MLP"])) > 1
     told = json.loads(run("fingerprint", "QWEN2_FUSED_PROJECTIONS", "--json").stdout)["classes"]

@@ -10,7 +10,9 @@ import pytest
 from transformers import PreTrainedModel, __version__
 
 import patcher
-from patcher import InvalidPatcherError, PatcherError, seams
+from patcher import InvalidPatcherError, PatcherError
+from patcher.compat import hooks
+from patcher.compat.hooks import check
 from tests.support.tiny import tiny_llama_config
 
 
@@ -91,7 +93,7 @@ def test_patcher_must_be_a_patcher(value: object) -> None:
     ],
 )
 def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, seam: object, what: str) -> None:
-    monkeypatch.setattr(seams, "_checked", False)
-    monkeypatch.setattr(seams, "USED", (seam,))
+    monkeypatch.setattr(hooks, "_checked", False)
+    monkeypatch.setattr(hooks, "USED", (seam,))
     with pytest.raises(PatcherError, match=rf"doesn't know transformers {__version__}: .*{what}\. Install a release"):
-        seams.check()
+        check()

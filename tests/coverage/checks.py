@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.inputs import Pass, chosen_passes
+from patcher.verification.inputs import Pass, chosen_passes
 from tests.coverage.models import class_named, randomize, small_configs
 from tests.coverage.truth import calls_of, modules_with_tied_weights, patch_projections, stacks
 

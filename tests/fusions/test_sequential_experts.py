@@ -35,9 +35,9 @@ from transformers import (
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
+from patcher.compat.conversions import stock_revert
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import original_state_dict
-from patcher.seams import stock_revert
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     DECODER_SIZES,

@@ -34,7 +34,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
-from patcher.conversions import describe
+from patcher.conversions.transforms import describe
 from tests.support.hub_server import serving
 from tests.support.replacements import (
     JOIN,

@@ -26,8 +26,8 @@ from transformers.core_model_loading import Chunk, ConversionOps, Transpose, Wei
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher, report
-from patcher.giving_back import undo
-from patcher.journals import track
+from patcher.conversions.reversal import undo
+from patcher.conversions.tracing import track
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.replacements import JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llama_config

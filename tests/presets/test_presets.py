@@ -42,9 +42,9 @@ from transformers import (
 )
 
 from patcher import InvalidPatcherError, Patcher, PresetDriftError, presets, report, verify
-from patcher.comparing import difference
-from patcher.fingerprints import fingerprint
-from patcher.inputs import chosen_passes
+from patcher.spec.fingerprints import fingerprint
+from patcher.verification.inputs import chosen_passes
+from patcher.verification.numerics import difference
 from tests.support.tiny import save_tiny
 
 TEXT = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Patcher, PatcherWarning, PresetDriftError
-from patcher.fingerprints import check_pins, fingerprint
+from patcher.spec.fingerprints import check_pins, fingerprint
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 BASE = """

@@ -287,7 +287,7 @@ def test_equal_fusions_have_equal_hashes(value: Any) -> None:
 def test_the_hash_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     patcher = full()
     hash(patcher)
-    monkeypatch.setattr("patcher.patcher.identity", None)
+    monkeypatch.setattr("patcher.spec.patcher.identity", None)
     assert hash(patcher) == hash(patcher)
     assert patcher == patcher
 

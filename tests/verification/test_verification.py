@@ -49,10 +49,10 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, Verification, VerificationError, verify
-from patcher.comparing import first_difference
-from patcher.inputs import NoInputsError
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-from patcher.probes import passes_for, processor_of
+from patcher.verification.inputs import NoInputsError
+from patcher.verification.numerics import first_difference
+from patcher.verification.probes import passes_for, processor_of
 from tests.support.replacements import JOINED, OWN, JoinedMLP, With
 from tests.support.tiny import (
     build_tiny,
@@ -604,7 +604,7 @@ def test_a_terminal_shows_progress_once_it_takes_more_than_a_moment(
     llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, moment: float, shown: bool
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal then
-    monkeypatch.setattr("patcher.verification.MOMENT", moment)
+    monkeypatch.setattr("patcher.verification.verify.MOMENT", moment)
 
     verify(llama, OWN)
     assert ("verifying: " in capfd.readouterr().err) is shown

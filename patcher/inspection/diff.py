@@ -12,17 +12,17 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher import seams
-from patcher.composing import composed
+from patcher.checkpoints.model_classes import config_of, model_class_of
+from patcher.compat.conversions import dot_natural_key
 from patcher.construction.in_force import InForce
+from patcher.display import Shown
 from patcher.errors import InvalidPatcherError
+from patcher.inspection.class_texts import composed
 from patcher.loading.hooks import install
 from patcher.loading.record import record_of
-from patcher.matching import compress
-from patcher.model_classes import config_of, model_class_of
-from patcher.patcher import Patcher
+from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force
-from patcher.tables import Shown
+from patcher.spec.patcher import Patcher
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -132,7 +132,7 @@ def diff(
     >>> print(diff(config, Patcher({"LlamaMLP": Doubled})))
     # model.layers.{0..1}.mlp
     --- transformers.models.llama.modeling_llama.LlamaMLP
-    +++ patcher.diffing.Doubled
+    +++ patcher.inspection.diff.Doubled
     @@ ... @@
     ...
              return down_proj
@@ -183,7 +183,7 @@ def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
     changed = {path: (resolution.original_classes[path], cls, "") for path, cls in resolution.replaced.items()}
     changed |= {path: (resolution.originals[path], cls, fusions[path]) for path, cls in resolution.fused.items()}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
-    for path in sorted(changed, key=seams.dot_natural_key):
+    for path in sorted(changed, key=dot_natural_key):
         grouped.setdefault(changed[path], []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
         was = _where(original)

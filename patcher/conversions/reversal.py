@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.core_model_loading import WeightRenaming
 
-from patcher import seams
-from patcher.conversions import describe
+from patcher.compat.conversions import dot_natural_key
+from patcher.conversions.tracing import Entry, Journal
+from patcher.conversions.transforms import describe
 from patcher.errors import PatchedWeightsError
-from patcher.journals import Entry, Journal
-from patcher.seams import WeightRenaming
 
 __all__ = ["Renamed", "undo"]
 
@@ -132,7 +132,7 @@ def _expands(pattern: str, name: str) -> bool:
 def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that operations left for a pattern: under it, or numbered in place of its star."""
     tensors: list[torch.Tensor] = []
-    for name in sorted(collected, key=seams.dot_natural_key):
+    for name in sorted(collected, key=dot_natural_key):
         if _expands(pattern, name):
             value = collected[name]
             tensors += value if isinstance(value, list) else [value]

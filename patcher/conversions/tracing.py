@@ -11,10 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
-from patcher import seams
-from patcher.conversions import RememberingConcatenate
-from patcher.seams import Concatenate, ConversionOps, WeightConverter, WeightTransform
+from patcher.compat.conversions import copy_transform
+from patcher.conversions.concatenate import RememberingConcatenate
 
 __all__ = ["Entry", "Journal", "journal_of", "track"]
 
@@ -189,7 +189,7 @@ def _tracked_class(cls: type[WeightTransform]) -> type[WeightTransform]:
 
 def track(transform: WeightTransform) -> Any:
     """A copy for one load, with a journal of its own."""
-    copy = seams.copy_transform(transform, _tracked_class(type(transform)))  # type: ignore[arg-type]
+    copy = copy_transform(transform, _tracked_class(type(transform)))  # type: ignore[arg-type]
     copy.journal = Journal(transform)
     if isinstance(copy, WeightConverter):
         copy.collected = []

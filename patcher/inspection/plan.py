@@ -11,25 +11,25 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher import seams
+from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
+from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
+from patcher.compat.conversions import dot_natural_key, stock_revert, with_model_prefix
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
-from patcher.conversions import describe
+from patcher.conversions.simulation import Outcome, Route
+from patcher.conversions.tracing import Journal, journal_of
+from patcher.conversions.transforms import describe
+from patcher.display import Shown, Table, folded
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
-from patcher.headers import Headers, headers_of, headers_of_mapping
-from patcher.journals import Journal, journal_of
+from patcher.inspection.report import rows_of_classes
+from patcher.inspection.signatures import misfits
 from patcher.loading.checks import Diagnostics
 from patcher.loading.hooks import dry_run
 from patcher.loading.load import Constructed, DryRun, Load, Loaded, Request, Selected
 from patcher.loading.record import PatchRecord
-from patcher.matching import compress
-from patcher.model_classes import PLACES, config_of, model_class_of
-from patcher.patcher import Patcher
-from patcher.reporting import rows_of_classes
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
-from patcher.signatures import misfits
-from patcher.simulation import Outcome, Route
-from patcher.tables import Shown, Table, folded
+from patcher.spec.patcher import Patcher
 
 __all__ = ["Plan", "plan"]
 
@@ -218,11 +218,11 @@ def _completed(
     if not headers.unknown:
         return dict(headers.tensors), headers.unknown
     stock = skeleton(cls, config)
-    saved = seams.stock_revert(stock, dict(stock.state_dict()))
+    saved = stock_revert(stock, dict(stock.state_dict()))
     tensors = dict(headers.tensors)
     unknown = set()
     for key in headers.unknown:
-        known = saved.get(seams.with_model_prefix(key, stock, saved))
+        known = saved.get(with_model_prefix(key, stock, saved))
         if known is None:
             unknown.add(key)
         else:
@@ -259,7 +259,7 @@ def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict
     selected = load.selected if isinstance(load, Loaded) else load
     if not isinstance(selected, Selected):
         return {}
-    outcome, info = (load.outcome, load.info) if isinstance(load, Loaded) else (Outcome(), None)
+    outcome = load.outcome if isinstance(load, Loaded) else Outcome()
     weights = _collapsed(outcome.routes)
     keys_of: dict[str, tuple[str, ...]] = {}
     for keys, _, text in weights:
@@ -273,6 +273,7 @@ def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict
     }
     if not isinstance(load, Loaded):
         return fields
+    info = load.info
     kept = [describe(item.transform if isinstance(item, Journal) else item) for item in load.record.conversions]
     return fields | {
         "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
@@ -364,4 +365,4 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def _ordered(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(keys, key=seams.dot_natural_key))
+    return tuple(sorted(keys, key=dot_natural_key))

@@ -15,9 +15,9 @@ import transformers
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from patcher import matching
+from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
-from patcher.patcher import Patcher
+from patcher.spec.patcher import Patcher
 
 __all__ = ["check_built", "check_pins", "fingerprint", "homes_of"]
 
@@ -163,8 +163,8 @@ def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]
     """The classes of modeling code that have a name to which the patcher is pinned."""
     return [
         cls
-        for cls in matching.module_subclasses(patcher.fingerprints.__contains__)
-        if (cls.__module__ == home or matching.is_modeling_module(cls.__module__)) and not _is_made_in_memory(cls)
+        for cls in module_subclasses(patcher.fingerprints.__contains__)
+        if (cls.__module__ == home or is_modeling_module(cls.__module__)) and not _is_made_in_memory(cls)
     ]
 
 

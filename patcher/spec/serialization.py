@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 from transformers import core_model_loading
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
-from patcher import seams
-from patcher.conversions import describe, identity
+from patcher.compat.conversions import source_patterns, target_patterns
+from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import FAMILIES, Fusion, fusions_configured
-from patcher.matching import nearest
-from patcher.seams import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
+from patcher.patterns import nearest
 
 __all__ = ["SCHEMA", "from_dict", "to_dict"]
 
@@ -128,8 +128,8 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
 def _transform_data(field: str, transform: WeightTransform) -> dict[str, Any]:
     data: dict[str, Any] = {
         "type": type(transform).__name__,
-        "source_patterns": seams.source_patterns(transform),
-        "target_patterns": seams.target_patterns(transform),
+        "source_patterns": source_patterns(transform),
+        "target_patterns": target_patterns(transform),
     }
     for name in ("scope_prefix", "base_model_prefix"):
         if getattr(transform, name) is not None:

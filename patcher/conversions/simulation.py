@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher import seams
-from patcher.conversions import single
-from patcher.journals import Entry, journal_of
-from patcher.matching import common_prefix
-from patcher.seams import WeightConverter, WeightTransform
+from patcher.compat.conversions import dot_natural_key, rename_key
+from patcher.conversions.tracing import Entry, journal_of
+from patcher.conversions.transforms import single
+from patcher.patterns import common_prefix
 
 __all__ = ["Outcome", "Route", "simulate"]
 
@@ -48,7 +49,7 @@ class Outcome:
 
 
 def simulate(
-    model: seams.PreTrainedModel,
+    model: PreTrainedModel,
     conversions: list[WeightTransform],
     checkpoint: Mapping[str, torch.Tensor],
     unknown: Set[str] = frozenset(),
@@ -71,8 +72,8 @@ def simulate(
         text: item for item in conversions if isinstance(item, WeightConverter) for text in item.source_patterns
     }
     loads: dict[str, _Load] = {}
-    for key in sorted(checkpoint, key=seams.dot_natural_key):
-        renamed, _, pattern = seams.rename_key(key, conversions, model, parameters)
+    for key in sorted(checkpoint, key=dot_natural_key):
+        renamed, _, pattern = rename_key(key, conversions, model, parameters)
         if renamed in parameters:
             if renamed not in loads:
                 loads[renamed] = _Load(by_pattern[pattern] if pattern else None)
@@ -142,7 +143,7 @@ class _Load:
         """What loads have in common that make the same shapes: layers that are alike."""
         return self._origin, _NUMBER.sub("#", first), tuple(self._inputs)
 
-    def run(self, first: str, model: seams.PreTrainedModel, info: Any) -> dict[str, torch.Size]:
+    def run(self, first: str, model: PreTrainedModel, info: Any) -> dict[str, torch.Size]:
         assert self.converter is not None
         made = self.converter.convert(first, model=model, config=model.config, loading_info=info)
         return {name: single(tensor).shape for name, tensor in made.items()}

@@ -10,9 +10,9 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from patcher import seams
+from patcher.compat.modeling_code import module_subclasses
+from patcher.compat.models import class_in
 from patcher.errors import InvalidPatcherError
-from patcher.matching import module_subclasses
 
 __all__ = ["PLACES", "config_of", "model_class_of"]
 
@@ -58,7 +58,7 @@ def model_class_of(
     if model_class is not None:
         found = _brought(getattr(model_class, "__name__", ""), config, model, options)
         if found is None and hasattr(model_class, "_model_mapping"):
-            found = seams.class_in(model_class, config)
+            found = class_in(model_class, config)
         if found is None:
             raise InvalidPatcherError(
                 f"model_class= takes a class of model, or an Auto class that knows {type(config).__name__}, found "
@@ -73,10 +73,10 @@ def model_class_of(
             f"The config names {config.architectures[0]} as its architecture, which transformers doesn't have; pass "
             "model_class=, or trust_remote_code=True if the repo brings its code."
         )
-    known = {task: seams.class_in(getattr(transformers, f"AutoModelFor{task}"), config) for task in _TASKS}
+    known = {task: class_in(getattr(transformers, f"AutoModelFor{task}"), config) for task in _TASKS}
     if known["MaskedLM"] is not None and not getattr(config, "is_decoder", False):
         known["CausalLM"] = None  # a variant that goes on with a text, of a model that fills in masked words
-    for found in [*known.values(), seams.class_in(transformers.AutoModel, config)]:
+    for found in [*known.values(), class_in(transformers.AutoModel, config)]:
         if found is not None:
             return found
     raise InvalidPatcherError(

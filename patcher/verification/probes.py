@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from patcher.inputs import Pass, chosen_passes, parameters_of
-from patcher.model_classes import PLACES
+from patcher.checkpoints.model_classes import PLACES
+from patcher.verification.inputs import Pass, chosen_passes, parameters_of
 
 __all__ = ["passes_for", "processor_of"]
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from patcher.matching import compress
+from patcher.patterns import compress
 
 __all__ = ["Shown", "Table", "folded"]
 

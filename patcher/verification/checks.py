@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
 from patcher.construction.in_force import unpatched
-from patcher.inputs import NoInputsError, Pass, seeded
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
-from patcher.matching import compress
-from patcher.patcher import Patcher
-from patcher.probes import passes_for, processor_of
+from patcher.patterns import compress
+from patcher.spec.patcher import Patcher
+from patcher.verification.inputs import NoInputsError, Pass, seeded
+from patcher.verification.numerics import PRECISION, Difference, difference, first_difference, noting_calls, precisions
+from patcher.verification.probes import passes_for, processor_of
 
 __all__ = ["TOLERANCES", "Run", "Stage"]
 

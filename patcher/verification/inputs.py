@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.comparing import floating_tensors, noting_calls
+from patcher.verification.numerics import floating_tensors, noting_calls
 
 __all__ = ["NoInputsError", "Pass", "chosen_passes", "parameters_of", "seeded"]
 

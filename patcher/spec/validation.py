@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from torch import nn
+from transformers.core_model_loading import WeightTransform
 
-from patcher import matching, seams
-from patcher.conversions import describe, identity
+from patcher.compat.conversions import copy_transform, source_patterns
+from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, shortest
-from patcher.seams import WeightTransform
+from patcher.patterns import is_expression, nearest
 
 __all__ = [
     "check_groups",
@@ -52,7 +53,7 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
                 f"{field}: a key is the name of a class, or an expression, found {key!r}; "
                 f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
             )
-        if matching.is_expression(key):
+        if is_expression(key):
             _compiled(f"{field} key {key!r}", key)
         if not isinstance(cls, type):
             kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
@@ -106,7 +107,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
                 f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
                 "WeightRenaming of transformers."
             )
-        for pattern in seams.source_patterns(value):
+        for pattern in source_patterns(value):
             other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
             if other is not value and identity(other) != identity(value):
                 raise PatchConflictError(
@@ -114,7 +115,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
                     f"{describe(value)}. Only one can; take one away."
                 )
         if all(identity(value) != identity(other) for other in result):
-            result.append(seams.copy_transform(value))
+            result.append(copy_transform(value))
     return tuple(result)
 
 
@@ -158,6 +159,6 @@ def groups(field: str, values: Any) -> tuple[tuple[str, ...], ...]:
 def check_groups(groups: Iterable[Iterable[Any]], mapping: Mapping[str, Any]) -> None:
     """Raise for what is in a group of `alternatives` and is no class key."""
     for key in (key for group in groups for key in group if key not in mapping):
-        close = matching.nearest(str(key), mapping)
+        close = nearest(str(key), mapping)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
         raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")

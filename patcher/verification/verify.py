@@ -17,14 +17,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.construction.in_force import unpatched
+from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, VerificationError
-from patcher.inputs import seeded
 from patcher.loading.hooks import install
-from patcher.model_classes import config_of, model_class_of
-from patcher.patcher import Patcher
-from patcher.stages import TOLERANCES, Run, Stage
-from patcher.tables import Shown, Table
+from patcher.spec.patcher import Patcher
+from patcher.verification.checks import TOLERANCES, Run, Stage
+from patcher.verification.inputs import seeded
 
 __all__ = ["Stage", "Verification", "verify"]
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
+from transformers.core_model_loading import WeightTransform
 
-from patcher import arguments, matching, seams, serializing
-from patcher.conversions import identity
+from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
+from patcher.conversions.transforms import identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, fusions_configured
-from patcher.seams import WeightTransform
+from patcher.patterns import find_key, nearest
+from patcher.spec import serialization as serializing
+from patcher.spec import validation as arguments
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -125,7 +128,7 @@ class Patcher:
     filtered_weight_conversion_patterns: Expressions = Converted(arguments.expressions)
     extra_weight_conversions: Converted[WeightTransform | Iterable[WeightTransform], tuple[WeightTransform, ...]] = (
         # Copies: a transform that somebody runs collects tensors, and this value must not.
-        Converted(arguments.transforms, read=lambda transforms: tuple(map(seams.copy_transform, transforms)))
+        Converted(arguments.transforms, read=lambda transforms: tuple(map(copy_transform, transforms)))
     )
     _: KW_ONLY
     fusions: Converted[str | Fusion | Iterable[str | Fusion], tuple[str | Fusion, ...]] = Converted(arguments.fusions)
@@ -142,7 +145,7 @@ class Patcher:
     def __post_init__(self) -> None:
         arguments.check_groups(self.alternatives, self.class_mapping)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
-            matching.find_key(name, self.class_mapping)
+            find_key(name, self.class_mapping)
         key = (
             frozenset(self.class_mapping.items()),
             self.filtered_weight_conversion_patterns,
@@ -199,7 +202,7 @@ class Patcher:
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in known:
-                close = matching.nearest(name, known)
+                close = nearest(name, known)
                 hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
                 raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
         return dataclasses.replace(self, **changes)
@@ -363,5 +366,5 @@ def _item_repr(item: Any) -> str:
         return item.__qualname__
     if not isinstance(item, WeightTransform):
         return repr(item)
-    given = [seams.source_patterns(item), seams.target_patterns(item), list(getattr(item, "operations", ()))]
+    given = [source_patterns(item), target_patterns(item), list(getattr(item, "operations", ()))]
     return f"{type(item).__name__}({', '.join(repr(each) for each in given if each)})"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher import seams
-from patcher.conversions import describe
+from patcher.compat.conversions import dot_natural_key
+from patcher.conversions.tracing import Journal
+from patcher.conversions.transforms import describe
+from patcher.display import Shown, Table, folded
 from patcher.errors import InvalidPatcherError
-from patcher.journals import Journal
 from patcher.loading.record import PatchRecord, record_of
-from patcher.matching import compress
-from patcher.tables import Shown, Table, folded
+from patcher.patterns import compress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,5 +155,5 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
 
 def rows_of_classes(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
     """(path, original, replacement), in the order of the layers."""
-    ordered = sorted(modules, key=seams.dot_natural_key)
+    ordered = sorted(modules, key=dot_natural_key)
     return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)

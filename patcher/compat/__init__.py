@@ -1,0 +1,1 @@
+"""What is private to transformers: every name of it that this package touches, and nothing else."""

@@ -1,0 +1,236 @@
+"""Weight transforms of transformers: their private slots, how a load names a key, and the conversions of a model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from transformers import PreTrainedModel, conversion_mapping, modeling_utils
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+from transformers.core_model_loading import dot_natural_key as dot_natural_key
+
+from patcher.compat.models import as_stock
+
+# What a transform collects while it runs, and what follows from its patterns.
+_RUNTIME_SLOTS = frozenset(
+    {
+        "collected_tensors",
+        "compiled_sources",
+        "distributed_operation",
+        "layer_targets",
+        "quantization_operation",
+        "source_patterns",
+        "target_patterns",
+        "_active",
+        "_was_used",
+    }
+)
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in reversed(cls.__mro__):
+        own = base.__dict__.get("__slots__", ())
+        names += [own] if isinstance(own, str) else list(own)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def transform_settings(transform: WeightTransform) -> dict[str, Any]:
+    """All that makes a transform what it is: its patterns as they were written, its scope, its operations."""
+    names = [name for name in _slots(type(transform)) if name not in _RUNTIME_SLOTS]
+    settings = {name: getattr(transform, name) for name in names if hasattr(transform, name)}
+    settings.update(getattr(transform, "__dict__", {}))
+    return settings
+
+
+def source_patterns(transform: WeightTransform) -> list[str]:
+    """The source patterns as they were written."""
+    return list(transform._original_source_patterns)
+
+
+def target_patterns(transform: WeightTransform) -> list[str]:
+    """The target patterns as they were written."""
+    return list(transform._original_target_patterns)
+
+
+def all_patterns(transform: WeightTransform) -> set[str]:
+    """Source and target patterns, as they were written and as they are matched."""
+    return {
+        *transform._original_source_patterns,
+        *transform._original_target_patterns,
+        *transform.source_patterns,
+        *transform.target_patterns,
+    }
+
+
+def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None = None) -> Any:
+    """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs."""
+    kind = type(transform) if cls is None else cls
+    copy = kind.__new__(kind)
+    for name in _slots(type(transform)):
+        if hasattr(transform, name):
+            value = getattr(transform, name)
+            if name in ("collected_tensors", "layer_targets"):
+                value = type(value)(value.default_factory)
+            elif name == "compiled_sources":
+                pass  # immutable
+            else:
+                value = deepcopy(value)
+            object.__setattr__(copy, name, value)
+    if hasattr(transform, "__dict__"):
+        copy.__dict__.update(deepcopy(transform.__dict__))
+    copy._was_used = False
+    copy.quantization_operation = None
+    return copy
+
+
+def leave_alone(transforms: Iterable[WeightTransform], keys: Iterable[str]) -> bool:
+    """Whether no transform takes or renames a key. Where a transform has a scope that takes a closer look: False."""
+    transforms = list(transforms)
+    searches = [transform.compiled_sources.search for transform in transforms]
+    return not any(transform.scope_prefix for transform in transforms) and not any(
+        search(key) for key in keys for search in searches
+    )
+
+
+def is_stock_operation(operation: ConversionOps) -> bool:
+    """Whether transformers itself brings the operation."""
+    return type(operation).__module__.startswith("transformers.")
+
+
+def take_over_use(used: WeightTransform, transform: WeightTransform) -> None:
+    """Mark `transform` as used if its copy `used` was."""
+    transform._was_used = used._was_used
+
+
+def was_used(transform: WeightTransform) -> bool:
+    """Whether the transform matched a key."""
+    return bool(transform._was_used)
+
+
+def rename_key(
+    key: str,
+    transforms: Iterable[WeightTransform],
+    model: PreTrainedModel | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> tuple[str, WeightTransform | None, str | None]:
+    """The name that a load gives to a checkpoint key, and the converter and the source pattern that take it.
+
+    With `model` and `parameters` the prefix of the base model is added or removed as a load does.
+    """
+    renamed, taker, pattern = key, None, None
+    chain = list(transforms)
+    for transform in chain:
+        if isinstance(transform, WeightRenaming):
+            renamed, _ = transform.rename_source_key(renamed)
+    for transform in chain:
+        if isinstance(transform, WeightConverter):
+            renamed, pattern = transform.rename_source_key(renamed)
+            if pattern is not None:
+                taker = transform
+                break
+    if model is None or parameters is None:
+        return renamed, taker, pattern
+    renamed = with_model_prefix(renamed, model, parameters)
+    if renamed not in parameters and key in parameters:
+        return with_model_prefix(key, model, parameters), None, None
+    return renamed, taker, pattern
+
+
+def with_model_prefix(key: str, model: PreTrainedModel, parameters: Mapping[str, Any]) -> str:
+    """The key with the prefix of the base model added or removed, where that names a parameter."""
+    prefix = model.base_model_prefix
+    if not prefix:
+        return key
+    if key.startswith(prefix) and key.removeprefix(f"{prefix}.") in parameters:
+        return key.removeprefix(f"{prefix}.")
+    if f"{prefix}.{key}" in parameters:
+        return f"{prefix}.{key}"
+    return key
+
+
+def stock_conversions(
+    model: PreTrainedModel, key_mapping: dict[str, str] | None = None, *, legacy: bool = True
+) -> list[WeightTransform]:
+    """The conversions that transformers has for the model, before any quantizer."""
+    return _stock_conversion_mapping(as_stock(model), key_mapping, None, add_legacy=legacy)
+
+
+# Before the hook stands in for them.
+_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
+
+
+_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
+
+
+def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] | None = None) -> dict[str, Any]:
+    """Reverse the conversions of the model's load as transformers does, or these instead."""
+    if conversions is None and used_conversions(model) is None:
+        # It would ask for them itself, by the classes that the sub-models have now.
+        conversions = stock_conversions_from_scratch(model) or None
+        if conversions is None:
+            return dict(state_dict)
+    return dict(_stock_revert(model if conversions is None else _Converted(model, conversions), state_dict))
+
+
+class _Converted:
+    """A model as transformers' reversal sees it, with other conversions to reverse."""
+
+    def __init__(self, model: Any, conversions: list[Any]) -> None:
+        self._model = model
+        self._weight_conversions = conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def adapted_to_quantizer(
+    quantizer: Any, conversions: list[WeightTransform], model: PreTrainedModel
+) -> list[WeightTransform]:
+    """The conversions as a quantizer, if there is one, adapts them."""
+    if quantizer is None:
+        return conversions
+    adapt = quantizer.update_weight_conversions
+    takes_model = "model" in inspect.signature(adapt).parameters  # since 5.19
+    adapted: list[WeightTransform] = adapt(conversions, model) if takes_model else adapt(conversions)
+    return adapted
+
+
+def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
+    """The conversions that transformers reverses when it saves a model that was not loaded."""
+    return [
+        conversion for conversion in stock_conversions(model, legacy=False) if not isinstance(conversion, PrefixChange)
+    ]
+
+
+def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
+    """The conversions of the model's load, as transformers remembers them for saving."""
+    return getattr(model, "_weight_conversions", None)
+
+
+def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
+    model.__dict__["_weight_conversions"] = conversions
+
+
+def follow_earlier_imports() -> None:
+    """Let peft ask the hook for conversions if it was imported before, with the function under a name of its own."""
+    peft = sys.modules.get("peft.utils.transformers_weight_conversion")
+    if peft is not None and vars(peft).get("get_model_conversion_mapping") is _stock_conversion_mapping:
+        peft.get_model_conversion_mapping = conversion_mapping.get_model_conversion_mapping  # type: ignore[attr-defined]
+
+
+def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a load would read a checkpoint that torch.distributed has written."""
+    find = getattr(modeling_utils, "get_distributed_checkpoint_dir", None)  # since 5.18
+    if find is None or path is None:
+        return False
+    return find(path, options.get("subfolder", ""), options.get("gguf_file"), options.get("state_dict")) is not None

@@ -1,0 +1,164 @@
+"""What transformers keeps on models and parameters, and which class a replaced module stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.accelerate import get_device as get_device
+from transformers.integrations.accelerate import offload_weight
+
+#: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
+EXPERTS_HOME = "transformers.integrations.moe"
+
+
+# Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
+# its own takes them from the class that it replaces.
+LOADING_ATTRIBUTES = (
+    "_tied_weights_keys",
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+    "_no_split_modules",
+    "_skip_keys_device_placement",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+    "_can_record_outputs",
+    "_supports_sdpa",
+    "_supports_flash_attn",
+    "_supports_flex_attn",
+    "_supports_attention_backend",
+    "base_model_prefix",
+    "main_input_name",
+    "input_modalities",
+    "supports_gradient_checkpointing",
+)
+
+
+#: On a replaced module: the class that it was built for. transformers goes by class in many places.
+ORIGINAL = "_patcher_original"
+
+
+def original_class(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a module was built in place of, if it is a replacement."""
+    return module.__dict__.get(ORIGINAL)
+
+
+def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
+    module.__dict__[ORIGINAL] = original
+
+
+def as_stock(model: Any) -> Any:
+    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace.
+
+    Nothing is written to the model, which others may be running.
+    """
+    if any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
+        return _AsStock(model)
+    return model
+
+
+class _AsStock:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in self._model.named_modules(*args, **kwargs):
+            original = original_class(module)
+            if isinstance(module, PreTrainedModel) and original is not None:
+                shown = object.__new__(original)
+                object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
+                yield name, shown
+            else:
+                yield name, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def tied_keys(model: PreTrainedModel) -> set[str]:
+    """The parameters that are tied to another one, and so don't come from a checkpoint."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def settle_keys(model: PreTrainedModel, info: Any) -> None:
+    """Take from the missing and the unexpected keys what transformers doesn't mind, as a load does at its end."""
+    model.mark_tied_weights_as_initialized(info)  # type: ignore[no-untyped-call]
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+
+
+def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The model class that an Auto class has for a config."""
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        return None
+    found = mapping[type(config)]
+    listed: list[type[PreTrainedModel]] = list(found) if isinstance(found, tuple) else [found]
+    named = [cls for cls in listed if cls.__name__ in (config.architectures or ())]
+    return (named or listed)[0]
+
+
+def tie_partners(model: PreTrainedModel) -> set[str]:
+    """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*ties, *ties.values()}
+
+
+def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:
+    """Whether a parameter stays in float32 when a model is loaded as float16, and as bfloat16."""
+    names = model._keep_in_fp32_modules or (), model._keep_in_fp32_modules_strict or ()
+    # As the load's own plan: a name, or an expression, that is found anywhere in the key.
+    weak, strict = (any(re.search(name.replace("*", ".*"), key) for name in listed) for listed in names)
+    return weak or strict, strict
+
+
+def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> None:
+    """Give a replaced model, on the instance, what its class lacks and the class that it replaces says."""
+    replacement = type(model)
+    if issubclass(replacement, original) or not issubclass(original, PreTrainedModel):
+        return
+    for name in LOADING_ATTRIBUTES:
+        default = getattr(PreTrainedModel, name, None)
+        mine, theirs = getattr(replacement, name, default), getattr(original, name, default)
+        if mine is default and theirs is not default and not isinstance(theirs, property):
+            model.__dict__[name] = deepcopy(theirs)
+
+
+def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]]) -> None:
+    """Where a device map may not split the original class, it may not split the replacement."""
+    listed = model._no_split_modules
+    if listed:
+        # Set by `post_init` on the instance; older models may not have got there.
+        model._no_split_modules = set(listed).union(*(new for old, new in names.items() if old in listed))
+
+
+def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:
+    """Keep transformers' initialisation away from a tensor that has its value, or from a module's own part in it."""
+    tensor._is_hf_initialized = True  # type: ignore[union-attr]
+
+
+def is_initialized(tensor: torch.Tensor) -> bool:
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
+def forget_initialized(tensor: torch.Tensor) -> None:
+    tensor.__dict__.pop("_is_hf_initialized", None)
+
+
+def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Let transformers know which names of a module are others of one parameter, so that it saves it once."""
+    if not isinstance(module, PreTrainedModel) and getattr(module, "_tied_weights_keys", None) is None:
+        module.__dict__["_tied_weights_keys"] = dict(names)
+
+
+def offload(tensor: torch.Tensor, key: str, folder: Any, index: dict[str, Any]) -> None:
+    """Write a tensor to where the load keeps what the device map puts on the disk."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    offload_weight(tensor, key, folder, index)

@@ -1,0 +1,65 @@
+"""How transformers records the outputs of modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
+
+stock_install_output_hooks = output_capturing.install_all_output_capturing_hooks
+
+
+def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing.OutputRecorder]]:
+    """What the model's class records, as (output name, recorder) pairs."""
+    if type(output_capturing._CAN_RECORD_REGISTRY) is dict:  # up to 5.17
+        entries = dict.get(output_capturing._CAN_RECORD_REGISTRY, str(model.__class__)) or {}
+    else:
+        entries = output_capturing._CAN_RECORD_REGISTRY.get(model) or {}
+    recorders = []
+    for key, specs in entries.items():
+        for spec in specs if isinstance(specs, list) else [specs]:
+            if not isinstance(spec, output_capturing.OutputRecorder):
+                is_name = isinstance(spec, str)
+                spec = output_capturing.OutputRecorder(
+                    target_class=None if is_name else spec,  # type: ignore[arg-type]
+                    index=0 if "hidden_states" in key else 1,
+                    class_name=spec if is_name else None,
+                )
+            recorders.append((key, spec))
+    return recorders
+
+
+def is_recorded(recorder: output_capturing.OutputRecorder, module: nn.Module, path: str) -> bool:
+    """Whether transformers finds the module by its class, or by the end of its path."""
+    target: type[nn.Module] | None = recorder.target_class  # None where the path decides
+    return (target is not None and isinstance(module, target)) or (
+        recorder.class_name is not None and path.endswith(recorder.class_name)
+    )
+
+
+def is_recorded_at(recorder: output_capturing.OutputRecorder, path: str) -> bool:
+    """Whether the recorder is for modules at such a path."""
+    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{path}."
+
+
+def mark_recorded(model: PreTrainedModel) -> None:
+    """Let transformers know that the hooks are installed."""
+    model._output_capturing_hooks_installed = True  # type: ignore[assignment]
+
+
+class _Bearer:
+    """Takes a hook as a module does. A real one, made while `torch.compile` looks on, would break its graph."""
+
+    hook: Any = None
+
+    def register_forward_hook(self, hook: Any) -> None:
+        self.hook = hook
+
+
+def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
+    """The forward hook with which transformers records an output."""
+    bearer: Any = _Bearer()
+    output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
+    return bearer.hook

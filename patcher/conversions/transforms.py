@@ -1,0 +1,54 @@
+"""Weight transforms as values: transformers gives them no equality of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
+
+from patcher.compat.conversions import source_patterns, target_patterns, transform_settings
+
+if TYPE_CHECKING:
+    pass
+
+
+def identity(transform: WeightTransform) -> tuple[Any, ...]:
+    """What two transforms that do the same have in common: weight transforms have no equality of their own."""
+    return (type(transform), _frozen(transform_settings(transform)))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted(((str(key), _frozen(item)) for key, item in value.items()), key=lambda pair: pair[0]))
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_frozen(item) for item in value)
+    if isinstance(value, ConversionOps):
+        return (type(value), _frozen(vars(value)))
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.detach().cpu().flatten().tolist().__repr__())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def describe(transform: WeightTransform) -> str:
+    """One line: `q_proj, k_proj, v_proj -> qkv_proj [Concatenate(dim=0)]`."""
+    arrow = f"{', '.join(source_patterns(transform))} -> {', '.join(target_patterns(transform))}"
+    operations = getattr(transform, "operations", None)
+    return f"{arrow} [{', '.join(map(repr, operations))}]" if operations else f"{arrow} [rename]"
+
+
+def joins(transform: WeightTransform) -> bool:
+    """Whether the transform is a converter that concatenates."""
+    return any(type(operation) is Concatenate for operation in getattr(transform, "operations", ()))
+
+
+def single(value: Any) -> Any:
+    """The tensor, of one that transformers may have handed on in a list."""
+    return value[0] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Whether a patched model computes, learns and saves what the stock model does."""
