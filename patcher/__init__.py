@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from patcher.inspection.plan import plan as plan
     from patcher.inspection.report import Report as Report
     from patcher.inspection.report import report as report
-    from patcher.loading.hooks import install as install
+    from patcher.loading import install as install
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.patcher import Patcher as Patcher
@@ -45,7 +45,7 @@ _HOMES = {
     "Verification": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
-    "install": "patcher.loading.hooks",
+    "install": "patcher.loading",
     "plan": "patcher.inspection.plan",
     "report": "patcher.inspection.report",
     "verify": "patcher.verification.verify",
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
     elif name not in _HOMES:
         raise AttributeError(f"module 'patcher' has no attribute {name!r}")
     else:
-        importlib.import_module("patcher.loading.hooks").install()
+        importlib.import_module("patcher.loading").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

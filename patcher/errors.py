@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
 __all__ = [
     "CodegenError",
@@ -85,10 +86,17 @@ class PatcherWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Issue a `PatcherWarning` at the line of the user's code that called us, through transformers or not."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USER:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, PatcherWarning, stacklevel=level)
+    frame = calling_frame(("patcher.", "transformers.", "contextlib."))
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, PatcherWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    )
 
 
-_NOT_THE_USER = ("patcher", "transformers", "contextlib")
+def calling_frame(inside: tuple[str, ...]) -> FrameType:
+    """The innermost frame that is not inside of some modules: prefixes of their names, each with a dot at its end."""
+    frame = sys._getframe()
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(inside):
+        frame = frame.f_back
+    return frame

@@ -20,12 +20,11 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers.utils.output_capturing import OutputRecorder
 
+from patcher.compat.recorders import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
 from patcher.loading.hooks import applied, install
 from patcher.patterns import find_key, nearest
@@ -150,24 +149,8 @@ def patch_output_recorders(model: nn.Module) -> None:
     Recorders are put on the model itself, never on its class. A model that was built under a patcher needs no call.
     """
     mapping = registered_patcher().class_mapping
-
-    def patched(recorder: Any) -> Any:
-        if isinstance(recorder, OutputRecorder):
-            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
-            name = recorder.class_name if target is None else target.__name__
-            key = find_key(name, mapping, names_too=True) if name else None
-            return recorder if key is None else replace(recorder, target_class=mapping[key])
-        name = recorder if isinstance(recorder, str) else recorder.__name__
-        key = find_key(name, mapping, names_too=True)
-        return recorder if key is None else mapping[key]
-
-    for module in model.modules():
-        recorders = getattr(module, "_can_record_outputs", None)
-        if mapping and isinstance(recorders, dict):
-            module.__dict__["_can_record_outputs"] = {
-                output: [patched(item) for item in value] if isinstance(value, list) else patched(value)
-                for output, value in recorders.items()
-            }
+    if mapping:
+        record_replacements(model, lambda name: mapping.get(find_key(name, mapping, names_too=True) or ""))
 
 
 register_monkey_patch_mapping = register_patch_mapping

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import str_to_torch_dtype
 
+from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
 __all__ = ["Headers", "headers_of", "headers_of_mapping"]

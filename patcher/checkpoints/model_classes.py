@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from patcher.compat.modeling_code import module_subclasses
-from patcher.compat.models import class_in
+from patcher.compat.models import class_in, remote_class
 from patcher.errors import InvalidPatcherError
 
 __all__ = ["PLACES", "config_of", "model_class_of"]
@@ -57,7 +57,7 @@ def model_class_of(
     options = options or {}
     if model_class is not None:
         found = _brought(getattr(model_class, "__name__", ""), config, model, options)
-        if found is None and hasattr(model_class, "_model_mapping"):
+        if found is None:
             found = class_in(model_class, config)
         if found is None:
             raise InvalidPatcherError(
@@ -104,9 +104,6 @@ def _brought(
     reference = (getattr(config, "auto_map", None) or {}).get(auto)
     if not options.get("trust_remote_code") or not isinstance(reference, str):
         return None
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
     names = PLACES - {"subfolder", "trust_remote_code", "variant"}
     places = {key: value for key, value in options.items() if key in names}
-    found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, str(model), **places)
-    return found
+    return remote_class(reference, str(model), **places)

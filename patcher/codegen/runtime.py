@@ -28,7 +28,7 @@ from patcher.fusions.joined import Joined, join, part_property
 from patcher.fusions.joining import JoinRows, Step
 from patcher.fusions.listed import listed
 from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
-from patcher.loading.record import record_of
+from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
 
 __all__ = [

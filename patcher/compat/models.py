@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device
 from transformers.integrations.accelerate import offload_weight
+from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
 EXPERTS_HOME = "transformers.integrations.moe"
@@ -94,9 +95,17 @@ def settle_keys(model: PreTrainedModel, info: Any) -> None:
     model._adjust_missing_and_unexpected_keys(info)
 
 
+def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedModel]:
+    """The class that a repo brings, by its reference in the config: its code is run."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module  # imports much
+
+    found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, repo, **places)
+    return found
+
+
 def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The model class that an Auto class has for a config."""
-    mapping = auto_class._model_mapping
+    mapping: Any = getattr(auto_class, "_model_mapping", {})
     if type(config) not in mapping:
         return None
     found = mapping[type(config)]

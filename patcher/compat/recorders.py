@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
-
-stock_install_output_hooks = output_capturing.install_all_output_capturing_hooks
 
 
 def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing.OutputRecorder]]:
@@ -63,3 +63,23 @@ def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any
     bearer: Any = _Bearer()
     output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
     return bearer.hook
+
+
+def record_replacements(model: nn.Module, replacement_of: Callable[[str], type[nn.Module] | None]) -> None:
+    """Have the recorders of a model and its sub-models, on the instances, look for replacements of classes."""
+
+    def changed(recorder: Any) -> Any:
+        if isinstance(recorder, output_capturing.OutputRecorder):
+            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
+            name = recorder.class_name if target is None else target.__name__
+            replacement = replacement_of(name) if name else None
+            return recorder if replacement is None else replace(recorder, target_class=replacement)
+        return replacement_of(recorder if isinstance(recorder, str) else recorder.__name__) or recorder
+
+    for module in model.modules():
+        recorders = getattr(module, "_can_record_outputs", None)
+        if isinstance(recorders, dict):
+            module.__dict__["_can_record_outputs"] = {
+                output: [changed(item) for item in value] if isinstance(value, list) else changed(value)
+                for output, value in recorders.items()
+            }

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from patcher.errors import CodegenError
+from patcher.errors import CodegenError, calling_frame
 from patcher.source.indentation import dedented
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -70,27 +70,19 @@ class Source:
         return node
 
 
+_INSIDE = ("patcher.codegen.", "patcher.source.", "patcher.errors.")
+
+
 def caller() -> Location:
-    """The innermost line that is not part of this package: the line of the config."""
-    frame = _caller_frame()
-    return Location("<unknown>", 0) if frame is None else Location(frame.f_code.co_filename, frame.f_lineno)
+    """The innermost line that is not part of code generation: the line of the config."""
+    frame = calling_frame(_INSIDE)
+    return Location(frame.f_code.co_filename, frame.f_lineno)
 
 
 def caller_module() -> tuple[str, str]:
     """Name and file of the module that the innermost foreign line belongs to."""
-    frame = _caller_frame()
-    return ("", "") if frame is None else (str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
-
-
-def _caller_frame() -> types.FrameType | None:
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _is_ours(frame: types.FrameType) -> bool:
-    return f"{frame.f_globals.get('__name__', '')}.".startswith(("patcher.codegen.", "patcher.source."))
+    frame = calling_frame(_INSIDE)
+    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
 
 
 def unwrap(obj: Any) -> Any:

@@ -46,6 +46,8 @@ ORDER = (
     "presets",
     "cli",
 )
+#: Rooms whose place is known and that nobody has needed yet.
+TO_COME = {"training"}
 #: The functions that may import what stands below them: methods of the value that act by what is built on it.
 LATE = {
     ("patcher", "__getattr__"),
@@ -75,9 +77,9 @@ OTHERS_OWN = {
 }
 #: The functions that look at frames, and why each must.
 FRAMES = {
-    "patcher.construction.namespaces:calling_module": "who constructs: modeling code, or somebody else",
-    "patcher.errors:caller_level": "the level of a warning: the first line that is not ours",
-    "patcher.construction.construction:Construction.is_abandoned": "whether the root's __init__ is still running",
+    "patcher.construction.frames:calling_module": "who constructs: modeling code, or somebody else",
+    "patcher.errors:calling_frame": "where a warning is said: at the first line that is not ours",
+    "patcher.construction.frames:is_initializing": "whether the root's __init__ is still running",
 }
 #: What users import from: presets, examples and notebooks get by with it.
 PUBLIC = (
@@ -101,7 +103,7 @@ def house() -> dict[str, Module]:
 
 
 def test_there_are_the_rooms_that_are_drawn() -> None:
-    assert {room(name) for name in house()} == set(ORDER)
+    assert {room(name) for name in house()} == set(ORDER) - TO_COME
 
 
 def test_no_circle() -> None:
@@ -117,8 +119,9 @@ def test_the_late_imports_that_are_exempt_exist() -> None:
     assert LATE - {("patcher", "__getattr__")} <= used
 
 
-def test_the_package_itself_imports_nothing() -> None:
-    assert [each for each in house()["patcher"].imports if not each.function and "patcher" in each.module] == []
+def test_the_package_itself_imports_only_its_errors() -> None:
+    imported = {each.name for each in house()["patcher"].imports if not each.function and "patcher" in each.module}
+    assert imported <= {"errors", "*"}
 
 
 def test_loading_and_codegen_do_not_know_each_others_inside() -> None:
