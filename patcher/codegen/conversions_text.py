@@ -18,7 +18,7 @@ from patcher.codegen.dependencies import Dependencies
 from patcher.codegen.registration import PatchRegistration
 from patcher.codegen.runtime import CONVERSIONS, Unstack
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.concatenate import RememberingConcatenate
+from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
@@ -154,7 +154,7 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
 
 
 def _plain(operation: ConversionOps) -> ConversionOps:
-    return Concatenate(operation.dim) if type(operation) is RememberingConcatenate else operation
+    return Concatenate(operation.dim) if type(operation) is ReversibleConcatenate else operation
 
 
 def _no_text(transform: WeightTransform, described: PatchRegistration, reason: str) -> CodegenError:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _GROUP = re.compile(r"\\\d")
 
 
-class RememberingConcatenate(Concatenate):
+class ReversibleConcatenate(Concatenate):
     """A `Concatenate` whose reverse cuts at the sizes that it joined, not into equal pieces."""
 
     sizes: tuple[tuple[str, int], ...] = ()
@@ -51,7 +51,7 @@ class RememberingConcatenate(Concatenate):
 
 
 class SplitBySizes(ConversionOps):
-    """Cut a tensor at given sizes. The reverse of `RememberingConcatenate`."""
+    """Cut a tensor at given sizes. The reverse of `ReversibleConcatenate`."""
 
     def __init__(self, dim: int, sizes: tuple[tuple[str, int], ...]) -> None:
         self.dim = dim

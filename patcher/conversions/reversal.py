@@ -1,4 +1,4 @@
-"""Giving the checkpoint back: what journals say was made is taken apart again, and nothing else is."""
+"""Giving the checkpoint back: what traces say was made is taken apart again, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming
 
 from patcher.compat.conversions import dot_natural_key
-from patcher.conversions.tracing import Entry, Journal
+from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.conversions.transforms import describe
 from patcher.errors import PatchedWeightsError
 
-__all__ = ["Renamed", "undo"]
+__all__ = ["ReversibleRenaming", "reverse_conversions"]
 
 
-def undo(
-    journals: Iterable[Journal], state_dict: Mapping[str, torch.Tensor], model: nn.Module
+def reverse_conversions(
+    traces: Iterable[ConversionTrace], state_dict: Mapping[str, torch.Tensor], model: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Take apart what the journals say was joined.
+    """Take apart what the traces say was joined.
 
     Returns:
         The tensors under the names that they had before the conversions, and the rest of the state dict, untouched.
@@ -31,26 +31,26 @@ def undo(
     """
     rest = dict(state_dict)
     restored: dict[str, torch.Tensor] = {}
-    for journal in journals:
-        if journal.lost:
+    for trace in traces:
+        if trace.lost:
             raise PatchedWeightsError(
                 f"The weights can't be saved in the original format: the quantizer has rewritten "
-                f"{describe(journal.transform)}, and that can't be reversed."
+                f"{describe(trace.transform)}, and that can't be reversed."
             )
-        for entry in journal.entries:
+        for entry in trace.entries:
             if not any(name in state_dict for name in entry.produced):
                 continue  # a state dict of a part of the model
-            restored.update(_undo_entry(journal, entry, rest, model))
+            restored.update(_reverse_layer(trace, entry, rest, model))
     return restored, rest
 
 
-def _undo_entry(
-    journal: Journal, entry: Entry, state_dict: dict[str, torch.Tensor], model: nn.Module
+def _reverse_layer(
+    trace: ConversionTrace, entry: LayerTrace, state_dict: dict[str, torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
     def fail(reason: str, cause: Exception | None = None) -> PatchedWeightsError:
         error = PatchedWeightsError(
             f"{', '.join(entry.produced)} can't be saved in the original format: {reason}.\n"
-            f"It was made by {describe(journal.transform)}.\n"
+            f"It was made by {describe(trace.transform)}.\n"
             "Give its operations a `reverse_op` that inverts them, or save the runtime layout yourself with "
             "`safetensors.torch.save_model(model, ...)`."
         )
@@ -58,7 +58,7 @@ def _undo_entry(
         return error
 
     collected: dict[str, Any] = {}
-    targets = journal.transform.target_patterns
+    targets = trace.transform.target_patterns
     for name, (pattern, shape, dtype) in entry.produced.items():
         tensor = state_dict.pop(name, None)
         if tensor is None:
@@ -81,7 +81,7 @@ def _undo_entry(
                     collected,
                     source_patterns=[target for target in targets if target in collected] or list(collected),
                     # In the order in which they were written, as on the way in: the checkpoint's order is another.
-                    target_patterns=[name for name in journal.transform.source_patterns if name in entry.sources],
+                    target_patterns=[name for name in trace.transform.source_patterns if name in entry.sources],
                     full_layer_name=entry.target,
                     model=model,
                     config=getattr(model, "config", None),
@@ -139,16 +139,16 @@ def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor
     return tensors
 
 
-class Renamed:
+class ReversibleRenaming:
     """A renaming that was applied in a load, as saving meets it: reversed by what it did, not by its pattern."""
 
-    def __init__(self, journal: Journal, base_model_prefix: str) -> None:
-        self.journal = journal
+    def __init__(self, trace: ConversionTrace, base_model_prefix: str) -> None:
+        self.trace = trace
         self.base_model_prefix = base_model_prefix
 
     def reverse_transform(self) -> WeightRenaming:
         reverse = _TableRenaming(source_patterns=["unused"], target_patterns=["unused"])
-        reverse.table = {after: before for before, after in self.journal.renamed.items()}
+        reverse.table = {after: before for before, after in self.trace.renamed.items()}
         reverse.prefix = f"{self.base_model_prefix}." if self.base_model_prefix else ""
         return reverse
 

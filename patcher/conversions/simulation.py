@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, rename_key
-from patcher.conversions.tracing import Entry, journal_of
+from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
 from patcher.patterns import common_prefix
 
@@ -56,14 +56,14 @@ def simulate(
     *,
     going_on: bool = False,
 ) -> Outcome:
-    """Load a checkpoint of meta tensors into a model on meta, by name and shape; tracked conversions keep journal.
+    """Load a checkpoint of meta tensors into a model on meta, by name and shape; traced conversions keep trace.
 
     As transformers does it, step by step. A load that doesn't read is this one.
 
     Args:
         unknown: the keys whose shapes nobody knows: they fit, and conversions that take one are taken at their word.
         going_on: note which conversions raise and go on, as transformers does until it has read everything. Of layers
-            that are alike one is converted, and the journals have no sizes of the others.
+            that are alike one is converted, and the traces have no sizes of the others.
     """
     parameters = model.state_dict()
     outcome = Outcome(missing=set(parameters))
@@ -149,12 +149,12 @@ class _Load:
         return {name: single(tensor).shape for name, tensor in made.items()}
 
     def take_at_its_word(self, first: str) -> dict[str, torch.Size]:
-        """What it makes by its patterns alone; the journal has it that it did."""
+        """What it makes by its patterns alone; the trace has it that it did."""
         assert self.converter is not None
-        journal = journal_of(self.converter)
-        if journal is not None:
-            journal.failed = [name for name in journal.failed if name != first]
-            journal.entries.append(Entry(first, {"": [(key, torch.Size()) for key in self.keys]}, {}, []))
+        trace = trace_of(self.converter)
+        if trace is not None:
+            trace.failed = [name for name in trace.failed if name != first]
+            trace.entries.append(LayerTrace(first, {"": [(key, torch.Size()) for key in self.keys]}, {}, []))
         targets = self.converter.target_patterns
         return {first.replace(targets[0], target): torch.Size() for target in targets}
 

@@ -1,7 +1,7 @@
 """What each conversion did in one load: per target, which tensors of which shapes went into it.
 
-transformers reverses a conversion by pattern, so it takes every key that looks like a result. A journal names the
-results; giving_back.py takes exactly those apart.
+transformers reverses a conversion by pattern, so it takes every key that looks like a result. A trace names the
+results, and `reversal.py` takes exactly those apart.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform
-from patcher.conversions.concatenate import RememberingConcatenate
+from patcher.conversions.concatenate import ReversibleConcatenate
 
-__all__ = ["Entry", "Journal", "journal_of", "track"]
+__all__ = ["ConversionTrace", "LayerTrace", "trace_of", "with_trace"]
 
 
 @dataclass
-class Entry:
+class LayerTrace:
     """What one conversion did for one layer."""
 
     target: str
@@ -32,11 +32,11 @@ class Entry:
 
 
 @dataclass
-class Journal:
+class ConversionTrace:
     """What one conversion did in one load. Copies of a conversion, which a load makes per layer, share it."""
 
     transform: WeightTransform
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LayerTrace] = field(default_factory=list)
     #: for a renaming: the key before -> the key after
     renamed: dict[str, str] = field(default_factory=dict)
     current: tuple[str, str] = ("", "")
@@ -63,37 +63,37 @@ class Journal:
             len({size for _, size in operation.sizes}) > 1
             for entry in self.entries
             for operation in entry.operations
-            if isinstance(operation, RememberingConcatenate)
+            if isinstance(operation, ReversibleConcatenate)
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConversionTrace:
         # transformers copies a converter for each layer; `copy.deepcopy(model)` gets what only loading writes.
         return self
 
 
-class _Tracked:
-    """The part of a tracked transform that renaming and converting have in common."""
+class _Traced:
+    """The part of a traced transform that renaming and converting have in common."""
 
     __slots__ = ()
-    journal: Journal
+    trace: ConversionTrace
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         renamed, pattern = super().rename_source_key(source_key)  # type: ignore[misc]
         if pattern is not None:
-            self.journal.current = (source_key, renamed)
+            self.trace.current = (source_key, renamed)
             if renamed != source_key:
-                self.journal.renamed[source_key] = renamed
+                self.trace.renamed[source_key] = renamed
         return renamed, pattern
 
 
-class _TrackedConverter(_Tracked):
+class _TracedConverter(_Traced):
     __slots__ = ()
     collected: list[tuple[str, str]]
     if TYPE_CHECKING:
         operations: list[ConversionOps]
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        before, after = self.journal.current
+        before, after = self.trace.current
         if target_key.endswith(f".{after}"):  # the load put the prefix of the base model in front
             before = target_key.removesuffix(after) + before
         elif after.endswith(f".{target_key}") and before.startswith(after.removesuffix(target_key)):
@@ -103,7 +103,7 @@ class _TrackedConverter(_Tracked):
 
     def copy(self, source_patterns: list[str], target_patterns: list[str], **kwargs: Any) -> WeightTransform:
         # A quantizer makes others of what it is given; those are its own, and nobody can follow them.
-        other: WeightTransform = self.journal.transform.copy(source_patterns, target_patterns, **kwargs)
+        other: WeightTransform = self.trace.transform.copy(source_patterns, target_patterns, **kwargs)
         return other
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class _TrackedConverter(_Tracked):
         try:
             result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
         except Exception:  # the load goes on and reports at its end
-            self.journal.failed.append(layer_name)
+            self.trace.failed.append(layer_name)
             raise
         sources: dict[str, list[tuple[str, torch.Size]]] = {}
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
@@ -124,7 +124,7 @@ class _TrackedConverter(_Tracked):
             _full_name(layer_name, pattern, list(last.seen)): (pattern, seen[0], last.dtypes[pattern])
             for pattern, seen in last.seen.items()
         }
-        self.journal.entries.append(Entry(layer_name, sources, produced, middle))
+        self.trace.entries.append(LayerTrace(layer_name, sources, produced, middle))
         return result
 
 
@@ -178,33 +178,33 @@ def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
 
 
 @cache
-def _tracked_class(cls: type[WeightTransform]) -> type[WeightTransform]:
+def _traced_class(cls: type[WeightTransform]) -> type[WeightTransform]:
     if issubclass(cls, WeightConverter):
-        bases: tuple[type, ...] = (_TrackedConverter, cls)
-        slots: tuple[str, ...] = ("journal", "collected")
+        bases: tuple[type, ...] = (_TracedConverter, cls)
+        slots: tuple[str, ...] = ("trace", "collected")
     else:
-        bases, slots = (_Tracked, cls), ("journal",)
-    return type(f"Tracked{cls.__name__}", bases, {"__slots__": slots, "__module__": __name__})
+        bases, slots = (_Traced, cls), ("trace",)
+    return type(f"Traced{cls.__name__}", bases, {"__slots__": slots, "__module__": __name__})
 
 
-def track(transform: WeightTransform) -> Any:
-    """A copy for one load, with a journal of its own."""
-    copy = copy_transform(transform, _tracked_class(type(transform)))  # type: ignore[arg-type]
-    copy.journal = Journal(transform)
+def with_trace(transform: WeightTransform) -> Any:
+    """A copy for one load, with a trace of its own."""
+    copy = copy_transform(transform, _traced_class(type(transform)))  # type: ignore[arg-type]
+    copy.trace = ConversionTrace(transform)
     if isinstance(copy, WeightConverter):
         copy.collected = []
-        copy.operations = [_remembering(operation) for operation in copy.operations]
+        copy.operations = [_reversible(operation) for operation in copy.operations]
     return copy
 
 
-def _remembering(operation: ConversionOps) -> ConversionOps:
+def _reversible(operation: ConversionOps) -> ConversionOps:
     if type(operation) is Concatenate:
-        remembering = RememberingConcatenate.__new__(RememberingConcatenate)
+        remembering = ReversibleConcatenate.__new__(ReversibleConcatenate)
         remembering.__dict__.update(operation.__dict__)
         return remembering
     return operation
 
 
-def journal_of(transform: WeightTransform) -> Journal | None:
-    """The journal of a tracked transform."""
-    return getattr(transform, "journal", None)
+def trace_of(transform: WeightTransform) -> ConversionTrace | None:
+    """The trace of a traced transform."""
+    return getattr(transform, "trace", None)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
-from patcher.conversions.concatenate import RememberingConcatenate
+from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import describe, single
 from patcher.fusions.anchoring import anchored
 from patcher.fusions.origins import AsStock, Made, NotConvertibleError
@@ -168,7 +168,7 @@ class CutStacks(ConversionOps):
     ) -> None:
         self.parts = parts
         self.target = target
-        self.operations = tuple(_remembering(operation) for operation in operations)
+        self.operations = tuple(_reversible(operation) for operation in operations)
         self.sources = sources
         self.targets = targets
 
@@ -274,8 +274,8 @@ def _numbered(tensors: Mapping[str, Any], pattern: str) -> list[torch.Tensor]:
     return [single(tensors[name]) for _, name in found]
 
 
-def _remembering(operation: ConversionOps) -> ConversionOps:
-    return RememberingConcatenate(operation.dim) if type(operation) is Concatenate else operation
+def _reversible(operation: ConversionOps) -> ConversionOps:
+    return ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else operation
 
 
 def _shapes(prefix: str, parts: tuple[Part, ...]) -> dict[str, tuple[int, ...]]:

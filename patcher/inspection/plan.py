@@ -17,7 +17,7 @@ from patcher.compat.conversions import dot_natural_key, stock_revert, with_model
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.conversions.simulation import Outcome, Route
-from patcher.conversions.tracing import Journal, journal_of
+from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
 from patcher.display import Shown, Table, folded
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
@@ -264,17 +264,19 @@ def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict
     keys_of: dict[str, tuple[str, ...]] = {}
     for keys, _, text in weights:
         keys_of[text] = (*keys_of.get(text, ()), *keys)
-    added = {describe(journal.transform): journal for item in selected.traced if (journal := journal_of(item))}
+    added = {describe(trace.transform): trace for item in selected.traced if (trace := trace_of(item))}
     fields: dict[str, Any] = {
         "conversions_dropped": tuple((describe(transform), text) for transform, text in selected.conversions.dropped),
         "conversions_added": tuple(
-            (text, keys_of.get(text) or tuple(compress(journal.renamed))) for text, journal in added.items()
+            (text, keys_of.get(text) or tuple(compress(trace.renamed))) for text, trace in added.items()
         ),
     }
     if not isinstance(load, Loaded):
         return fields
     info = load.info
-    kept = [describe(item.transform if isinstance(item, Journal) else item) for item in load.record.conversions]
+    kept = [
+        describe(item.transform if isinstance(item, ConversionTrace) else item) for item in load.record.conversions
+    ]
     return fields | {
         "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
         "weights": weights,
@@ -342,8 +344,8 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
     for route in routes:
         text = ""
         if route.conversion is not None:
-            journal = journal_of(route.conversion)
-            transform = route.conversion if journal is None else journal.transform
+            trace = trace_of(route.conversion)
+            transform = route.conversion if trace is None else trace.transform
             text = describe(transform)
         shape = (
             tuple(dict.fromkeys(map(_template, route.keys))),

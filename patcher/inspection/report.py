@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher.compat.conversions import dot_natural_key
-from patcher.conversions.tracing import Journal
+from patcher.conversions.tracing import ConversionTrace
 from patcher.conversions.transforms import describe
 from patcher.display import Shown, Table, folded
 from patcher.errors import InvalidPatcherError
@@ -130,7 +130,7 @@ def report(model: PreTrainedModel) -> Report:
 def _report(model: nn.Module, record: PatchRecord) -> Report:
     fired: list[tuple[str, int]] = []
     for item in record.conversions:
-        if isinstance(item, Journal):
+        if isinstance(item, ConversionTrace):
             count = sum(len(entry.produced) for entry in item.entries) or len(item.renamed)
             if count:
                 fired.append((describe(item.transform), count))

@@ -36,7 +36,7 @@ from patcher.construction.in_force import InForce, Matched, entering, in_force_f
 from patcher.construction.init_hooks import covering
 from patcher.conversions.selection import SelectedConversions, select_conversions
 from patcher.conversions.simulation import Outcome, simulate
-from patcher.conversions.tracing import Journal, journal_of, track
+from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity, joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatchedWeightsError
 from patcher.loading.checks import (
@@ -294,9 +294,9 @@ def select(
     """The conversions of the load, from those of transformers: before the quantizer adapts them."""
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
     conversions = select_conversions(stock[asked:], constructed.record.patchers, constructed.record.fusion_transforms)
-    traced = tuple(track(transform) for transform in conversions.added)
-    kept = [track(item) if joins(item) else item for item in conversions.kept]
-    followed = tuple(item for item in kept if journal_of(item) is not None)
+    traced = tuple(with_trace(transform) for transform in conversions.added)
+    kept = [with_trace(item) if joins(item) else item for item in conversions.kept]
+    followed = tuple(item for item in kept if trace_of(item) is not None)
     selected = Selected(constructed, conversions, traced, followed, key_mapping)
     return selected, [*stock[:asked], *traced, *kept]
 
@@ -373,7 +373,7 @@ def read(
     info, disk_index = read_weights()
     loaded = replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
-    own = [item for item in loaded.record.conversions if not isinstance(item, Journal)]
+    own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
     set_used_conversions(constructed.model, own)
     return loaded, info, disk_index
 
@@ -420,11 +420,12 @@ def _foretell(
         PatchedWeightsError: as `read`.
     """
     copies = {
-        id(item): track(trace.transform) if (trace := journal_of(item)) else copy_transform(item) for item in mapping
+        id(item): with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
+        for item in mapping
     }
     alone = replace(
         selected,
-        traced=tuple(copies.get(id(item)) or track(item.journal.transform) for item in selected.traced),
+        traced=tuple(copies.get(id(item)) or with_trace(item.trace.transform) for item in selected.traced),
         followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
     )
     copied = [copies[id(item)] for item in mapping]
@@ -436,7 +437,7 @@ def _foretell(
 
 def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
     """Whether the conversions that raise on the meta device do so for the shapes: others may look at values."""
-    failed = {name: trace for item in mapping if (trace := journal_of(item)) for name in trace.failed}
+    failed = {name: trace for item in mapping if (trace := trace_of(item)) for name in trace.failed}
     return failed.keys() >= outcome.conversion_errors.keys() and all(
         is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
         for trace in failed.values()
@@ -456,7 +457,7 @@ def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]
     """Put down what was done with the weights, and see whether it is what was asked for."""
     constructed = selected.constructed
     model, diagnostics = constructed.model, constructed.diagnostics
-    traces: list[Journal] = [item.journal for item in selected.traced]
+    traces: list[ConversionTrace] = [item.trace for item in selected.traced]
     for trace, item in zip(traces, selected.traced, strict=True):
         # A quantizer that has rewritten a conversion has made one that nobody can follow.
         trace.lost = not any(item is other for other in mapping)
@@ -465,7 +466,7 @@ def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]
     record = replace(
         constructed.record,
         read=True,
-        conversions=tuple(journal_of(item) or item for item in ran if journal_of(item) is not None or was_used(item)),
+        conversions=tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
         dropped=selected.conversions.dropped,
     )
     for trace in traces:
@@ -506,14 +507,14 @@ def _unknown(selected: Selected) -> frozenset[str]:
 
 def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
     """A stock conversion that was followed and has joined equal parts, as transformers knows it."""
-    trace = journal_of(item)
+    trace = trace_of(item)
     if trace is None or not any(item is other for other in followed) or trace.is_uneven():
         return item
     take_over_use(item, trace.transform)
     return trace.transform
 
 
-def _failure(trace: Journal, info: Any) -> PatchedWeightsError:
+def _failure(trace: ConversionTrace, info: Any) -> PatchedWeightsError:
     text = next((str(info.conversion_errors[key]) for key in trace.failed if key in info.conversion_errors), "")
     lines = text.strip().splitlines()
     return PatchedWeightsError(
@@ -523,7 +524,7 @@ def _failure(trace: Journal, info: Any) -> PatchedWeightsError:
     )
 
 
-def _matched_by_reading(selected: Selected, traces: list[Journal], checkpoint: Mapping[str, Any]) -> Matched:
+def _matched_by_reading(selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any]) -> Matched:
     """Which filters and conversions had an effect, and what there was for them."""
     constructed = selected.constructed
     entries = [

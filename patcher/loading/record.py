@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
-from patcher.conversions.tracing import Journal
+from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
 from patcher.spec.patcher import Patcher
 
@@ -50,8 +50,8 @@ class PatchRecord:
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
     read: bool = False
-    #: the conversions of the load in their order: journals of ours, and stock ones that were used
-    conversions: tuple[Journal | WeightTransform, ...] = ()
+    #: the conversions of the load in their order: traces of ours, and stock ones that were used
+    conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
     new_weights: tuple[str, ...] = ()
     dropped_weights: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ class PatchRecord:
         return tuple(entry.patcher for entry in self.in_force)
 
     @property
-    def journals(self) -> list[Journal]:
-        return [item for item in self.conversions if isinstance(item, Journal)]
+    def traces(self) -> list[ConversionTrace]:
+        return [item for item in self.conversions if isinstance(item, ConversionTrace)]
 
     def classes_of_replaced(self) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
         """path -> original class and replacement, of what a class mapping has replaced."""

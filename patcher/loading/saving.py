@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
-from patcher.conversions.reversal import Renamed, undo
+from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.simulation import simulate
-from patcher.conversions.tracing import Journal, journal_of, track
+from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.loading.record import PatchRecord, record_of
@@ -39,7 +39,7 @@ class SavePlan:
     model: PreTrainedModel
     record: PatchRecord | None
     original_format: bool = True
-    conversions: tuple[Journal | WeightTransform, ...] = ()
+    conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
 
     def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -49,14 +49,14 @@ class SavePlan:
             PatchedWeightsError: something in it can't be given back.
         """
         model = self.model
-        journals = [item for item in self.conversions if isinstance(item, Journal)]
-        restored, rest = undo(journals, state_dict, model)
+        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
+        restored, rest = reverse_conversions(traces, state_dict, model)
         renamings: list[Any] = []
         reversible: list[Any] = []
         for item in self.conversions:
-            if isinstance(item, Journal):
+            if isinstance(item, ConversionTrace):
                 if item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
-                    renamings.append(Renamed(item, model.base_model_prefix))
+                    renamings.append(ReversibleRenaming(item, model.base_model_prefix))
                     reversible.append(renamings[-1])
             else:
                 reversible.append(item)
@@ -116,7 +116,7 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
     else:
         conversions = _conversions_from_scratch(model, record, stock)
     order: dict[str, int] = {}
-    if record.dropped or any(item.entries for item in conversions if isinstance(item, Journal)):
+    if record.dropped or any(item.entries for item in conversions if isinstance(item, ConversionTrace)):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
         reversed_by = stock_conversions_from_scratch(stock()) if record.read else None
         saved = stock_revert(stock(), dict(stock().state_dict()), reversed_by)
@@ -126,9 +126,9 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
 
 def _conversions_as_read(
     model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
-) -> tuple[Journal | WeightTransform, ...]:
+) -> tuple[ConversionTrace | WeightTransform, ...]:
     """The conversions of the load, and those of fused parameters that came from elsewhere."""
-    produced = {name for journal in record.journals for entry in journal.entries for name in entry.produced}
+    produced = {name for trace in record.traces for entry in trace.entries for name in entry.produced}
     left = record.fused_parameters - produced
     if not left:
         return record.conversions
@@ -137,16 +137,16 @@ def _conversions_as_read(
         return scratch  # the checkpoint was in the fused layout, so no conversion had anything to do
     # Parts that the checkpoint didn't have: a tower that is initialised, for one.
     added = []
-    for journal in (item for item in scratch if isinstance(item, Journal)):
-        entries = [entry for entry in journal.entries if left.intersection(entry.produced)]
+    for trace in (item for item in scratch if isinstance(item, ConversionTrace)):
+        entries = [entry for entry in trace.entries if left.intersection(entry.produced)]
         if entries:
-            added.append(Journal(journal.transform, entries))
+            added.append(ConversionTrace(trace.transform, entries))
     return (*added, *record.conversions)
 
 
 def _conversions_from_scratch(
     model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
-) -> tuple[Journal | WeightTransform, ...]:
+) -> tuple[ConversionTrace | WeightTransform, ...]:
     """The conversions of a model that was made without a checkpoint: those that loading one would have run.
 
     The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
@@ -158,11 +158,11 @@ def _conversions_from_scratch(
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_transforms
     selected = select_conversions(conversions, record.patchers, fusions)
-    traced = [track(transform) for transform in selected.added]
+    traced = [with_trace(transform) for transform in selected.added]
     if not traced and len(selected.kept) == len(conversions):
         return selected.kept
     simulate(_OnMeta(model), [*traced, *selected.kept], checkpoint)  # type: ignore[arg-type]
-    traces = [journal for transform in traced if (journal := journal_of(transform)) is not None]
+    traces = [trace for transform in traced if (trace := trace_of(transform)) is not None]
     return (*traces, *(transform for transform in selected.kept if was_used(transform)))
 
 
@@ -185,7 +185,7 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     named = {identity(transform) for transform in record.fusion_transforms}
     reasons = [
         describe(item.transform)
-        for item in record.journals
+        for item in record.traces
         if (item.entries or item.renamed) and identity(item.transform) not in named
     ]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Concatenate, LlamaConfig, LlamaForCausalLM, WeightConverter, modeling_utils
 
 from patcher import PatchedWeightsError, Patcher, PatcherError, UnmatchedPatchError, plan
-from patcher.resolution.resolution import resolution
+from patcher.resolution import resolution
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 

@@ -26,8 +26,8 @@ from transformers.core_model_loading import Chunk, ConversionOps, Transpose, Wei
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher, report
-from patcher.conversions.reversal import undo
-from patcher.conversions.tracing import track
+from patcher.conversions.reversal import reverse_conversions
+from patcher.conversions.tracing import with_trace
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.replacements import JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -285,7 +285,7 @@ def test_the_naive_mechanism_saves_wrong(tmp_path: Path) -> None:
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), other=st.integers(1, 6), dim=st.integers(0, 1))
 def test_law_taking_apart_what_was_joined(sizes: list[int], other: int, dim: int) -> None:
     names = [f"part{number}" for number in range(len(sizes))]
-    converter = track(WeightConverter(names, ["whole"], operations=[Concatenate(dim=dim)]))
+    converter = with_trace(WeightConverter(names, ["whole"], operations=[Concatenate(dim=dim)]))
     parts = {
         f"x.{name}": torch.rand((size, other) if dim == 0 else (other, size))
         for name, size in zip(names, sizes, strict=True)
@@ -294,7 +294,7 @@ def test_law_taking_apart_what_was_joined(sizes: list[int], other: int, dim: int
         target, pattern = converter.rename_source_key(key)
         converter.add_tensor(target, key, pattern, tensor)
     whole = converter.convert("x.whole")
-    restored, rest = undo([converter.journal], whole, nn.Module())
+    restored, rest = reverse_conversions([converter.trace], whole, nn.Module())
     assert rest == {}
     assert restored.keys() == parts.keys()
     assert all(torch.equal(restored[key], parts[key]) for key in parts)
