@@ -60,7 +60,7 @@ def describe_patcher(
         _write_fused(resolution, patcher, stock, modeling, described)
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
-    transforms = resolution.fusion_transforms if resolution is not None else ()
+    transforms = resolution.fusion_plan.transforms if resolution is not None else ()
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
@@ -143,7 +143,7 @@ def _write_fused(
             name = part.removeprefix("self.")
             owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
         elif issubclass(cls, _WRITTEN):
-            by_class.setdefault(resolution.originals[path], {})[path] = cls
+            by_class.setdefault(resolution.original_classes[path], {})[path] = cls
     for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
         _check_home(next(iter(fused)), original, modeling, described)
         write = list_experts if issubclass(next(iter(fused.values())), ListedExperts) else join_projections
@@ -170,7 +170,7 @@ def _classes_of_others(
     for path, cls in resolution.fused.items():
         if issubclass(cls, _WRITTEN):
             continue
-        original = resolution.originals[path]
+        original = resolution.original_classes[path]
         _check_home(path, original, modeling, described)
         if found.setdefault(original.__name__, cls) is not cls:
             raise described.error(

@@ -254,9 +254,9 @@ def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
     return replace(
         record,
         refused=dict(resolution.refused),
-        fusion_transforms=resolution.fusion_transforms,
+        fusion_transforms=resolution.fusion_plan.transforms,
         fused_parameters=_fused_parameters(model, resolution),
-        fusions={fusion: paths for fusion, paths in resolution.by_fusion.items() if paths},
+        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
     )
 
 
@@ -264,7 +264,7 @@ def _fused_parameters(model: PreTrainedModel, resolution: Resolution) -> frozens
     names = set()
     for path in resolution.fused:
         for name, tensor in model.get_submodule(path).state_dict(prefix=f"{path}." if path else "").items():
-            if resolution.layout.get(name) != tensor.shape:
+            if resolution.fusion_plan.shapes.get(name) != tensor.shape:
                 names.add(name)
     return frozenset(names)
 

@@ -156,7 +156,7 @@ def _conversions_from_scratch(
     checkpoint = stock_revert(stock(), dict(stock().state_dict()))
     fusions = record.fusion_transforms
     if record.fused and not fusions:  # a part of a fused model: its names are others
-        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_transforms
+        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
     selected = select_conversions(conversions, record.patchers, fusions)
     traced = [with_trace(transform) for transform in selected.added]
     if not traced and len(selected.kept) == len(conversions):

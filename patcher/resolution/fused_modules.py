@@ -26,7 +26,7 @@ def prepare_fusions(construction: Construction, model_class: type[PreTrainedMode
         return
     resolution = construction.resolution = resolve_in_force(entries, model_class, config)
     construction.recorded = frozenset(
-        cls for path, cls in resolution.originals.items() if path not in resolution.converted
+        resolution.original_classes[path] for path in resolution.fused.keys() - resolution.fusion_plan.converted
     )
     cover_new_classes(construction.recorded)
 
@@ -39,7 +39,7 @@ def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
     fused: dict[int, nn.Module] = {}
     # The outer ones first: building those builds what is inside of them once more.
     for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
-        if path in resolution.converted:
+        if path in resolution.fusion_plan.converted:
             continue
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -68,9 +68,9 @@ def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
     if resolution is None:
         return
     matched: set[tuple[InForce, str, Any]] = set()
-    for path in resolution.converted:
+    for path in resolution.fusion_plan.converted:
         module = model.get_submodule(path)
-        original, cls = resolution.originals[path], resolution.fused[path]
+        original, cls = resolution.original_classes[path], resolution.fused[path]
         if type(module) is not original:
             raise PatchConstructionError(
                 f"{path} was to be fused as {cls.__qualname__}, but the model has a {type(module).__qualname__} "
@@ -92,7 +92,7 @@ def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
 
 def _fusion_of(construction: Construction, path: str) -> tuple[Any, InForce]:
     """The fusion that takes the module at `path`, and the patcher that asks for it."""
-    for fusion, paths in construction.resolution.by_fusion.items():
+    for fusion, paths in construction.resolution.fusion_plan.by_fusion.items():
         if path in paths:
             return fusion, next(entry for entry in construction.rules.entries if fusion in entry.patcher.fusions)
     raise KeyError(path)

@@ -33,8 +33,32 @@ __all__ = ["Resolution", "resolve", "resolve_in_force", "skeleton"]
 
 
 @dataclass(frozen=True, eq=False)
+class FusionPlan:
+    """What the fusions of a resolution amount to, for those that carry it out.
+
+    Attributes:
+        by_fusion: fusion -> the paths that it fuses.
+        converted: the paths whose modules are converted where they stand, not built again.
+        shapes: parameter -> shape, of what the modules hold before they are fused.
+        transforms: the conversions from the checkpoint's layout to the fused one.
+    """
+
+    by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
+    converted: frozenset[str] = frozenset()
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    transforms: tuple[WeightTransform, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class Resolution:
     """What a patcher does to one model.
+
+    >>> from patcher import Patcher
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    >>> resolution = Patcher(fusions="gate_up").resolve(LlamaForCausalLM, config)
+    >>> sorted(resolution.fused)
+    ['model.layers.0.mlp', 'model.layers.1.mlp']
 
     Attributes:
         classes: original class -> replacement, of what the class mapping replaces.
@@ -43,6 +67,7 @@ class Resolution:
         refused: path -> why a fusion that names the module leaves it alone.
         dropped: the stock conversions that are left out.
         added: the conversions that come in front.
+        original_classes: path -> the class that stood there, of what is replaced or fused.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]]
@@ -51,18 +76,8 @@ class Resolution:
     refused: Mapping[str, str]
     dropped: tuple[WeightTransform, ...]
     added: tuple[WeightTransform, ...]
-    #: path -> the class that a replacement stands for
-    original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
-    #: path -> the class of a module that is fused, as it was
-    originals: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
-    #: fusion -> the paths that it fuses
-    by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict, repr=False)
-    #: the fused paths whose modules are converted where they stand, not built again
-    converted: frozenset[str] = field(default=frozenset(), repr=False)
-    #: parameter -> shape, of what the fused modules hold before they are fused
-    layout: Mapping[str, torch.Size] = field(default_factory=dict, repr=False)
-    #: the transforms of the fusions alone
-    fusion_transforms: tuple[WeightTransform, ...] = field(default=(), repr=False)
+    original_classes: Mapping[str, type[nn.Module]] = field(repr=False)
+    fusion_plan: FusionPlan = field(repr=False)
 
     def __str__(self) -> str:
         lines = [f"{name}: {cls.__qualname__}" for name, cls in _folded(self.replaced)]
@@ -150,18 +165,21 @@ def resolve_in_force(
         refused=MappingProxyType(refused),
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(selected.added),
-        original_classes=MappingProxyType({path: cls for path in replaced if (cls := original_class(modules[path]))}),
-        originals=MappingProxyType({path: type(modules[path]) for path in fused}),
-        by_fusion=MappingProxyType(by_fusion),
-        converted=frozenset(converted),
-        layout=MappingProxyType(
-            {
-                f"{path}.{name}" if path else name: tensor.shape
-                for path in fused
-                for name, tensor in modules[path].state_dict().items()
-            }
+        original_classes=MappingProxyType(
+            {path: original_class(modules[path]) or type(modules[path]) for path in (*replaced, *fused)}
         ),
-        fusion_transforms=tuple(transforms),
+        fusion_plan=FusionPlan(
+            by_fusion=MappingProxyType(by_fusion),
+            converted=frozenset(converted),
+            shapes=MappingProxyType(
+                {
+                    f"{path}.{name}" if path else name: tensor.shape
+                    for path in fused
+                    for name, tensor in modules[path].state_dict().items()
+                }
+            ),
+            transforms=tuple(transforms),
+        ),
     )
 
 

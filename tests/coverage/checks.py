@@ -161,7 +161,9 @@ def _row(family: str, reference: Reference) -> dict[str, Any]:
         fused = set(resolution.fused)
         expected, unlike = _truth(family, reference)
         row |= {"fusable": len(expected), "fused": len(fused), "unreached": len(fused - expected - unlike)}
-        row["modules"] = dict(Counter(cls.__name__ for path, cls in resolution.originals.items() if path in fused))
+        row["modules"] = dict(
+            Counter(cls.__name__ for path, cls in resolution.original_classes.items() if path in fused)
+        )
         reasons = Counter(resolution.refused.get(path, "the fusion doesn't see it") for path in expected - fused)
         row["left"] = dict(Counter(r for path, r in resolution.refused.items() if path not in expected))
         if wrong := fused & unlike:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,8 @@ def test_a_save_builds_few_skeletons(
 
     patcher = Patcher(fusions=fusions, strict=False)
     folder = save_tiny(config(), tmp_path / "stock")
-    with pytest.MonkeyPatch.context() as quiet:
-        quiet.setattr("warnings.warn", lambda *args, **kwargs: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every fusion finds something in every model
         loaded = AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
         made = AutoModelForCausalLM.from_config(config(), patcher=patcher)
     built: list[Any] = []
