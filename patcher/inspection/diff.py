@@ -180,10 +180,8 @@ def diff(
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
     fusions = {path: str(fusion) for fusion, paths in resolution.fusion_plan.by_fusion.items() for path in paths}
-    changed = {path: (resolution.original_classes[path], cls, "") for path, cls in resolution.replaced.items()}
-    changed |= {
-        path: (resolution.original_classes[path], cls, fusions[path]) for path, cls in resolution.fused.items()
-    }
+    built = {**resolution.replaced, **resolution.fused}
+    changed = {path: (resolution.original_classes[path], cls, fusions.get(path, "")) for path, cls in built.items()}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(changed, key=dot_natural_key):
         grouped.setdefault(changed[path], []).append(path)
