@@ -25,7 +25,7 @@ from patcher.inspection.report import rows_of_classes
 from patcher.inspection.signatures import misfits
 from patcher.loading.checks import Diagnostics
 from patcher.loading.hooks import dry_run
-from patcher.loading.load import Constructed, DryRun, Load, Loaded, Request, Selected
+from patcher.loading.load import Constructed, DryRun, Load, Loaded, Request, Selected, constructed_of
 from patcher.loading.record import PatchRecord
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
@@ -182,7 +182,7 @@ def plan(
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
     asked = DryRun(unknown, has_checkpoint=headers is not None)
     load, error = dry_run(cls, patcher, tensors, asked, config=config, **_for_the_load(options))
-    constructed = _constructed(load)
+    constructed = constructed_of(load)
     asked_for = constructed.request if constructed is not None else load
     in_force = asked_for.in_force if isinstance(asked_for, Request) else in_force_for(patcher)[0]
     modules = _modules(constructed, cls, config, ClassRules(in_force))
@@ -228,12 +228,6 @@ def _completed(
         else:
             tensors[key] = known
     return tensors, frozenset(unknown)
-
-
-def _constructed(load: Load | None) -> Constructed | None:
-    selected = load.selected if isinstance(load, Loaded) else load
-    constructed = selected.constructed if isinstance(selected, Selected) else selected
-    return constructed if isinstance(constructed, Constructed) else None
 
 
 def _modules(
@@ -300,7 +294,7 @@ def _judgement(
 ) -> dict[str, Any]:
     """What the load would raise, the first error first, and what it would warn of."""
     diagnostics = load.diagnostics if isinstance(load, Loaded) else None
-    constructed = _constructed(load)
+    constructed = constructed_of(load)
     if diagnostics is None:
         diagnostics = constructed.diagnostics if constructed is not None else Diagnostics()
     problems = [str(each) for each in (*diagnostics.errors, *([error] if error is not None else []))]

@@ -31,7 +31,7 @@ from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
 from patcher.loading.checks import Diagnostics, check_matches
-from patcher.loading.initial_values import keeping_computed
+from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.load import (
     Constructed,
     DryRun,
@@ -43,11 +43,10 @@ from patcher.loading.load import (
     construct,
     finish,
     finish_by_hand,
-    initial_values,
-    read,
     request,
     select,
 )
+from patcher.loading.reading import read
 from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
@@ -248,7 +247,7 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
             return stock(model, load_config, loading_info)
         if load.selected.constructed.request.dry_run is not None:
             return loading_info
-        values = initial_values(load)
+        values = InitialValues(load.selected.constructed, load.info, load.disk_index)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
         return info

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_module_tensor_to_device  # type: ignore[import-untyped]
@@ -32,6 +32,9 @@ from patcher.construction.init_hooks import covering
 from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import search
+
+if TYPE_CHECKING:
+    from patcher.loading.load import Constructed
 
 __all__ = ["InitialValues", "ParameterTraits", "forget_indices", "keep_new_weights", "keeping_computed"]
 
@@ -88,21 +91,13 @@ class ParameterTraits:
 class InitialValues:
     """The computed values of a model's replacements, taken before transformers finishes the load."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        rules: ClassRules,
-        outermost: Iterable[Built],
-        traits: ParameterTraits,
-        loading_info: Any,
-        disk_index: dict[str, Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.rules = rules
-        self.traits = traits
+    def __init__(self, constructed: Constructed, loading_info: Any, disk_index: dict[str, Any] | None) -> None:
+        self.model = model = constructed.model
+        self.rules = constructed.rules
+        self.traits = constructed.traits
         self.disk_index = disk_index
         self.missing = set(loading_info.missing_keys) | {name for name, *_ in loading_info.mismatched_keys}
-        self.replaced = _replaced(model, outermost)
+        self.replaced = _replaced(model, constructed.outermost_built)
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
         for path, built in self.replaced:

@@ -1,0 +1,259 @@
+"""The fourth step of a load: names and shapes are judged, then the weights are read and what was done is put down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from patcher.compat.conversions import (
+    copy_transform,
+    is_stock_operation,
+    leave_alone,
+    set_used_conversions,
+    source_patterns,
+    take_over_use,
+    target_patterns,
+    was_used,
+)
+from patcher.compat.models import mark_initialized, settle_keys
+from patcher.construction.in_force import Matched, tell_blocks
+from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
+from patcher.conversions.transforms import describe, identity
+from patcher.errors import PatchedWeightsError
+from patcher.loading.checks import (
+    check_matches,
+    check_weights,
+    shape_of,
+    shapes_of,
+    stock_outcome,
+)
+from patcher.loading.load import Loaded, Selected
+from patcher.resolution.resolution import skeleton
+
+
+class _Info:
+    """What transformers would know of a load at its end."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.missing_keys = set(outcome.missing)
+        self.unexpected_keys = set(outcome.unexpected)
+        self.mismatched_keys = {(name, *shapes) for name, shapes in outcome.mismatched.items()}
+        self.conversion_errors = outcome.conversion_errors
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def read(
+    selected: Selected, checkpoint: Mapping[str, Any], load_config: Any, read_weights: Callable[[], tuple[Any, Any]]
+) -> tuple[Loaded, Any, Any]:
+    """Judge the names and shapes of a checkpoint, then have its weights read.
+
+    Args:
+        read_weights: reads them; gives what transformers knows of the load then, and its index of the disk.
+
+    Returns:
+        The result, and what `read_weights` gave.
+
+    Raises:
+        UnmatchedPatchError: a filter or a conversion had no effect.
+        PatchedWeightsError: parameters of replaced modules are missing, tensors are left over, a conversion failed.
+    """
+    constructed = selected.constructed
+    dry_run = constructed.request.dry_run
+    mapping = load_config.weight_mapping or []
+    foretold: Loaded | None = None
+    if dry_run is None:
+        if _can_be_foretold(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
+            foretold = _foretell(selected, mapping, checkpoint)
+    elif not dry_run.has_checkpoint:
+        foretold = Loaded(selected, constructed.record, _Info(Outcome()), constructed.diagnostics)
+    else:
+        foretold = _foretell(selected, mapping, checkpoint, dry_run.unknown, is_dry_run=True)
+        assert foretold is not None
+        _settle(constructed.model, foretold)
+    if dry_run is not None:
+        assert foretold is not None
+        return foretold, foretold.info, None
+    info, disk_index = read_weights()
+    loaded = replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index)
+    # What it reverses by itself; the traces of ours are reversed by what they did.
+    own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
+    set_used_conversions(constructed.model, own)
+    return loaded, info, disk_index
+
+
+def _can_be_foretold(load_config: Any) -> bool:
+    """Whether names and shapes say what a load will come to: not so of the parts of weights that are quantized."""
+    quantizer = load_config.hf_quantizer
+    return quantizer is None or not quantizer.pre_quantized
+
+
+def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> bool:
+    """Whether every tensor of the replaced modules plainly goes where its name says: nothing to judge, as usual."""
+    constructed = selected.constructed
+    patchers = [entry.patcher for entry in constructed.request.in_force]
+    if selected.traced or any(patcher.filtered_weight_conversion_patterns for patcher in patchers):
+        return False
+    paths = [item.path for item in constructed.record.replaced]
+    if "" in paths or not leave_alone(mapping, checkpoint):
+        return False
+    under = tuple(f"{path}." for path in paths)
+    expected = {
+        f"{path}.{name}": parameter.shape
+        for path in paths
+        for name, parameter in constructed.model.get_submodule(path).named_parameters(remove_duplicate=False)
+    }
+    found = {key: value for key, value in checkpoint.items() if key.startswith(under)}
+    return found.keys() == expected.keys() and all(expected[key] == shape_of(value) for key, value in found.items())
+
+
+def _foretell(
+    selected: Selected,
+    mapping: list[Any],
+    checkpoint: Mapping[str, Any],
+    unknown: frozenset[str] = frozenset(),
+    *,
+    is_dry_run: bool = False,
+) -> Loaded | None:
+    """What the load will come to, by names and shapes; None if it can't be told.
+
+    On copies of the conversions, since they collect what passes through them.
+
+    Raises:
+        UnmatchedPatchError: as `read`.
+        PatchedWeightsError: as `read`.
+    """
+    copies = {
+        id(item): with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
+        for item in mapping
+    }
+    alone = replace(
+        selected,
+        traced=tuple(copies.get(id(item)) or with_trace(item.trace.transform) for item in selected.traced),
+        followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
+    )
+    copied = [copies[id(item)] for item in mapping]
+    outcome = simulate(selected.constructed.model, copied, shapes_of(checkpoint), unknown, going_on=True)
+    if outcome.conversion_errors and not is_dry_run and not _fails_for_sure(copied, outcome):
+        return None
+    return replace(_judge(alone, copied, checkpoint, _Info(outcome)), outcome=outcome)
+
+
+def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
+    """Whether the conversions that raise on the meta device do so for the shapes: others may look at values."""
+    failed = {name: trace for item in mapping if (trace := trace_of(item)) for name in trace.failed}
+    return failed.keys() >= outcome.conversion_errors.keys() and all(
+        is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
+        for trace in failed.values()
+        for operation in getattr(trace.transform, "operations", ())
+    )
+
+
+def _settle(model: PreTrainedModel, foretold: Loaded) -> None:
+    """Take from the keys what transformers doesn't mind, as a load does at its end."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in foretold.outcome.loaded & set(parameters):
+        mark_initialized(parameters[name])
+    settle_keys(model, foretold.info)
+
+
+def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
+    """Put down what was done with the weights, and see whether it is what was asked for."""
+    constructed = selected.constructed
+    model, diagnostics = constructed.model, constructed.diagnostics
+    traces: list[ConversionTrace] = [item.trace for item in selected.traced]
+    for trace, item in zip(traces, selected.traced, strict=True):
+        # A quantizer that has rewritten a conversion has made one that nobody can follow.
+        trace.lost = not any(item is other for other in mapping)
+    lost = [item for item, trace in zip(selected.traced, traces, strict=True) if trace.lost]
+    ran = [*lost, *(_plain_if_even(item, selected.followed) for item in mapping)]
+    record = replace(
+        constructed.record,
+        read=True,
+        conversions=tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
+        dropped=selected.conversions.dropped,
+    )
+    for trace in traces:
+        if trace.failed:
+            failure = _failure(trace, info)
+            if diagnostics.goes_on:
+                return Loaded(selected, record, info, replace(diagnostics, errors=(*diagnostics.errors, failure)))
+            raise failure
+    matched = constructed.matched | _matched_by_reading(selected, traces, checkpoint)
+    if constructed.request.dry_run is None:
+        tell_blocks(matched)
+    for entry in constructed.request.own:
+        strict = entry.patcher.strict  # then what the model doesn't have was said when it was built
+        error = check_matches(entry, matched, classes=not strict, model_name=constructed.request.model_class.__name__)
+        diagnostics = diagnostics.adding(error, strict=strict)
+    expressions = [text for entry in constructed.request.in_force for text in entry.patcher.new_weights]
+    found = check_weights(
+        model,
+        record.replaced,
+        constructed.request.in_force,
+        missing=constructed.traits.without_aliases(set(info.missing_keys), expressions),
+        mismatched={
+            name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
+        },
+        unexpected=set(info.unexpected_keys),
+        stock_outcome=lambda: stock_outcome(
+            skeleton(record.model_class, model.config), selected.key_mapping, shapes_of(checkpoint), _unknown(selected)
+        ),
+    )
+    record = replace(record, new_weights=constructed.traits.with_aliases(found.new), dropped_weights=found.dropped)
+    return Loaded(selected, record, info, diagnostics.adding(found.error, strict=constructed.request.strict))
+
+
+def _unknown(selected: Selected) -> frozenset[str]:
+    dry_run = selected.constructed.request.dry_run
+    return dry_run.unknown if dry_run is not None else frozenset()
+
+
+def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
+    """A stock conversion that was followed and has joined equal parts, as transformers knows it."""
+    trace = trace_of(item)
+    if trace is None or not any(item is other for other in followed) or trace.is_uneven():
+        return item
+    take_over_use(item, trace.transform)
+    return trace.transform
+
+
+def _failure(trace: ConversionTrace, info: Any) -> PatchedWeightsError:
+    text = next((str(info.conversion_errors[key]) for key in trace.failed if key in info.conversion_errors), "")
+    lines = text.strip().splitlines()
+    return PatchedWeightsError(
+        f"{describe(trace.transform)} failed for {', '.join(trace.failed[:3])}: "
+        f"{lines[-2] if len(lines) > 1 else text}\n"
+        "Check the patterns, the order of the sources and the operations of this conversion."
+    )
+
+
+def _matched_by_reading(selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any]) -> Matched:
+    """Which filters and conversions had an effect, and what there was for them."""
+    constructed = selected.constructed
+    entries = [
+        entry
+        for entry in constructed.request.in_force
+        if entry.patcher.filtered_weight_conversion_patterns or entry.patcher.extra_weight_conversions
+    ]
+    if not entries:
+        return Matched(has_read=True)
+    parameters = set(constructed.model.state_dict()) if traces else set()
+    prefix = constructed.model.base_model_prefix
+    filters = {text for _, text in selected.conversions.dropped}
+    fired = {identity(trace.transform) for trace in traces if trace.had_effect(parameters, prefix)}
+    keys: set[Any] = set()
+    for entry in entries:
+        for field_name, effective in (
+            ("filtered_weight_conversion_patterns", filters),
+            ("extra_weight_conversions", fired),
+        ):
+            keys.update((entry, field_name, each) for each in effective)
+    stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
+    patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
+    return Matched(frozenset(keys), patterns=frozenset(patterns), checkpoint_keys=frozenset(checkpoint), has_read=True)
