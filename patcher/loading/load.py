@@ -3,7 +3,7 @@
     Request -> constructed -> selected -> loaded -> the record on the model
 
 `request` is made when `from_pretrained` is called, `construct` ends when the modules stand on the meta device,
-`select` has the conversions, `read` judges names and shapes and then has the weights read, `finish` puts down what was
+`select` has the conversions, `read` checks names and shapes and then has the weights read, `finish` puts down what was
 done. A dry run stops before the weights are read; a model built by hand goes from its construction to its record.
 """
 

@@ -1,12 +1,10 @@
-"""The fourth step of a load: names and shapes are judged, then the weights are read and what was done is put down."""
+"""The fourth step of a load: names and shapes are checked, the weights are read, and what was done is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from patcher.compat.conversions import (
     copy_transform,
@@ -31,7 +29,7 @@ from patcher.loading.checks import (
     shapes_of,
     stock_outcome,
 )
-from patcher.loading.load import Loaded, Selected
+from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.resolution.resolution import skeleton
 
 
@@ -51,7 +49,7 @@ class _Info:
 def read(
     selected: Selected, checkpoint: Mapping[str, Any], load_config: Any, read_weights: Callable[[], tuple[Any, Any]]
 ) -> tuple[Loaded, Any, Any]:
-    """Judge the names and shapes of a checkpoint, then have its weights read.
+    """Check the names and shapes of a checkpoint, then have its weights read.
 
     Args:
         read_weights: reads them; gives what transformers knows of the load then, and its index of the disk.
@@ -64,30 +62,35 @@ def read(
         PatchedWeightsError: parameters of replaced modules are missing, tensors are left over, a conversion failed.
     """
     constructed = selected.constructed
-    dry_run = constructed.request.dry_run
     mapping = load_config.weight_mapping or []
-    foretold: Loaded | None = None
-    if dry_run is None:
-        if _can_be_foretold(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
-            foretold = _foretell(selected, mapping, checkpoint)
-    elif not dry_run.has_checkpoint:
-        foretold = Loaded(selected, constructed.record, _Info(Outcome()), constructed.diagnostics)
-    else:
-        foretold = _foretell(selected, mapping, checkpoint, dry_run.unknown, is_dry_run=True)
-        assert foretold is not None
-        _settle(constructed.model, foretold)
-    if dry_run is not None:
-        assert foretold is not None
-        return foretold, foretold.info, None
+    if constructed.request.dry_run is not None:
+        expected = _dry_run(selected, mapping, checkpoint, constructed.request.dry_run)
+        return expected, expected.info, None
+    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
+        _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
     info, disk_index = read_weights()
-    loaded = replace(_judge(selected, mapping, checkpoint, info), disk_index=disk_index)
+    loaded = replace(_check_read(selected, mapping, checkpoint, info), disk_index=disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
     set_used_conversions(constructed.model, own)
     return loaded, info, disk_index
 
 
-def _can_be_foretold(load_config: Any) -> bool:
+def _dry_run(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
+    constructed = selected.constructed
+    if not asked.has_checkpoint:
+        return Loaded(selected, constructed.record, _Info(Outcome()), constructed.diagnostics)
+    expected = _simulate_read(selected, mapping, checkpoint, asked.unknown, is_dry_run=True)
+    assert expected is not None
+    # Take from the keys what transformers doesn't mind, as a load does at its end.
+    parameters = dict(constructed.model.named_parameters(remove_duplicate=False))
+    for name in expected.outcome.loaded & set(parameters):
+        mark_initialized(parameters[name])
+    settle_keys(constructed.model, expected.info)
+    return expected
+
+
+def _can_be_simulated(load_config: Any) -> bool:
     """Whether names and shapes say what a load will come to: not so of the parts of weights that are quantized."""
     quantizer = load_config.hf_quantizer
     return quantizer is None or not quantizer.pre_quantized
@@ -112,7 +115,7 @@ def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
     return found.keys() == expected.keys() and all(expected[key] == shape_of(value) for key, value in found.items())
 
 
-def _foretell(
+def _simulate_read(
     selected: Selected,
     mapping: list[Any],
     checkpoint: Mapping[str, Any],
@@ -141,7 +144,7 @@ def _foretell(
     outcome = simulate(selected.constructed.model, copied, shapes_of(checkpoint), unknown, going_on=True)
     if outcome.conversion_errors and not is_dry_run and not _fails_for_sure(copied, outcome):
         return None
-    return replace(_judge(alone, copied, checkpoint, _Info(outcome)), outcome=outcome)
+    return replace(_check_read(alone, copied, checkpoint, _Info(outcome)), outcome=outcome)
 
 
 def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
@@ -154,15 +157,7 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
     )
 
 
-def _settle(model: PreTrainedModel, foretold: Loaded) -> None:
-    """Take from the keys what transformers doesn't mind, as a load does at its end."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in foretold.outcome.loaded & set(parameters):
-        mark_initialized(parameters[name])
-    settle_keys(model, foretold.info)
-
-
-def _judge(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
+def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
     """Put down what was done with the weights, and see whether it is what was asked for."""
     constructed = selected.constructed
     model, diagnostics = constructed.model, constructed.diagnostics
