@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from types import ModuleType
@@ -27,46 +28,17 @@ if TYPE_CHECKING:
 
     from patcher.patcher import Patcher
 
-#: model type -> the presets for it, the recommended first; kernels after what needs nothing
-_FOR_MODELS = {
-    "bert": ("BERT_FUSED_PROJECTIONS",),
-    "clip": ("CLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "clip_vision_model": ("CLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "deepseek_v3": ("DEEPSEEK_V3_LINEAR_EXPERTS",),
-    "gemma3": ("GEMMA3_FUSED_PROJECTIONS",),
-    "gemma3_text": ("GEMMA3_FUSED_PROJECTIONS",),
-    "glm4v": ("GLM4V_LINEAR_PATCH_EMBEDDINGS",),
-    "gpt_oss": ("GPT_OSS_LINEAR_EXPERTS",),
-    "llama": ("LLAMA_FUSED_PROJECTIONS", "LLAMA_LIGER"),
-    "mistral": ("MISTRAL_FUSED_PROJECTIONS", "MISTRAL_LIGER"),
-    "mixtral": ("MIXTRAL_LINEAR_EXPERTS",),
-    "olmoe": ("OLMOE_LINEAR_EXPERTS",),
-    "phi": ("PHI_FUSED_PROJECTIONS",),
-    "qwen2": ("QWEN2_FUSED_PROJECTIONS",),
-    "qwen2_5_vl": ("QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "qwen2_moe": ("QWEN2_MOE_LINEAR_EXPERTS",),
-    "qwen2_vl": ("QWEN2_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "qwen3": ("QWEN3_FUSED_PROJECTIONS", "QWEN3_LIGER"),
-    "qwen3_moe": ("QWEN3_MOE_LINEAR_EXPERTS",),
-    "qwen3_vl": ("QWEN3_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "siglip": ("SIGLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "siglip_vision_model": ("SIGLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "vit": ("VIT_LINEAR_PATCH_EMBEDDINGS",),
+#: module of this package -> how its presets are named, and for which model types; what needs a package comes last
+_FAMILIES = {
+    "experts": ("LINEAR_EXPERTS", "DEEPSEEK_V3 GPT_OSS MIXTRAL OLMOE QWEN2_MOE QWEN3_MOE"),
+    "patch_embeddings": ("LINEAR_PATCH_EMBEDDINGS", "CLIP GLM4V QWEN2_5_VL QWEN2_VL QWEN3_VL SIGLIP VIT"),
+    "projections": ("FUSED_PROJECTIONS", "BERT GEMMA3 LLAMA MISTRAL PHI QWEN2 QWEN3"),
+    "kernels": ("LIGER", "LLAMA MISTRAL QWEN3"),
 }
-
-#: preset -> the module of this package that has it, by how it is named
-_MODULE_OF = {
-    name: module
-    for suffix, module in (
-        ("_LINEAR_EXPERTS", "experts"),
-        ("_LIGER", "kernels"),
-        ("_LINEAR_PATCH_EMBEDDINGS", "patch_embeddings"),
-        ("_FUSED_PROJECTIONS", "projections"),
-    )
-    for names in _FOR_MODELS.values()
-    for name in names
-    if name.endswith(suffix)
-}
+#: preset -> the module of this package that has it
+_MODULE_OF = {f"{model}_{what}": home for home, (what, models) in _FAMILIES.items() for model in models.split()}
+#: models that are a part of another
+_PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
 __all__ = sorted(_MODULE_OF)
 
@@ -132,10 +104,8 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
     """
     from patcher.model_classes import config_of
 
-    found = []
-    for name in _FOR_MODELS.get(config_of(config_or_id, options).model_type, ()):
-        try:
-            found.append(__getattr__(name))
-        except InvalidPatcherError:
-            continue
+    found, model_type = [], config_of(config_or_id, options).model_type
+    for what, _ in _FAMILIES.values():
+        with suppress(AttributeError, InvalidPatcherError):  # there is none, or it can't be used here
+            found.append(__getattr__(f"{_PARTS.get(model_type, model_type).upper()}_{what}"))
     return tuple(found)
