@@ -12,13 +12,9 @@ A load raises `PresetDriftError` where a transformers release has changed the co
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 from contextlib import suppress
-from functools import cache
-from itertools import pairwise
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patcher.errors import InvalidPatcherError
@@ -26,29 +22,36 @@ from patcher.errors import InvalidPatcherError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from patcher.patcher import Patcher
+    from patcher import Patcher
 
-#: module of this package -> how its presets are named, and for which model types; what needs a package comes last
+#: module of this package -> how its presets are named, and for which models; what needs a package comes last
 _FAMILIES = {
     "experts": ("LINEAR_EXPERTS", "DEEPSEEK_V3 GPT_OSS MIXTRAL OLMOE QWEN2_MOE QWEN3_MOE"),
     "patch_embeddings": ("LINEAR_PATCH_EMBEDDINGS", "CLIP GLM4V QWEN2_5_VL QWEN2_VL QWEN3_VL SIGLIP VIT"),
     "projections": ("FUSED_PROJECTIONS", "BERT GEMMA3 LLAMA MISTRAL PHI QWEN2 QWEN3"),
     "kernels": ("LIGER", "LLAMA MISTRAL QWEN3"),
 }
-#: preset -> the module of this package that has it
-_MODULE_OF = {f"{model}_{what}": home for home, (what, models) in _FAMILIES.items() for model in models.split()}
+#: preset -> the module of this package that has it, and the model
+_PRESETS = {f"{model}_{what}": (home, model) for home, (what, models) in _FAMILIES.items() for model in models.split()}
 #: models that are a part of another
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted(_PRESETS)
 
 
 def __getattr__(name: str) -> Patcher:
-    # Late: a preset may need a package that isn't installed, and the list of names needs none.
-    if name not in _MODULE_OF:
+    if name not in _PRESETS:
         raise AttributeError(f"module 'patcher.presets' has no attribute {name!r}")
-    found: Patcher = getattr(importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}"), name)
-    return found
+    from patcher import Patcher
+
+    home, model = _family(name)
+    # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
+    return Patcher(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
+
+
+def _family(name: str) -> tuple[Any, str]:
+    home, model = _PRESETS[name]
+    return importlib.import_module(f"patcher.presets.{home}"), model
 
 
 def __dir__() -> list[str]:
@@ -64,25 +67,13 @@ def describe(name: str) -> str:
     Raises:
         InvalidPatcherError: there is no such preset.
     """
-    if name not in _MODULE_OF:
+    if name not in _PRESETS:
         from patcher.matching import nearest
 
         close = nearest(name, __all__)
         raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
-    home = importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}")
-    return f"{_documented(home)[name]}\n\n{inspect.cleandoc(home.__doc__ or '')}"  # its own, and what all have
-
-
-@cache
-def _documented(home: ModuleType) -> dict[str, str]:
-    """The text that stands below each constant of a module."""
-    if hasattr(home, "DESCRIPTIONS"):
-        return dict(home.DESCRIPTIONS)
-    found = {}
-    for node, below in pairwise(ast.parse(inspect.getsource(home)).body):
-        if isinstance(node, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[ast.unparse(node.targets[0])] = inspect.cleandoc(str(below.value.value))
-    return found
+    home, model = _family(name)
+    return f"{home.describe(model)}\n\n{inspect.cleandoc(home.__doc__)}"  # its own, and what all have
 
 
 def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Patcher, ...]:
