@@ -119,8 +119,8 @@ class Run:
     def _outputs(self) -> Stage:
         self.reference = {one.name: one.of(self.stock) for one in self.passes}
         self.floor = self._stock_against_stock()
-        worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
-        reached: set[str] = set()
+        gaps: list[Difference] = []
+        agreement, reached = [], set[str]()
         for one in self.passes:
             expected = self.reference[one.name]
             try:
@@ -128,22 +128,20 @@ class Run:
                     found = one.of(self.ours)
             except Exception as error:
                 return Stage("outputs", False, message=f"on {one.name} the patched model raises {_said(error)}")
-            gap = difference(found, expected)
+            gaps.append(difference(found, expected))
             if expected and found and found[0].shape == expected[0].shape and expected[0].dim() > 1:
                 agreement.append((found[0].argmax(-1) == expected[0].argmax(-1)).float().mean())
-            if gap.share >= worst.share:
-                worst = gap
-            if wrong is None and not gap.within(self.tolerance):
-                wrong = one, gap
+        worst = max(gaps, key=lambda gap: gap.share)
         figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
         if agreement:
             figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
         allowed = self.tolerance * max(1.0, worst.scale)
+        wrong = next((each for each, gap in enumerate(gaps) if not gap.within(self.tolerance)), None)
         message = ""
         if wrong is not None:
-            one, gap = wrong
+            one = self.passes[wrong]
             begins = first_difference(self.ours, self.stock, one.of, self.tolerance)
-            message = f"on {one.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
+            message = f"on {one.name} they differ by {gaps[wrong].absolute:.3g}; {self._blame(begins)}"
         elif missed := sorted(self.patched - reached):  # what wasn't compared is not the same
             message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
         return Stage("outputs", not message, tuple(figures), allowed, message)
