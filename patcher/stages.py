@@ -171,17 +171,14 @@ class Run:
         if not self.by_class:
             raise _UncheckedError("nothing is replaced")
 
-        def run(model: torch.nn.Module) -> None:
-            for one in self.passes:
-                one.of(model)
-
-        compared = 0
-        for path, operations, ratio in precisions(self.ours, self.stock, self.by_class, run):
-            compared += 1
+        compared = list(
+            precisions(self.ours, self.stock, self.by_class, lambda model: [one.of(model) for one in self.passes])
+        )
+        for path, operations, ratio in compared:
             if operations and ratio > PRECISION:
                 text = f"{self._blame(path)}: {', '.join(operations)} in {self.dtype}, which stock doesn't"
                 return Stage("precision", False, (("error / stock's", ratio),), PRECISION, text)
-        figures = (("modules compared with float64", float(compared)), ("of", float(len(self.by_class))))
+        figures = (("modules compared with float64", float(len(compared))), ("of", float(len(self.by_class))))
         return Stage("precision", True, figures)
 
     # --- generation and gradients ----------------------------------------------------------------------------------
