@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from patcher.comparing import PRECISION, Difference, difference, first_difference, noting_calls, precisions
 from patcher.construction.in_force import unpatched
@@ -58,7 +57,7 @@ class Stage:
 class Run:
     """One verification under way: how it is asked for, then what it found by the way."""
 
-    cls: type[PreTrainedModel]
+    cls: Any  # of the model
     folder: Any
     patcher: Patcher
     dtype: torch.dtype
@@ -103,9 +102,8 @@ class Run:
             yield stage
 
     def _load(self, folder: Any, **options: Any) -> Any:
-        loaded: Any = self.cls
         with seeded(self.seed):  # of weights that the checkpoint doesn't have
-            return loaded.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
+            return self.cls.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
 
     def _stock(self, **more: Any) -> Any:
         return unpatched(lambda: self._load(self.folder, **{**self.options, **more}))
