@@ -96,7 +96,8 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
     from patcher.model_classes import config_of
 
     found, model_type = [], config_of(config_or_id, options).model_type
-    for what, _ in _FAMILIES.values():
-        with suppress(AttributeError, InvalidPatcherError):  # there is none, or it can't be used here
-            found.append(__getattr__(f"{_PARTS.get(model_type, model_type).upper()}_{what}"))
+    names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
+    for name in filter(_PRESETS.__contains__, names):
+        with suppress(InvalidPatcherError):  # it can't be used here
+            found.append(__getattr__(name))
     return tuple(found)
