@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from patcher.patterns import compress
 
-__all__ = ["Shown", "Table", "folded"]
+__all__ = ["Shown", "Table", "patched_tables"]
 
 
 class Table(NamedTuple):
@@ -70,7 +70,31 @@ class Shown:
         return (table for table in self._tables() if table.rows)
 
 
-def folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def patched_tables(
+    told: Any, takes: str, conversions: Iterable[tuple[str, str, str]], weights: Iterable[tuple[str, Iterable[str]]]
+) -> Iterator[Table]:
+    """The tables of a `Report` and of a `Plan`.
+
+    Args:
+        told: either of them.
+        takes: the head of the last column of conversions.
+        conversions: (how it came there, conversion, what it does) of those that aren't dropped.
+        weights: (what they are, names).
+    """
+    if len(told.patchers) > 1:  # who wins: the first row
+        yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in told.patchers])
+    yield Table("Replaced", ("module", "was", "is"), _folded(told.replaced))
+    yield Table("Fused", ("module", "was", "is"), _folded(told.fused))
+    yield Table("Not fused", ("module", "reason"), _folded(told.refused))
+    dropped = [
+        ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
+        for text, filtered in told.conversions_dropped
+    ]
+    yield Table("Conversions", ("", "conversion", takes), [*dropped, *conversions])
+    yield Table("Weights", ("", "name"), [(what, name) for what, names in weights for name in compress(names)])
+
+
+def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows that begin with a path and say the same of several layers, as one."""
     by_rest: dict[tuple[str, ...], list[str]] = {}
     for path, *rest in rows:

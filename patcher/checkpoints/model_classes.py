@@ -87,10 +87,8 @@ def model_class_of(
 def _named(
     name: str, config: PretrainedConfig, model: Any, options: Mapping[str, Any]
 ) -> type[PreTrainedModel] | None:
-    references = (getattr(config, "auto_map", None) or {}).items()
-    brought = [auto for auto, reference in references if str(reference).rpartition(".")[2] == name]
-    for auto in brought:
-        if (found := _brought(auto, config, model, options)) is not None:
+    for auto, reference in (getattr(config, "auto_map", None) or {}).items():
+        if str(reference).rpartition(".")[2] == name and (found := _brought(auto, config, model, options)):
             return found
     cls = getattr(transformers, name, None)
     known = module_subclasses(name.__eq__) if cls is None else [cls]  # those of a module that registers its own

@@ -1,4 +1,7 @@
-"""What the commands work with: patchers by name, the list of presets, and pins."""
+"""What the commands work with: patchers by name, the list of presets, and pins.
+
+All raise `InvalidPatcherError` for a name, a constant or a model that there is none of, or that can't be used here.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,7 @@ __all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_o
 
 
 def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
-    """The config of a repo or a folder.
-
-    Raises:
-        InvalidPatcherError: it has none that transformers knows, or it needs code that may not be run.
-    """
+    """The config of a repo or a folder."""
     try:
         return model_classes.config_of(model, options)
     except (OSError, ValueError) as error:
@@ -39,22 +38,13 @@ def config_of(model: str, options: Mapping[str, Any]) -> transformers.Pretrained
 
 
 def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
-    """All that was asked for, as one patcher.
-
-    Raises:
-        InvalidPatcherError: an unknown name.
-        PatchConflictError: they want different things of one class.
-    """
+    """All that was asked for, as one patcher."""
     named = [Patcher(fusions=names)] if (names := list(fusions)) else []
     return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants)])
 
 
 def preset(name: str) -> Patcher:
-    """A preset by its name.
-
-    Raises:
-        InvalidPatcherError: there is none of that name, or the package that it needs isn't installed.
-    """
+    """A preset by its name."""
     home = importlib.import_module("patcher.presets")
     known = list(home.__all__)
     try:
@@ -69,11 +59,7 @@ def preset(name: str) -> Patcher:
 
 
 def constant(text: str) -> Patcher:
-    """A patcher of somebody's own code, `module:CONSTANT`; modules of the current folder are found too.
-
-    Raises:
-        InvalidPatcherError: it can't be imported, or is no patcher.
-    """
+    """A patcher of somebody's own code, `module:CONSTANT`; modules of the current folder are found too."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise InvalidPatcherError(f"--patcher takes MODULE:CONSTANT, found {text!r}; write my_patches:PATCHER.")
@@ -120,11 +106,7 @@ class Listing(Shown):
 
 
 def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
-    """All presets, or those that fit a model.
-
-    Raises:
-        InvalidPatcherError: the model has no config that transformers knows.
-    """
+    """All presets, or those that fit a model."""
     home = importlib.import_module("patcher.presets")
     rows: dict[Any, dict[str, str]] = {}
     for name in sorted(home.__all__):
@@ -185,11 +167,7 @@ def without_pins(patcher: Patcher) -> Patcher:
 
 
 def pin_of(name: str) -> Pin:
-    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed.
-
-    Raises:
-        InvalidPatcherError: there is no such patcher, or it names no class of transformers.
-    """
+    """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed."""
     patcher = named(name)
     pinned = dict(patcher.fingerprints)
     names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())

@@ -19,7 +19,7 @@ from patcher.construction.in_force import in_force_for
 from patcher.conversions.simulation import Outcome, Route
 from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, folded
+from patcher.display import Shown, Table, patched_tables
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.inspection.report import rows_of_classes
 from patcher.inspection.signatures import misfits
@@ -102,28 +102,12 @@ class Plan(Shown):
 
     def _tables(self) -> Iterable[Table]:
         yield Table("Problems", ("text",), [(text,) for text in self.problems])
-        if len(self.patchers) > 1:
-            yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
-        yield Table("Replaced", ("module", "was", "is"), folded(self.replaced))
-        yield Table("Fused", ("module", "was", "is"), folded(self.fused))
-        yield Table("Not fused", ("module", "reason"), folded(self.refused))
-        rows: list[tuple[str, ...]] = [
-            ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
-            for text, filtered in self.conversions_dropped
-        ]
-        rows += [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
-        rows += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
-        yield Table("Conversions", ("", "conversion", "takes"), rows)
-        weights: list[tuple[str, ...]] = []
-        for title, names in (
-            ("missing", self.missing),
-            ("new", self.new_weights),
-            ("left over", self.left_over),
-            ("dropped", self.dropped_weights),
-        ):
-            weights += [(title, name) for name in compress(names)]
-        weights += [("wrong shape", f"{name}: {found}, not {expected}") for name, found, expected in self.wrong_shape]
-        yield Table("Weights", ("", "name"), weights)
+        used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
+        used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
+        weights: list[tuple[str, Iterable[str]]] = [("missing", self.missing), ("new", self.new_weights)]
+        weights += [("left over", self.left_over), ("dropped", self.dropped_weights)]
+        weights += [("wrong shape", [f"{name}: {found}, not {wanted}"]) for name, found, wanted in self.wrong_shape]
+        yield from patched_tables(self, "takes", used, weights)
         yield Table(
             "Checkpoint",
             ("checkpoint keys", "parameters"),

@@ -11,10 +11,9 @@ from torch import nn
 from patcher.compat.conversions import dot_natural_key
 from patcher.conversions.tracing import ConversionTrace
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, folded
+from patcher.display import Shown, Table, patched_tables
 from patcher.errors import InvalidPatcherError
 from patcher.loading.record import PatchRecord, record_of
-from patcher.patterns import compress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,29 +58,13 @@ class Report(Shown):
         return super().to_dict() | {"seconds": dict(self.seconds)}
 
     def _tables(self) -> Iterable[Table]:
-        if len(self.patchers) > 1:  # who wins: the first row
-            yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in self.patchers])
-        yield Table("Replaced", ("module", "was", "is"), folded(self.replaced))
-        yield Table("Fused", ("module", "was", "is"), folded(self.fused))
-        yield Table("Not fused", ("module", "reason"), folded(self.refused))
         fired = dict(self.conversions_fired)
-        rows: list[tuple[str, ...]] = [
-            ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
-            for text, filtered in self.conversions_dropped
-        ]
-        rows += [
-            ("added", text, f"{fired[text]} parameters" if text in fired else "-") for text in self.conversions_added
-        ]
-        added = set(self.conversions_added)
-        rows += [
-            ("kept", text, f"{count} parameters" if count else "used")
-            for text, count in fired.items()
-            if text not in added
-        ]
-        yield Table("Conversions", ("", "conversion", "effect"), rows)
-        weights: list[tuple[str, ...]] = [("new", key) for key in compress(self.new_weights)]
-        weights += [("dropped", key) for key in compress(self.dropped_weights)]
-        yield Table("Weights", ("", "name"), weights)
+        added = self.conversions_added
+        used = [("added", text, f"{fired[text]} parameters" if text in fired else "-") for text in added]
+        kept = [item for item in fired.items() if item[0] not in added]
+        used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
+        weights = (("new", self.new_weights), ("dropped", self.dropped_weights))
+        yield from patched_tables(self, "effect", used, weights)
         yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
 
     def _headline(self) -> str:

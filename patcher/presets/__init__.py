@@ -12,12 +12,11 @@ A load raises `PresetDriftError` where a transformers release has changed the co
 
 from __future__ import annotations
 
-import ast
+import difflib
 import importlib
 import inspect
-from functools import cache
-from itertools import pairwise
-from types import ModuleType
+import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from patcher.errors import InvalidPatcherError
@@ -25,58 +24,36 @@ from patcher.errors import InvalidPatcherError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from patcher.spec.patcher import Patcher
+    from patcher import Patcher
 
-#: model type -> the presets for it, the recommended first; kernels after what needs nothing
-_FOR_MODELS = {
-    "bert": ("BERT_FUSED_PROJECTIONS",),
-    "clip": ("CLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "clip_vision_model": ("CLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "deepseek_v3": ("DEEPSEEK_V3_LINEAR_EXPERTS",),
-    "gemma3": ("GEMMA3_FUSED_PROJECTIONS",),
-    "gemma3_text": ("GEMMA3_FUSED_PROJECTIONS",),
-    "glm4v": ("GLM4V_LINEAR_PATCH_EMBEDDINGS",),
-    "gpt_oss": ("GPT_OSS_LINEAR_EXPERTS",),
-    "llama": ("LLAMA_FUSED_PROJECTIONS", "LLAMA_LIGER"),
-    "mistral": ("MISTRAL_FUSED_PROJECTIONS", "MISTRAL_LIGER"),
-    "mixtral": ("MIXTRAL_LINEAR_EXPERTS",),
-    "olmoe": ("OLMOE_LINEAR_EXPERTS",),
-    "phi": ("PHI_FUSED_PROJECTIONS",),
-    "qwen2": ("QWEN2_FUSED_PROJECTIONS",),
-    "qwen2_5_vl": ("QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "qwen2_moe": ("QWEN2_MOE_LINEAR_EXPERTS",),
-    "qwen2_vl": ("QWEN2_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "qwen3": ("QWEN3_FUSED_PROJECTIONS", "QWEN3_LIGER"),
-    "qwen3_moe": ("QWEN3_MOE_LINEAR_EXPERTS",),
-    "qwen3_vl": ("QWEN3_VL_LINEAR_PATCH_EMBEDDINGS",),
-    "siglip": ("SIGLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "siglip_vision_model": ("SIGLIP_LINEAR_PATCH_EMBEDDINGS",),
-    "vit": ("VIT_LINEAR_PATCH_EMBEDDINGS",),
+#: module of this package -> how its presets are named, and for which models; what needs a package comes last
+_FAMILIES = {
+    "experts": ("LINEAR_EXPERTS", "DEEPSEEK_V3 GPT_OSS MIXTRAL OLMOE QWEN2_MOE QWEN3_MOE"),
+    "patch_embeddings": ("LINEAR_PATCH_EMBEDDINGS", "CLIP GLM4V QWEN2_5_VL QWEN2_VL QWEN3_VL SIGLIP VIT"),
+    "projections": ("FUSED_PROJECTIONS", "BERT GEMMA3 LLAMA MISTRAL PHI QWEN2 QWEN3"),
+    "kernels": ("LIGER", "LLAMA MISTRAL QWEN3"),
 }
+#: preset -> the module of this package that has it, and the model
+_PRESETS = {f"{model}_{what}": (home, model) for home, (what, models) in _FAMILIES.items() for model in models.split()}
+#: models that are a part of another
+_PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
-#: preset -> the module of this package that has it, by how it is named
-_MODULE_OF = {
-    name: module
-    for suffix, module in (
-        ("_LINEAR_EXPERTS", "experts"),
-        ("_LIGER", "kernels"),
-        ("_LINEAR_PATCH_EMBEDDINGS", "patch_embeddings"),
-        ("_FUSED_PROJECTIONS", "projections"),
-    )
-    for names in _FOR_MODELS.values()
-    for name in names
-    if name.endswith(suffix)
-}
-
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted(_PRESETS)
 
 
 def __getattr__(name: str) -> Patcher:
-    # Late: a preset may need a package that isn't installed, and the list of names needs none.
-    if name not in _MODULE_OF:
+    if name not in _PRESETS:
         raise AttributeError(f"module 'patcher.presets' has no attribute {name!r}")
-    found: Patcher = getattr(importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}"), name)
-    return found
+    from patcher import Patcher
+
+    home, model = _family(name)
+    # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
+    return Patcher(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
+
+
+def _family(name: str) -> tuple[Any, str]:
+    home, model = _PRESETS[name]
+    return importlib.import_module(f"patcher.presets.{home}"), model
 
 
 def __dir__() -> list[str]:
@@ -92,25 +69,11 @@ def describe(name: str) -> str:
     Raises:
         InvalidPatcherError: there is no such preset.
     """
-    if name not in _MODULE_OF:
-        from patcher.patterns import nearest
-
-        close = nearest(name, __all__)
+    if name not in _PRESETS:
+        close = difflib.get_close_matches(str(name).upper(), __all__)
         raise InvalidPatcherError(f"there is no preset {name!r}; nearest: {', '.join(close) or ', '.join(__all__)}.")
-    home = importlib.import_module(f"patcher.presets.{_MODULE_OF[name]}")
-    return f"{_documented(home)[name]}\n\n{inspect.cleandoc(home.__doc__ or '')}"  # its own, and what all have
-
-
-@cache
-def _documented(home: ModuleType) -> dict[str, str]:
-    """The text that stands below each constant of a module."""
-    if hasattr(home, "DESCRIPTIONS"):
-        return dict(home.DESCRIPTIONS)
-    found = {}
-    for node, below in pairwise(ast.parse(inspect.getsource(home)).body):
-        if isinstance(node, ast.Assign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[ast.unparse(node.targets[0])] = inspect.cleandoc(str(below.value.value))
-    return found
+    home, model = _family(name)
+    return f"{home.describe(model)}\n\n{inspect.cleandoc(home.__doc__)}"  # its own, and what all have
 
 
 def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Patcher, ...]:
@@ -130,12 +93,19 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
         InvalidPatcherError: it is neither.
         OSError: there is no such repo or folder.
     """
-    from patcher.checkpoints.model_classes import config_of
+    from transformers import AutoConfig, PretrainedConfig
 
-    found = []
-    for name in _FOR_MODELS.get(config_of(config_or_id, options).model_type, ()):
-        try:
+    if isinstance(config_or_id, str | os.PathLike):
+        config_or_id = AutoConfig.from_pretrained(config_or_id, **options)
+    if not isinstance(config_or_id, PretrainedConfig):
+        raise InvalidPatcherError(
+            "a model is named by its repo, its folder or its config, found "
+            f"{config_or_id!r} ({type(config_or_id).__name__}); "
+            "for a model in memory write model.config."
+        )
+    found, model_type = [], config_or_id.model_type
+    names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
+    for name in filter(_PRESETS.__contains__, names):
+        with suppress(InvalidPatcherError):  # it can't be used here
             found.append(__getattr__(name))
-        except InvalidPatcherError:
-            continue
     return tuple(found)

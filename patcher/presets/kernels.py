@@ -12,28 +12,26 @@ from typing import Any
 
 import torch
 
-from patcher import InvalidPatcherError, Patcher
+from patcher import InvalidPatcherError
 
-#: preset -> (the norm and the MLP that it replaces, with the fingerprints of the code that they were verified on)
-_PINS = {
-    "LLAMA_LIGER": {"LlamaRMSNorm": "d343b51fc4f03ebb", "LlamaMLP": "eafbe94b23d9df2e"},
-    "MISTRAL_LIGER": {"MistralRMSNorm": "defbb7587335fe14", "MistralMLP": "c73b8ed157b7f657"},
-    "QWEN3_LIGER": {"Qwen3RMSNorm": "96d2aafc97b998f1", "Qwen3MLP": "b5887e774e35e3ce"},
+#: model -> the norm and the MLP that are replaced, with the fingerprints of the code that they were verified on
+_MODELS = {
+    "LLAMA": {"LlamaRMSNorm": "d343b51fc4f03ebb", "LlamaMLP": "eafbe94b23d9df2e"},
+    "MISTRAL": {"MistralRMSNorm": "defbb7587335fe14", "MistralMLP": "c73b8ed157b7f657"},
+    "QWEN3": {"Qwen3RMSNorm": "96d2aafc97b998f1", "Qwen3MLP": "b5887e774e35e3ce"},
 }
-# A preset needs the package, so it is made when it is first asked for; what it is can be said without.
-DESCRIPTIONS = {name: f"{name.split('_')[0].capitalize()} with Liger's RMSNorm and SwiGLU." for name in _PINS}
-
-__all__ = list(_PINS)
 
 
-def __getattr__(name: str) -> Patcher:
-    if name not in _PINS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    norm, mlp = _PINS[name]
+def arguments(model: str) -> dict[str, Any]:
+    """Those of the preset's `Patcher`."""
+    norm, mlp = _MODELS[model]
+    name = f"{model}_LIGER"
     classes = {norm: _from_liger("rms_norm", "LigerRMSNorm", name), mlp: _from_liger("swiglu", "LigerSwiGLUMLP", name)}
-    preset = Patcher(classes, name=name, transformers=">=5.17,<5.24", fingerprints=_PINS[name])
-    globals()[name] = preset
-    return preset
+    return {"class_mapping": classes, "fingerprints": _MODELS[model]}
+
+
+def describe(model: str) -> str:
+    return f"{model.capitalize()} with Liger's RMSNorm and SwiGLU."
 
 
 def _from_liger(module: str, cls: str, name: str) -> Any:

@@ -11,63 +11,49 @@ Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte.
 
 from __future__ import annotations
 
-from patcher import Patcher
+from typing import Any
+
+_AS_FAST = "For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores."
+#: model -> its name, the dimensions of its convolution, the code that the preset is pinned to, what was measured
+_MODELS: dict[str, tuple[str, str, dict[str, str | list[str]], str]] = {
+    "CLIP": ("CLIP", "two", {"CLIPVisionEmbeddings": ["0727acccea5476d9", "6fb2b3b150ac83f8"]}, _AS_FAST),
+    "GLM4V": (
+        "GLM-4V",
+        "three",
+        {
+            "Glm4vVisionPatchEmbed": "e05c4572386110dd",
+            "Glm4vVisionModel": ["6b7ce4d8fd723bbc", "675420c1cfff2c4b"],
+        },
+        "Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's size.",
+    ),
+    "QWEN2_5_VL": (
+        "Qwen2.5-VL",
+        "three",
+        {"Qwen2_5_VisionPatchEmbed": "ee882c51f230c1f0"},
+        "2.6 times as fast as stock's Conv3d, as measured on Qwen2-VL, which has the same sizes.",
+    ),
+    "QWEN2_VL": (
+        "Qwen2-VL",
+        "three",
+        {"PatchEmbed": "5983a7ce69b14878"},
+        "Measured on it: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
+    ),
+    "QWEN3_VL": (
+        "Qwen3-VL",
+        "three",
+        {"Qwen3VLVisionPatchEmbed": "c87ce03372bba61c"},
+        "Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.",
+    ),
+    "SIGLIP": ("SigLIP", "two", {"SiglipVisionEmbeddings": ["e70867dfafb55777", "3412ef7824297308"]}, _AS_FAST),
+    "VIT": ("ViT", "two", {"ViTPatchEmbeddings": "391cf0cf4fe29cd2"}, _AS_FAST),
+}
 
 
-def _pinned(name: str, **pins: str | list[str]) -> Patcher:
-    return Patcher(fusions="patch_embeddings", name=name, transformers=">=5.17,<5.24", fingerprints=pins)
+def arguments(model: str) -> dict[str, Any]:
+    """Those of the preset's `Patcher`."""
+    return {"fusions": "patch_embeddings", "fingerprints": _MODELS[model][2]}
 
 
-QWEN2_VL_LINEAR_PATCH_EMBEDDINGS = _pinned("QWEN2_VL_LINEAR_PATCH_EMBEDDINGS", PatchEmbed="5983a7ce69b14878")
-"""Qwen2-VL with the three-dimensional convolution of its patches as a linear layer.
-
-Measured on it: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.
-"""
-
-QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
-    "QWEN2_5_VL_LINEAR_PATCH_EMBEDDINGS", Qwen2_5_VisionPatchEmbed="ee882c51f230c1f0"
-)
-"""Qwen2.5-VL with the three-dimensional convolution of its patches as a linear layer.
-
-2.6 times as fast as stock's Conv3d, as measured on Qwen2-VL, which has the same sizes.
-"""
-
-QWEN3_VL_LINEAR_PATCH_EMBEDDINGS = _pinned(
-    "QWEN3_VL_LINEAR_PATCH_EMBEDDINGS", Qwen3VLVisionPatchEmbed="c87ce03372bba61c"
-)
-"""Qwen3-VL with the three-dimensional convolution of its patches as a linear layer.
-
-Measured: 2.6 times as fast as stock's Conv3d, for 1024 patches in float32 on two CPU cores.
-"""
-
-GLM4V_LINEAR_PATCH_EMBEDDINGS = _pinned(
-    "GLM4V_LINEAR_PATCH_EMBEDDINGS",
-    Glm4vVisionPatchEmbed="e05c4572386110dd",
-    Glm4vVisionModel=["6b7ce4d8fd723bbc", "675420c1cfff2c4b"],
-)
-"""GLM-4V with the three-dimensional convolution of its patches as a linear layer.
-
-Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's size.
-"""
-
-VIT_LINEAR_PATCH_EMBEDDINGS = _pinned("VIT_LINEAR_PATCH_EMBEDDINGS", ViTPatchEmbeddings="391cf0cf4fe29cd2")
-"""ViT with the two-dimensional convolution of its patches as a linear layer.
-
-For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
-"""
-
-CLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
-    "CLIP_LINEAR_PATCH_EMBEDDINGS", CLIPVisionEmbeddings=["0727acccea5476d9", "6fb2b3b150ac83f8"]
-)
-"""CLIP with the two-dimensional convolution of its patches as a linear layer.
-
-For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
-"""
-
-SIGLIP_LINEAR_PATCH_EMBEDDINGS = _pinned(
-    "SIGLIP_LINEAR_PATCH_EMBEDDINGS", SiglipVisionEmbeddings=["e70867dfafb55777", "3412ef7824297308"]
-)
-"""SigLIP with the two-dimensional convolution of its patches as a linear layer.
-
-For quantizers and adapters. Measured: as fast as stock, float32 on two CPU cores.
-"""
+def describe(model: str) -> str:
+    name, count, _, measured = _MODELS[model]
+    return f"{name} with the {count}-dimensional convolution of its patches as a linear layer.\n\n{measured}"

@@ -171,7 +171,11 @@ def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]
 def _check_fingerprints(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
     changed = []
     for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__name__)):
-        pinned, found = patcher.fingerprints[cls.__name__], _found(cls)
+        pinned = patcher.fingerprints[cls.__name__]
+        try:
+            found = fingerprint(cls)
+        except (OSError, SyntaxError) as error:
+            found = f"nothing ({error})"
         if found not in pinned:
             changed.append(f"  {cls.__module__}.{cls.__name__}: pinned {', '.join(pinned)}, found {found}")
     for name in sorted(gone):
@@ -194,10 +198,3 @@ def _is_made_in_memory(cls: type[nn.Module]) -> bool:
         return not Path(inspect.getfile(cls)).exists()
     except (OSError, TypeError):
         return True
-
-
-def _found(cls: type[nn.Module]) -> str:
-    try:
-        return fingerprint(cls)
-    except (OSError, SyntaxError) as error:
-        return f"nothing ({error})"

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 from patcher.construction.in_force import unpatched
 from patcher.loading.record import record_of
@@ -58,7 +57,7 @@ class Stage:
 class Run:
     """One verification under way: how it is asked for, then what it found by the way."""
 
-    cls: type[PreTrainedModel]
+    cls: Any  # of the model
     folder: Any
     patcher: Patcher
     dtype: torch.dtype
@@ -103,9 +102,8 @@ class Run:
             yield stage
 
     def _load(self, folder: Any, **options: Any) -> Any:
-        loaded: Any = self.cls
         with seeded(self.seed):  # of weights that the checkpoint doesn't have
-            return loaded.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
+            return self.cls.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
 
     def _stock(self, **more: Any) -> Any:
         return unpatched(lambda: self._load(self.folder, **{**self.options, **more}))
@@ -119,8 +117,8 @@ class Run:
     def _outputs(self) -> Stage:
         self.reference = {one.name: one.of(self.stock) for one in self.passes}
         self.floor = self._stock_against_stock()
-        worst, agreement, wrong = Difference(0.0, 0.0, 0.0), [], None
-        reached: set[str] = set()
+        gaps: list[Difference] = []
+        agreement, reached = [], set[str]()
         for one in self.passes:
             expected = self.reference[one.name]
             try:
@@ -128,22 +126,20 @@ class Run:
                     found = one.of(self.ours)
             except Exception as error:
                 return Stage("outputs", False, message=f"on {one.name} the patched model raises {_said(error)}")
-            gap = difference(found, expected)
+            gaps.append(difference(found, expected))
             if expected and found and found[0].shape == expected[0].shape and expected[0].dim() > 1:
                 agreement.append((found[0].argmax(-1) == expected[0].argmax(-1)).float().mean())
-            if gap.share >= worst.share:
-                worst = gap
-            if wrong is None and not gap.within(self.tolerance):
-                wrong = one, gap
+        worst = max(gaps, key=lambda gap: gap.share)
         figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
         if agreement:
             figures.append(("argmax agreement", float(torch.stack(agreement).mean())))
         allowed = self.tolerance * max(1.0, worst.scale)
+        wrong = next((each for each, gap in enumerate(gaps) if not gap.within(self.tolerance)), None)
         message = ""
         if wrong is not None:
-            one, gap = wrong
+            one = self.passes[wrong]
             begins = first_difference(self.ours, self.stock, one.of, self.tolerance)
-            message = f"on {one.name} they differ by {gap.absolute:.3g}; {self._blame(begins)}"
+            message = f"on {one.name} they differ by {gaps[wrong].absolute:.3g}; {self._blame(begins)}"
         elif missed := sorted(self.patched - reached):  # what wasn't compared is not the same
             message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
         return Stage("outputs", not message, tuple(figures), allowed, message)
@@ -173,17 +169,14 @@ class Run:
         if not self.by_class:
             raise _UncheckedError("nothing is replaced")
 
-        def run(model: torch.nn.Module) -> None:
-            for one in self.passes:
-                one.of(model)
-
-        compared = 0
-        for path, operations, ratio in precisions(self.ours, self.stock, self.by_class, run):
-            compared += 1
+        compared = list(
+            precisions(self.ours, self.stock, self.by_class, lambda model: [one.of(model) for one in self.passes])
+        )
+        for path, operations, ratio in compared:
             if operations and ratio > PRECISION:
                 text = f"{self._blame(path)}: {', '.join(operations)} in {self.dtype}, which stock doesn't"
                 return Stage("precision", False, (("error / stock's", ratio),), PRECISION, text)
-        figures = (("modules compared with float64", float(compared)), ("of", float(len(self.by_class))))
+        figures = (("modules compared with float64", float(len(compared))), ("of", float(len(self.by_class))))
         return Stage("precision", True, figures)
 
     # --- generation and gradients ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from typing import Any
 
@@ -184,7 +185,14 @@ _PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_s
 def _candidates(model: Any, path: str) -> Iterator[Pass]:
     generator = torch.Generator().manual_seed(0)
     taken = parameters_of(model)
-    text = _text(taken, generator)
+    ids = torch.randint(3, 100, (2, 12), generator=generator)
+    text = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
+        "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
+    }
+    text = _known(text, taken)
     images = list(_images(model.config, generator)) if _PICTURES & taken.keys() else []
     sounds = list(_sounds(model.config, taken, generator))
     width = _number(model.config, "hidden_size", "d_model", default=64)
@@ -206,35 +214,18 @@ def _known(arguments: dict[str, Any], taken: Container[str]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-def _text(taken: Container[str], generator: torch.Generator) -> dict[str, Any]:
-    ids = torch.randint(3, 100, (2, 12), generator=generator)
-    text = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
-        "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
-    }
-    return _known(text, taken)
-
-
-def _without(
-    text: dict[str, Any], taken: dict[str, Any], width: int, generator: torch.Generator
-) -> Iterator[dict[str, Any]]:
+def _without(text: dict[str, Any], taken: Container[str], width: int, generator: torch.Generator) -> Iterator[Any]:
     """What goes in where there is neither an image nor a sound."""
     yield text
-    others = {
-        "encoder_hidden_states": torch.randn(2, 5, width, generator=generator),
-        "inputs_embeds": torch.randn(2, 12, width, generator=generator),
-        "hidden_states": torch.randn(2, 12, width, generator=generator),
-    }
+    crossed = _known({"encoder_hidden_states": torch.randn(2, 5, width, generator=generator)}, taken)
     if "input_ids" in taken:
         yield {"input_ids": text["input_ids"]}
-        if "encoder_hidden_states" in taken:
-            yield text | {"encoder_hidden_states": others["encoder_hidden_states"]}
+        yield text | crossed
     for name in ("inputs_embeds", "hidden_states"):
         if name in taken:
-            yield {name: others[name]}
-            yield _known(others, {name, "encoder_hidden_states"} & taken.keys())
+            states = {name: torch.randn(2, 12, width, generator=generator)}
+            yield states
+            yield states | crossed
 
 
 def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -248,12 +239,7 @@ def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
     patch = _number(vision, "patch_size", default=8)
     depth, merge = _number(vision, "temporal_patch_size", default=1), _number(vision, "spatial_merge_size", default=2)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    def ones(*shape: int) -> torch.Tensor:
-        return torch.ones(shape, dtype=torch.long)
-
+    random, ones = partial(torch.randn, generator=generator), partial(torch.ones, dtype=torch.long)
     sizes = torch.tensor([[height, width]] * 2)
     plain = {"image_sizes": sizes, "pixel_mask": ones(2, height, width)}
     yield plain | {"pixel_values": random(2, channels, height, width)}
@@ -280,13 +266,9 @@ def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]
     # several pictures or frames each
     for frames in dict.fromkeys([1, 2, 3, _number(vision, "num_frames", "frames_per_clip", default=4), 5]):
         video = random(2, frames, channels, height, width)
-        several = {
-            "image_sizes": sizes,
-            "pixel_attention_mask": ones(2, frames, height, width),
-            "aspect_ratio_ids": ones(2, frames),
-            "aspect_ratio_mask": ones(2, 1, frames),
-        }
-        yield several | {"pixel_values": video, "pixel_values_videos": video, "pixel_values_images": video}
+        several = {"image_sizes": sizes, "pixel_attention_mask": ones(2, frames, height, width)}
+        several |= {"aspect_ratio_ids": ones(2, frames), "aspect_ratio_mask": ones(2, 1, frames)}
+        yield several | dict.fromkeys(("pixel_values", "pixel_values_videos", "pixel_values_images"), video)
     video = random(2, channels, 4, height, width)
     yield {"pixel_values": video, "pixel_values_videos": video}
 
@@ -302,8 +284,7 @@ def _sounds(config: Any, taken: Container[str], generator: torch.Generator) -> I
             for length in (shape[-1], shape[1]):
                 yield sound | {"attention_mask": torch.ones(2, length, dtype=torch.long)}
     if "input_values" in taken:
-        shapes: list[tuple[int, ...]] = [(2, 4000), (2, 1, 4000), (2, 128, mels), (2, 1024, mels)]
-        for values in shapes:
+        for values in ((2, 4000), (2, 1, 4000), (2, 128, mels), (2, 1024, mels)):
             yield {"input_values": torch.randn(values, generator=generator)} | decoder
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
@@ -177,10 +177,9 @@ def verify(
     )
 
 
-def _random_checkpoint(cls: type[PreTrainedModel], config: PretrainedConfig, folder: Path, seed: int) -> Path:
+def _random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
     """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
-    make: Any = cls._from_config
-    model = make(config, dtype=torch.float32)
+    model = cls._from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
