@@ -1,12 +1,13 @@
 """A process-wide registry of class swaps, under the names that transformers gives to its own.
 
-```python
-from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-
-register_patch_mapping({"GPT2Attention": CustomGPT2Attention})
-model = AutoModelForCausalLM.from_pretrained("gpt2")  # patched, as every load from now on
-clear_patch_mapping()
-```
+>>> from transformers import LlamaConfig, LlamaForCausalLM
+>>> from transformers.models.llama.modeling_llama import LlamaMLP
+>>> class CustomMLP(LlamaMLP): ...
+>>> register_patch_mapping({"LlamaMLP": CustomMLP})  # every load from now on
+>>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+>>> type(LlamaForCausalLM._from_config(config).model.layers[0].mlp).__name__
+'CustomMLP'
+>>> clear_patch_mapping()
 
 A `Patcher` passed to one load is the better tool: it is scoped, it is strict, and it converts weights. The registry is
 for code that is written against that of transformers. Its contract is the one documented there: a key is an exact name
@@ -51,9 +52,11 @@ install()
 def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) -> None:
     """Replace classes in every model that is loaded from now on.
 
-    ```python
-    register_patch_mapping({"Qwen2MoeExperts": SequentialExperts, ".*RMSNorm$": FastRMSNorm})
-    ```
+    >>> from torch import nn
+    >>> register_patch_mapping({"Qwen2MoeExperts": nn.Identity, ".*RMSNorm$": nn.RMSNorm})
+    >>> sorted(get_patch_mapping())
+    ['.*RMSNorm$', 'Qwen2MoeExperts']
+    >>> clear_patch_mapping()
 
     Args:
         mapping: exact class name or regular expression -> replacement.
@@ -94,9 +97,10 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
     """Take keys out, written as they were registered.
 
-    ```python
-    unregister_patch_mapping(["Qwen2MoeExperts"])
-    ```
+    >>> register_patch_mapping({"Qwen2MoeExperts": nn.Identity})
+    >>> unregister_patch_mapping(["Qwen2MoeExperts"])
+    >>> get_patch_mapping()
+    {}
 
     Raises:
         ValueError: a key that is not registered. Nothing is taken out then.
@@ -130,10 +134,10 @@ def clear_patch_mapping() -> None:
 def apply_patches() -> Iterator[None]:
     """Build with what is registered inside the block, in this thread or task: for `Model(config)`.
 
-    ```python
-    with apply_patches():
-        model = BertModel(BertConfig())
-    ```
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96)
+    >>> with apply_patches():  # nothing is registered
+    ...     model = BertModel(config)
     """
     with applied(registered_patcher(), origin=REGISTRY):
         yield
@@ -142,9 +146,7 @@ def apply_patches() -> Iterator[None]:
 def patch_output_recorders(model: nn.Module) -> None:
     """Have a model that was patched by hand record the outputs of its replacements.
 
-    ```python
-    patch_output_recorders(model)
-    ```
+    >>> patch_output_recorders(nn.Identity())  # nothing is registered, and it records nothing
 
     Recorders are put on the model itself, never on its class. A model that was built under a patcher needs no call.
     """

@@ -129,19 +129,6 @@ def test_examples_get_by_with_public_names(path: Path) -> None:
 
 # --- programs and commands -----------------------------------------------------------------------------------------
 
-#: Documents and files whose fenced blocks don't run yet.
-DO_NOT_RUN_YET = {
-    "examples/codegen/README.md",
-    "patcher/codegen/config.py",
-    "patcher/diffing.py",
-    "patcher/fingerprints.py",
-    "patcher/fusions/base.py",
-    "patcher/fusions/rewrite.py",
-    "patcher/fusions/stacks.py",
-    "patcher/monkey_patching.py",
-    "patcher/patcher.py",
-    "patcher/presets/__init__.py",
-}
 #: The repo that documents load: in tests its first layers, from a folder.
 REPO = re.compile(r"HuggingFaceTB/SmolLM2-135M(-Instruct)?\b")
 
@@ -184,11 +171,7 @@ def test_the_readme_has_programs_and_commands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [each for each in PROGRAMS if each.file not in DO_NOT_RUN_YET],
-    ids=lambda program: f"{program.file}:{program.line} {program.language}",
-)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.file}:{program.line} {program.language}")
 def test_it_runs(program: Program, tmp_path: Path, smollm2_small: Path) -> None:
     here = tmp_path / "checkout"
     shutil.copytree(ROOT / "examples", here / "examples")
