@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from patcher import seams
 from patcher.errors import InvalidPatcherError
+from patcher.fusions.origins import NotConvertibleError, origins_of
+from patcher.fusions.weight_layout import Layout, check_convertible, converters_for
 from patcher.matching import nearest, search
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
+
+    from patcher.fusions.origins import ParameterSource
 
 __all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured", "shortest"]
 
@@ -25,6 +31,26 @@ class Findings:
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class Surroundings:
+    """A model, as far as it decides whether a module of it can be fused: what its modules share."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._times = Counter(id(module) for module in self.modules.values())
+        self._owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = seams.tie_partners(model)
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Whether the module is at several places of the model."""
+        return self._times[id(module)] > 1
+
+    def tied(self, path: str, module: nn.Module) -> list[str]:
+        """The names of the module's own parameters that are tied to others."""
+        named = module.named_parameters(path, recurse=False)
+        return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
 
 
 class Fusion:
@@ -85,15 +111,42 @@ class Fusion:
         """
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
-        patterns = self.target_modules_patterns
-        for path, module in model.named_modules(remove_duplicate=False):
-            if patterns and not any(search(pattern, path) for pattern in patterns):
+        surroundings = Surroundings(model)
+        for path, module in surroundings.modules.items():
+            if not self.is_asked(path, module):
                 continue
-            if self.is_fusable(module):
+            reason = self.obstacle(path, module, surroundings)
+            if reason is None:
                 matches[path] = module
-            elif patterns:
-                refused[path] = self.refusal(module)
+            elif self.is_told(path, module):
+                refused[path] = reason
+        origins = origins_of(model) if matches else {}
+        for path in list(matches):
+            try:
+                check_convertible(self.layouts({path: matches[path]}, origins), origins)
+            except NotConvertibleError as error:
+                refused[path] = f"its weights: {error}"
+                del matches[path]
         return Findings(matches, refused)
+
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        """Whether the family is about this module at all."""
+        patterns = self.target_modules_patterns
+        return not patterns or any(search(pattern, path) for pattern in patterns)
+
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        """Why the module can't be fused where it stands; None if it can."""
+        if self.is_fusable(module):
+            return None
+        return self.refusal(module) if self.target_modules_patterns else ""
+
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        """Whether a module that is left alone is worth a line of the report."""
+        return bool(self.target_modules_patterns)
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterable[Layout]:
+        """Which parameters become which, where the engine of this package converts them."""
+        return ()
 
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         """The class that one module gets; asked once for each class unless this is overridden."""
@@ -101,7 +154,11 @@ class Fusion:
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
         """The conversions, from the whole skeleton."""
-        return self.make_transforms(model.config, matches)
+        origins = origins_of(model)
+        return [
+            *converters_for(model, self.layouts(matches, origins), origins),
+            *self.make_transforms(model.config, matches),
+        ]
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module | None:
         """Turn a module that stands, initialised as stock does it, into one of the fused class.

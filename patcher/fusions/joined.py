@@ -70,7 +70,7 @@ def _rows(parts: list[Any]) -> nn.Parameter:
     return joined
 
 
-class Part:
+class ProjectionView:
     """A projection that has been joined, for code that looks at it: its rows of the weight, and what it computes."""
 
     def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
@@ -113,6 +113,6 @@ def part_property(joined: Joined, number: int) -> property:
 
     def get(self: nn.Module) -> Any:
         own = self._modules.get(name)  # while the original's `__init__` runs, or where somebody has put something
-        return Part(self, joined, number) if own is None else own
+        return ProjectionView(self, joined, number) if own is None else own
 
     return property(get, doc=f"`{name}`, which is joined in `{joined.name}`.")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
+from patcher.conversions import describe
+from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
 
-__all__ = ["AsStock", "Made", "NotConvertibleError", "origins_of"]
+__all__ = ["AsStock", "NotConvertibleError", "ParameterSource", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -23,23 +24,46 @@ class NotConvertibleError(Exception):
 
 
 @dataclass(frozen=True)
-class Made:
-    """How a stock load makes one parameter: from which keys (as renamed), by which converter, as which target."""
+class ParameterSource:
+    """How a stock load makes parameters: from which keys (as renamed), by which converter, if it takes one.
+
+    Attributes:
+        keys: the keys.
+        patterns: the source pattern that takes each key; "" without a converter.
+        targets: (target pattern, parameter) of all that is made of the keys.
+        converter: the converter.
+    """
 
     keys: tuple[str, ...]
+    patterns: tuple[str, ...]
+    targets: tuple[tuple[str, str], ...]
     converter: WeightConverter | None = None
-    #: the converter's source pattern for each key, and all parameters that it makes, by target pattern
-    patterns: tuple[str, ...] = ()
-    targets: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.keys[0] if self.converter is None else describe(self.converter)
+
+    @property
+    def operations(self) -> tuple[ConversionOps, ...]:
+        return () if self.converter is None else tuple(self.converter.operations)
+
+    @property
+    def source_patterns(self) -> tuple[str, ...]:
+        """The patterns in the order in which they are written: operations go by it."""
+        written = self.patterns if self.converter is None else self.converter.source_patterns
+        return tuple(pattern for pattern in written if pattern in self.patterns)
+
+    @property
+    def target_patterns(self) -> tuple[str, ...]:
+        return () if self.converter is None else tuple(self.converter.target_patterns)
 
 
 #: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
-_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Made]]] = (
+_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, ParameterSource]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def origins_of(model: PreTrainedModel) -> dict[str, Made]:
+def origins_of(model: PreTrainedModel) -> dict[str, ParameterSource]:
     """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
     state_dict = model.state_dict()
     shapes = {name: tensor.shape for name, tensor in state_dict.items()}
@@ -49,20 +73,20 @@ def origins_of(model: PreTrainedModel) -> dict[str, Made]:
     return dict(known[1])
 
 
-def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
+def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, ParameterSource]:
     conversions = seams.stock_conversions(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     if not converters:
-        return {name: Made((name,)) for name in state_dict}
+        return {name: _unconverted(name, name) for name in state_dict}
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     checkpoint = seams.stock_revert(model, dict(state_dict))
     taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
-    origins: dict[str, Made] = {}
+    origins: dict[str, ParameterSource] = {}
     for key in sorted(checkpoint, key=seams.dot_natural_key):
         between, _, _ = seams.rename_key(key, renamings)
         renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)
         if taker is None:
-            origins[renamed] = Made((between,))
+            origins[renamed] = _unconverted(between, renamed)
             continue
         if renamed not in taken:
             taken[renamed] = (seams.copy_transform(taker), [])
@@ -75,8 +99,12 @@ def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dic
         targets = _by_pattern(first, made, patterns)
         keys, by = tuple(key for key, _ in sources), tuple(pattern for _, pattern in sources)
         for name in made:
-            origins[name] = Made(keys, converter, by, targets)
+            origins[name] = ParameterSource(keys, by, targets, converter)
     return origins
+
+
+def _unconverted(key: str, name: str) -> ParameterSource:
+    return ParameterSource((key,), ("",), (("", name),))
 
 
 def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple[str, str], ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -13,11 +12,12 @@ from torch import nn
 from patcher import seams
 from patcher.conversions import single
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.joining import Target, converters_for
-from patcher.fusions.origins import NotConvertibleError, origins_of
+from patcher.fusions.base import Fusion, Surroundings
+from patcher.fusions.joining import JoinedRows
+from patcher.fusions.origins import ParameterSource
+from patcher.fusions.weight_layout import Layout
 from patcher.matching import search
-from patcher.seams import ConversionOps, PreTrainedModel, WeightTransform
+from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightTransform
 
 __all__ = ["LinearPatchEmbedding", "PatchEmbeddings"]
 
@@ -163,46 +163,35 @@ class PatchEmbeddings(Fusion):
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         return LinearPatchEmbedding
 
-    def discover(self, model: PreTrainedModel) -> Findings:
-        named = list(model.named_modules(remove_duplicate=False))
-        times = Counter(id(module) for _, module in named)
-        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = seams.tie_partners(model)
-        matches: dict[str, nn.Module] = {}
-        refused: dict[str, str] = {}
-        for path, module in named:
-            if not isinstance(module, nn.Conv2d | nn.Conv3d):
-                continue
-            if self.modules and not any(search(text, path) for text in self.modules):
-                continue
-            reason = self.refusal(module)
-            if not reason and times[id(module)] > 1:
-                reason = "it is at several places of the model"
-            if not reason and any(
-                f"{path}.{name}" in tied or owners[id(parameter)] > 1 for name, parameter in module.named_parameters()
-            ):
-                reason = "its weights are tied"
-            if reason:
-                refused[path] = reason
-            else:
-                matches[path] = module
-        origins = origins_of(model) if matches else {}
-        for path in list(matches):
-            try:
-                converters_for(model, _targets({path: matches[path]}), origins)
-            except NotConvertibleError as error:
-                refused[path] = f"its weights: {error}"
-                del matches[path]
-        if not self.modules:
-            refused = {path: reason for path, reason in refused.items() if _might_be_meant(path, model)}
-        return Findings(matches, refused)
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        wanted = not self.modules or any(search(text, path) for text in self.modules)
+        return wanted and isinstance(module, nn.Conv2d | nn.Conv3d)
+
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        if reason := self.refusal(module):
+            return reason
+        if surroundings.is_shared(module):
+            return "it is at several places of the model"
+        return "its weights are tied" if surroundings.tied(path, module) else None
+
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        """Of a network of convolutions most are not worth a line."""
+        assert isinstance(module, nn.Conv2d | nn.Conv3d)
+        patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
+        return bool(self.modules) or "patch" in path or patches
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterator[Layout]:
+        for path, module in matches.items():
+            for name, _ in module.named_parameters():
+                yield JoinedRows((f"{path}.{name}",), f"{path}.linear.{name}")
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        converters = converters_for(model, _targets(matches), origins_of(model))
+        converters = super().transforms_for(model, matches)
         for converter in converters:
+            assert isinstance(converter, WeightConverter)
             if not seams.target_patterns(converter)[0].endswith(".bias"):
                 converter.operations.append(FlattenPatches())
-        return list[WeightTransform](converters)
+        return converters
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
         assert isinstance(module, nn.Conv2d | nn.Conv3d)
@@ -210,21 +199,6 @@ class PatchEmbeddings(Fusion):
         if getattr(module.weight, "_is_hf_initialized", False):
             seams.mark_initialized(new.linear.weight)
         return new
-
-
-def _might_be_meant(path: str, model: nn.Module) -> bool:
-    """Whether a convolution that is left alone is worth a line: of a network of convolutions most are not."""
-    module = model.get_submodule(path)
-    assert isinstance(module, nn.Conv2d | nn.Conv3d)
-    return "patch" in path or (module.stride == module.kernel_size and math.prod(module.kernel_size) > 1)
-
-
-def _targets(matches: Mapping[str, nn.Module]) -> list[Target]:
-    return [
-        Target(f"{path}.linear.{name}", (f"{path}.{name}",))
-        for path, module in matches.items()
-        for name, _ in module.named_parameters()
-    ]
 
 
 class FlattenPatches(ConversionOps):

@@ -1,0 +1,310 @@
+"""The weights of a fused layout: converted from the checkpoint's while it is read, and back on save.
+
+Where transformers itself makes the parameters from something else in the checkpoint (a fused `qkv` that it splits,
+rows that it permutes for rotary embeddings, tensors of single experts that it merges), its own operations run inside
+of ours, forwards on the way in and backwards on the way out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from patcher.conversions import RememberingConcatenate, single
+from patcher.fusions.anchoring import anchored
+from patcher.fusions.origins import AsStock, NotConvertibleError, ParameterSource
+from patcher.matching import common_prefix
+from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
+
+__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "check_convertible", "converters_for"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters of the stock model that become others together; a subclass says how.
+
+    Attributes:
+        stock: the parameters, by the names that the stock model has for them.
+    """
+
+    #: whether the operation can take what stock makes from several tensors of one pattern, one for each expert
+    takes_lists: ClassVar[bool] = False
+
+    stock: tuple[str, ...]
+
+    @property
+    def target(self) -> str:
+        """The first parameter that they become, by which a load names the conversion."""
+        raise NotImplementedError
+
+    def operation(self, steps: tuple[Step, ...], prefix: str, others: tuple[str, ...]) -> LayoutConversion:
+        """The conversion, with names that start after `prefix`.
+
+        Args:
+            steps: what stock does to make the parameters. The tensors are numbered as in `stock`, then as `others`.
+            prefix: what all names begin with.
+            others: what the steps make besides.
+        """
+        raise NotImplementedError
+
+
+def check_convertible(layouts: Iterable[Layout], origins: Mapping[str, ParameterSource]) -> None:
+    """Raise if a parameter can't be followed to the checkpoint.
+
+    Raises:
+        NotConvertibleError: transformers makes a parameter in a way that can't be followed.
+    """
+    for layout in layouts:
+        _planned(layout, origins)
+
+
+def converters_for(
+    model: PreTrainedModel, layouts: Iterable[Layout], origins: Mapping[str, ParameterSource]
+) -> list[WeightConverter]:
+    """The conversions that make fused layouts from the checkpoint of the stock model: one for all layers alike.
+
+    Raises:
+        NotConvertibleError: transformers makes a parameter in a way that can't be followed.
+    """
+    groups: dict[Any, list[_Plan]] = {}
+    for layout in layouts:
+        plan = _planned(layout, origins)
+        groups.setdefault(plan.kind, []).append(plan)
+    every = {key for source in origins.values() for key in source.keys}
+    converters = []
+    for plans in groups.values():
+        _, tails, operation = plans[0]
+        head = anchored([plan.prefix for plan in plans], tails, every, model.base_model_prefix)
+        targets = [rf"\1{tail}" for tail in (operation.tail, *operation.others)]
+        converters.append(WeightConverter([f"{head}{tail}$" for tail in tails], targets, operations=[operation]))
+    return converters
+
+
+class _Plan(NamedTuple):
+    prefix: str
+    #: expressions for the keys after the prefix
+    tails: tuple[str, ...]
+    operation: LayoutConversion
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What the plans of layers that are alike have in common; operations have no equality of their own."""
+        settings = {**vars(self.operation), "steps": tuple(s._replace(operations=()) for s in self.operation.steps)}
+        return (self.tails, type(self.operation), repr(self.operation), *settings.values())
+
+
+def _planned(layout: Layout, origins: Mapping[str, ParameterSource]) -> _Plan:
+    sources = {source.keys: source for source in (source_of(name, origins) for name in layout.stock)}
+    made = [name for source in sources.values() for _, name in source.targets]
+    prefix = common_prefix([layout.target, *made, *(key for keys in sources for key in keys)])
+    # What is no part of the layout gets a number behind the parts.
+    others = [name for name in made if name not in layout.stock]
+    numbers = {name: number for number, name in enumerate([*layout.stock, *others])}
+    steps: list[Step] = []
+    tails: list[str] = []
+    for source in sources.values():
+        taken = _tails(source, prefix, layout.takes_lists)
+        steps.append(
+            Step(
+                first=len(tails),
+                taken=len(taken),
+                parts=tuple((numbers[name], pattern) for pattern, name in source.targets),
+                operations=tuple(_reversible(operation) for operation in source.operations),
+                sources=tuple(taken),
+                targets=source.target_patterns,
+                name=source.targets[0][1].removeprefix(prefix),
+            )
+        )
+        tails += taken.values()
+    names = tuple(name.removeprefix(prefix) for name in others)
+    return _Plan(prefix, tuple(tails), layout.operation(tuple(steps), prefix, names))
+
+
+def source_of(name: str, origins: Mapping[str, ParameterSource]) -> ParameterSource:
+    """Where one parameter comes from.
+
+    Raises:
+        NotConvertibleError: from nowhere.
+    """
+    if name not in origins:
+        raise NotConvertibleError(f"no checkpoint key makes {name}")
+    return origins[name]
+
+
+def _tails(source: ParameterSource, prefix: str, takes_lists: bool) -> dict[str, str]:
+    """The patterns by which stock takes its keys -> expressions for these keys after the prefix."""
+    keys: dict[str, list[str]] = {pattern: [] for pattern in source.source_patterns}
+    for key, pattern in zip(source.keys, source.patterns, strict=True):
+        keys[pattern].append(key.removeprefix(prefix))
+    tails = {}
+    for pattern, found in keys.items():
+        if len(found) > 1 and not takes_lists:
+            raise NotConvertibleError(f"{source} takes several tensors by one pattern")
+        form = _NUMBER.sub("#", found[0])
+        for key in found:
+            if _NUMBER.sub("#", key) != form:
+                raise NotConvertibleError(f"{source} takes {prefix}{key} and others of another form")
+        numbered = re.escape(form).replace(re.escape("#"), r"\d+")
+        tails[pattern] = re.escape(found[0]) if len(found) == 1 else numbered
+    return tails
+
+
+def _reversible(operation: ConversionOps) -> ConversionOps:
+    return RememberingConcatenate(operation.dim) if type(operation) is Concatenate else operation
+
+
+# --- operations ----------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """What stock does to make some of the tensors, by the places of its sources among those of the conversion."""
+
+    first: int
+    taken: int
+    #: (number of the tensor, the pattern under which the operations leave it) pairs
+    parts: tuple[tuple[int, str], ...]
+    operations: tuple[ConversionOps, ...]
+    #: the patterns that the operations were written with
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    #: the parameter that the operations are named by in a stock load, without what the layers don't share
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        # A load copies a conversion for each tensor that it takes: only what may change is worth that.
+        return self._replace(operations=deepcopy(self.operations, memo)) if self.operations else self
+
+    def run(self, tensors: dict[str, Any], backwards: bool, head: str, **kwargs: Any) -> dict[str, Any]:
+        """Stock's operations, or the reverse of them."""
+        operations, patterns = self.operations, (list(self.sources), list(self.targets))
+        if backwards:
+            operations, patterns = tuple(each.reverse_op for each in reversed(operations)), patterns[::-1]
+        for operation in operations:
+            tensors = operation.convert(
+                tensors,
+                source_patterns=patterns[0],
+                target_patterns=patterns[1],
+                full_layer_name=f"{head}{self.name}",
+                **kwargs,
+            )
+        return tensors
+
+
+class LayoutConversion(ConversionOps):
+    """Stock's operations, and what makes a fused layout of the tensors that they give.
+
+    Args:
+        steps: what stock does.
+        tail: the name of the first parameter of the layout, without what the layers don't share.
+        others: the names of what stock makes from the same tensors besides, which is made as well.
+    """
+
+    supports_many_to_many = True
+    #: whether the reverse gives the checkpoint's tensors as stock's own reverse would, views of one another included
+    reverses_as_stock = False
+
+    def __init__(self, steps: tuple[Step, ...], tail: str, others: tuple[str, ...] = ()) -> None:
+        self.steps = steps
+        self.tail = tail
+        self.others = others
+
+    def __repr__(self) -> str:
+        inner = [repr(operation) for step in self.steps for operation in step.operations]
+        return f"{type(self).__name__}({', '.join(inner)})"
+
+    def fuse(self, tensors: list[torch.Tensor], name: str, head: str) -> dict[str, torch.Tensor]:
+        """The parameters of the layout from those of stock; `name` is the first of them."""
+        raise NotImplementedError
+
+    def separate(self, tensors: dict[str, Any], name: str, head: str) -> list[torch.Tensor]:
+        """The parameters of stock from those of the layout."""
+        raise NotImplementedError
+
+    def shapes(self, head: str) -> dict[str, tuple[int, ...]]:
+        """The parameters of stock that the model has in no form, which its operations may look at."""
+        return {}
+
+    @torch.no_grad()
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        head = full_layer_name.removesuffix(self.tail)
+        shown = AsStock(model, self.shapes(head))
+        pieces: dict[int, torch.Tensor] = {}
+        for step in self.steps:
+            outer = source_patterns[step.first : step.first + step.taken]
+            if absent := [pattern for pattern in outer if not input_dict.get(pattern)]:
+                raise ValueError(f"{full_layer_name} lacks what {', '.join(absent)} takes")
+            tensors = {inner: input_dict.pop(name) for inner, name in zip(step.sources or ("",), outer, strict=True)}
+            tensors = step.run(tensors, backwards=False, head=head, model=shown, **kwargs)
+            for number, pattern in step.parts:
+                # The only one may have any name: operations disagree about what a group in a pattern becomes.
+                pieces[number] = single(tensors[pattern] if len(step.parts) > 1 else next(iter(tensors.values())))
+        ordered = [pieces[number] for number in sorted(pieces)]
+        wanted = len(ordered) - len(self.others)
+        others = {f"{head}{name}": piece for name, piece in zip(self.others, ordered[wanted:], strict=True)}
+        return self.fuse(ordered[:wanted], full_layer_name, head) | others
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return ReverseLayoutConversion(self)
+
+
+class ReverseLayoutConversion(ConversionOps):
+    """The reverse of a `LayoutConversion`."""
+
+    def __init__(self, forwards: LayoutConversion) -> None:
+        self.forwards = forwards
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str = "",
+        model: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        forwards = self.forwards
+        head = full_layer_name.removesuffix(forwards.tail)
+        shown = AsStock(model, forwards.shapes(head))
+        pieces = forwards.separate(input_dict, full_layer_name, head)
+        pieces += [single(input_dict[f"{head}{name}"]) for name in forwards.others]
+        result: dict[str, Any] = {}
+        for step in forwards.steps:
+            # In a list, as operations are given what is read: some take it as such, whatever they find in it.
+            tensors: dict[str, Any] = {pattern: [pieces[number]] for number, pattern in step.parts}
+            tensors = step.run(tensors, backwards=True, head=head, model=shown, **kwargs)
+            outer = target_patterns[step.first : step.first + step.taken]
+            for inner, name in zip(step.sources or ("",), outer, strict=True):
+                found = tensors[inner] if inner in tensors else _numbered(tensors, inner)
+                result[name] = found if forwards.reverses_as_stock else single(found).contiguous()
+        return result
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self.forwards
+
+
+def _numbered(tensors: Mapping[str, Any], pattern: str) -> list[torch.Tensor]:
+    """What operations have left under `pattern` with numbers in the place of its star, in order."""
+    expression = re.compile(re.escape(pattern).replace(re.escape("*"), r"(\d+)"))
+    found = sorted((int(match[1]), name) for name in tensors if (match := expression.fullmatch(name)))
+    return [single(tensors[name]) for _, name in found]
