@@ -13,7 +13,7 @@ from torch import nn
 from patcher import seams
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.origins import NotConvertibleError, origins_of
-from patcher.fusions.weight_layout import Layout, check_convertible, converters_for
+from patcher.fusions.weight_layout import Layout, converters_for, plan_of
 from patcher.matching import nearest, search
 
 if TYPE_CHECKING:
@@ -120,14 +120,30 @@ class Fusion:
                 matches[path] = module
             elif self.is_told(path, module):
                 refused[path] = reason
-        origins = origins_of(model) if matches else {}
-        for path in list(matches):
-            try:
-                check_convertible(self.layouts({path: matches[path]}, origins), origins)
-            except NotConvertibleError as error:
-                refused[path] = f"its weights: {error}"
+        if matches:
+            for path, reason in self._inconvertible(matches, origins_of(model)).items():
+                refused[path] = f"its weights: {reason}"
                 del matches[path]
         return Findings(matches, refused)
+
+    def _inconvertible(
+        self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]
+    ) -> dict[str, str]:
+        """path -> why its weights can't be converted.
+
+        All are tried at once, as one converter may make weights of several modules, and one by one where that fails.
+        """
+        try:
+            for layout in self.layouts(matches, origins):
+                plan_of(layout, origins)
+        except NotConvertibleError as error:
+            if len(matches) == 1:
+                return dict.fromkeys(matches, str(error))
+            found: dict[str, str] = {}
+            for path, module in matches.items():
+                found |= self._inconvertible({path: module}, origins)
+            return found
+        return {}
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         """Whether the family is about this module at all."""

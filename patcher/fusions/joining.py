@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from patcher.conversions import single
-from patcher.fusions.weight_layout import Layout, LayoutConversion, ReverseLayoutConversion, Step
+from patcher.fusions.weight_layout import LayoutConversion, ReverseLayoutConversion, Step
 from patcher.seams import ConversionOps
 
-__all__ = ["JoinRows", "JoinedRows", "SplitRows", "Step"]
-
-
-@dataclass(frozen=True)
-class JoinedRows(Layout):
-    """A joined parameter, of which those of stock are the rows, in order."""
-
-    name: str
-
-    @property
-    def target(self) -> str:
-        return self.name
-
-    def operation(self, steps: tuple[Step, ...], prefix: str, others: tuple[str, ...]) -> LayoutConversion:
-        return JoinRows(steps, self.name.removeprefix(prefix), others)
+__all__ = ["JoinRows", "SplitRows", "Step"]
 
 
 class JoinRows(LayoutConversion):
@@ -36,11 +21,11 @@ class JoinRows(LayoutConversion):
     #: how many rows each tensor had, once it has run
     sizes: tuple[int, ...] = ()
 
-    def fuse(self, tensors: list[torch.Tensor], name: str, head: str) -> dict[str, torch.Tensor]:
+    def fuse(self, tensors: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         self.sizes = tuple(tensor.shape[0] for tensor in tensors)
         return {name: _joined(tensors)}
 
-    def separate(self, tensors: dict[str, Any], name: str, head: str) -> list[torch.Tensor]:
+    def separate(self, tensors: dict[str, Any], name: str) -> list[torch.Tensor]:
         return list(torch.split(single(tensors[name]), list(self.sizes)))
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 
 from patcher import seams
 from patcher.conversions import describe
-from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightRenaming
+from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
 
 __all__ = ["AsStock", "NotConvertibleError", "ParameterSource", "origins_of"]
 
@@ -41,20 +41,6 @@ class ParameterSource:
 
     def __str__(self) -> str:
         return self.keys[0] if self.converter is None else describe(self.converter)
-
-    @property
-    def operations(self) -> tuple[ConversionOps, ...]:
-        return () if self.converter is None else tuple(self.converter.operations)
-
-    @property
-    def source_patterns(self) -> tuple[str, ...]:
-        """The patterns in the order in which they are written: operations go by it."""
-        written = self.patterns if self.converter is None else self.converter.source_patterns
-        return tuple(pattern for pattern in written if pattern in self.patterns)
-
-    @property
-    def target_patterns(self) -> tuple[str, ...]:
-        return () if self.converter is None else tuple(self.converter.target_patterns)
 
 
 #: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys

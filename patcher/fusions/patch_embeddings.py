@@ -13,7 +13,7 @@ from patcher import seams
 from patcher.conversions import single
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, Surroundings
-from patcher.fusions.joining import JoinedRows
+from patcher.fusions.joining import JoinRows
 from patcher.fusions.origins import ParameterSource
 from patcher.fusions.weight_layout import Layout
 from patcher.matching import search
@@ -183,7 +183,7 @@ class PatchEmbeddings(Fusion):
     def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterator[Layout]:
         for path, module in matches.items():
             for name, _ in module.named_parameters():
-                yield JoinedRows((f"{path}.{name}",), f"{path}.linear.{name}")
+                yield Layout((f"{path}.{name}",), f"{path}.linear.{name}", JoinRows)
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
         converters = super().transforms_for(model, matches)

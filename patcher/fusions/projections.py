@@ -15,7 +15,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, Surroundings
 from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import JoinedProjections, join, part_property
-from patcher.fusions.joining import JoinedRows
+from patcher.fusions.joining import JoinRows
 from patcher.fusions.origins import ParameterSource
 from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
 from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
@@ -97,12 +97,12 @@ class Projections(Fusion):
             assert plan is not None
             joined, prefix = plan[0], f"{path}." if path else ""
             whole = f"{prefix}{joined.name}"
-            yield JoinedRows(tuple(f"{prefix}{name}.weight" for name in joined.projections), f"{whole}.weight")
+            yield Layout(tuple(f"{prefix}{name}.weight" for name in joined.projections), f"{whole}.weight", JoinRows)
             if joined.biased:
                 for name in joined.biased:
-                    yield JoinedRows((f"{prefix}{name}.bias",), f"{prefix}{name}_bias")
+                    yield Layout((f"{prefix}{name}.bias",), f"{prefix}{name}_bias", JoinRows)
             elif getattr(module, joined.projections[0]).bias is not None:
-                yield JoinedRows(tuple(f"{prefix}{name}.bias" for name in joined.projections), f"{whole}.bias")
+                yield Layout(tuple(f"{prefix}{name}.bias" for name in joined.projections), f"{whole}.bias", JoinRows)
 
     # How.
 

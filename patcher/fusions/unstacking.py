@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from patcher.conversions import single
 from patcher.fusions.origins import NotConvertibleError, ParameterSource
 from patcher.fusions.weight_layout import Layout, LayoutConversion, Step, source_of
+from patcher.matching import common_prefix
 
 __all__ = ["Cut", "CutStacks", "cut_layouts"]
 
@@ -35,6 +37,10 @@ class Cut:
     transposed: bool
     shape: tuple[int, ...]
 
+    def under(self, prefix: str) -> Cut:
+        """The same with names that start after `prefix`."""
+        return replace(self, name=self.name.removeprefix(prefix), pieces=self.pieces.removeprefix(prefix))
+
 
 def cut_layouts(cuts: Iterable[Cut], origins: Mapping[str, ParameterSource]) -> list[Layout]:
     """The layouts of stacks, of which those that one converter makes are cut together.
@@ -49,26 +55,11 @@ def cut_layouts(cuts: Iterable[Cut], origins: Mapping[str, ParameterSource]) -> 
         made = tuple(target for _, target in source.targets)
         if others := [target for target in made if target not in by_name]:
             raise NotConvertibleError(f"{source} makes {', '.join(others)} as well")
-        layouts[source.keys] = _CutTogether(made, tuple(by_name[target] for target in made))
+        prefix = common_prefix(list(made))
+        relative = tuple(by_name[target].under(prefix) for target in made)
+        target = by_name[made[0]].pieces.format(0)
+        layouts[source.keys] = Layout(made, target, partial(CutStacks, cuts=relative), takes_lists=True)
     return list(layouts.values())
-
-
-@dataclass(frozen=True)
-class _CutTogether(Layout):
-    takes_lists = True
-
-    cuts: tuple[Cut, ...]
-
-    @property
-    def target(self) -> str:
-        return self.cuts[0].pieces.format(0)
-
-    def operation(self, steps: tuple[Step, ...], prefix: str, others: tuple[str, ...]) -> LayoutConversion:
-        cuts = (
-            replace(cut, name=cut.name.removeprefix(prefix), pieces=cut.pieces.removeprefix(prefix))
-            for cut in self.cuts
-        )
-        return CutStacks(steps, self.target.removeprefix(prefix), tuple(cuts))
 
 
 class CutStacks(LayoutConversion):
@@ -76,25 +67,32 @@ class CutStacks(LayoutConversion):
 
     reverses_as_stock = True
 
-    def __init__(self, steps: tuple[Step, ...], tail: str, cuts: tuple[Cut, ...]) -> None:
-        super().__init__(steps, tail)
+    def __init__(
+        self, steps: tuple[Step, ...], tail: str, others: tuple[str, ...] = (), cuts: tuple[Cut, ...] = ()
+    ) -> None:
+        super().__init__(steps, tail, others)
         self.cuts = cuts
 
-    def fuse(self, tensors: list[torch.Tensor], name: str, head: str) -> dict[str, torch.Tensor]:
+    def fuse(self, tensors: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
-        for cut, stack in zip(self.cuts, tensors, strict=True):
+        for cut, stack in zip(self._cuts_at(name), tensors, strict=True):
             if tuple(stack.shape) != cut.shape:
-                raise ValueError(f"{head}{cut.name} has the shape {tuple(stack.shape)}, not {cut.shape}")
+                raise ValueError(f"{cut.name} has the shape {tuple(stack.shape)}, not {cut.shape}")
             for number, matrix in enumerate(stack.unbind()):
-                result[head + cut.pieces.format(number)] = matrix.t().contiguous() if cut.transposed else matrix
+                result[cut.pieces.format(number)] = matrix.t().contiguous() if cut.transposed else matrix
         return result
 
-    def separate(self, tensors: dict[str, Any], name: str, head: str) -> list[torch.Tensor]:
+    def separate(self, tensors: dict[str, Any], name: str) -> list[torch.Tensor]:
         stacks = []
-        for cut in self.cuts:
-            stack = torch.stack([single(tensors.pop(head + cut.pieces.format(i))) for i in range(cut.shape[0])])
+        for cut in self._cuts_at(name):
+            stack = torch.stack([single(tensors.pop(cut.pieces.format(i))) for i in range(cut.shape[0])])
             stacks.append(stack.transpose(1, 2).contiguous() if cut.transposed else stack)
         return stacks
 
-    def shapes(self, head: str) -> dict[str, tuple[int, ...]]:
-        return {head + cut.name: cut.shape for cut in self.cuts}
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return {cut.name: cut.shape for cut in self._cuts_at(name)}
+
+    def _cuts_at(self, name: str) -> list[Cut]:
+        """The cuts with whole names, in the layer of which the first piece has this name."""
+        head = name.removesuffix(self.cuts[0].pieces.format(0))
+        return [replace(cut, name=head + cut.name, pieces=head + cut.pieces) for cut in self.cuts]

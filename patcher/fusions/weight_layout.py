@@ -8,10 +8,9 @@ of ours, forwards on the way in and backwards on the way out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,48 +20,25 @@ from patcher.fusions.origins import AsStock, NotConvertibleError, ParameterSourc
 from patcher.matching import common_prefix
 from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
 
-__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "check_convertible", "converters_for"]
+__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "converters_for", "plan_of", "source_of"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Parameters of the stock model that become others together; a subclass says how.
+class Layout(NamedTuple):
+    """Parameters of the stock model that become others together.
 
     Attributes:
         stock: the parameters, by the names that the stock model has for them.
+        target: the first parameter that they become, by which a load names the conversion.
+        operation: makes the conversion, from the arguments of a `LayoutConversion`.
+        takes_lists: whether it takes what stock makes from several tensors of one pattern, one for each expert.
     """
-
-    #: whether the operation can take what stock makes from several tensors of one pattern, one for each expert
-    takes_lists: ClassVar[bool] = False
 
     stock: tuple[str, ...]
-
-    @property
-    def target(self) -> str:
-        """The first parameter that they become, by which a load names the conversion."""
-        raise NotImplementedError
-
-    def operation(self, steps: tuple[Step, ...], prefix: str, others: tuple[str, ...]) -> LayoutConversion:
-        """The conversion, with names that start after `prefix`.
-
-        Args:
-            steps: what stock does to make the parameters. The tensors are numbered as in `stock`, then as `others`.
-            prefix: what all names begin with.
-            others: what the steps make besides.
-        """
-        raise NotImplementedError
-
-
-def check_convertible(layouts: Iterable[Layout], origins: Mapping[str, ParameterSource]) -> None:
-    """Raise if a parameter can't be followed to the checkpoint.
-
-    Raises:
-        NotConvertibleError: transformers makes a parameter in a way that can't be followed.
-    """
-    for layout in layouts:
-        _planned(layout, origins)
+    target: str
+    operation: Callable[..., LayoutConversion]
+    takes_lists: bool = False
 
 
 def converters_for(
@@ -73,9 +49,9 @@ def converters_for(
     Raises:
         NotConvertibleError: transformers makes a parameter in a way that can't be followed.
     """
-    groups: dict[Any, list[_Plan]] = {}
+    groups: dict[Any, list[Plan]] = {}
     for layout in layouts:
-        plan = _planned(layout, origins)
+        plan = plan_of(layout, origins)
         groups.setdefault(plan.kind, []).append(plan)
     every = {key for source in origins.values() for key in source.keys}
     converters = []
@@ -87,9 +63,11 @@ def converters_for(
     return converters
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """How one layout is made, with names and expressions that start after the prefix."""
+
     prefix: str
-    #: expressions for the keys after the prefix
+    #: expressions for the keys
     tails: tuple[str, ...]
     operation: LayoutConversion
 
@@ -100,7 +78,12 @@ class _Plan(NamedTuple):
         return (self.tails, type(self.operation), repr(self.operation), *settings.values())
 
 
-def _planned(layout: Layout, origins: Mapping[str, ParameterSource]) -> _Plan:
+def plan_of(layout: Layout, origins: Mapping[str, ParameterSource]) -> Plan:
+    """How one layout is made from the checkpoint.
+
+    Raises:
+        NotConvertibleError: transformers makes a parameter in a way that can't be followed.
+    """
     sources = {source.keys: source for source in (source_of(name, origins) for name in layout.stock)}
     made = [name for source in sources.values() for _, name in source.targets]
     prefix = common_prefix([layout.target, *made, *(key for keys in sources for key in keys)])
@@ -111,20 +94,21 @@ def _planned(layout: Layout, origins: Mapping[str, ParameterSource]) -> _Plan:
     tails: list[str] = []
     for source in sources.values():
         taken = _tails(source, prefix, layout.takes_lists)
+        converter = source.converter
         steps.append(
             Step(
                 first=len(tails),
                 taken=len(taken),
                 parts=tuple((numbers[name], pattern) for pattern, name in source.targets),
-                operations=tuple(_reversible(operation) for operation in source.operations),
+                operations=tuple(map(_reversible, converter.operations)) if converter else (),
                 sources=tuple(taken),
-                targets=source.target_patterns,
+                targets=tuple(converter.target_patterns) if converter else (),
                 name=source.targets[0][1].removeprefix(prefix),
             )
         )
         tails += taken.values()
-    names = tuple(name.removeprefix(prefix) for name in others)
-    return _Plan(prefix, tuple(tails), layout.operation(tuple(steps), prefix, names))
+    tail, *names = (name.removeprefix(prefix) for name in (layout.target, *others))
+    return Plan(prefix, tuple(tails), layout.operation(tuple(steps), tail, tuple(names)))
 
 
 def source_of(name: str, origins: Mapping[str, ParameterSource]) -> ParameterSource:
@@ -140,19 +124,21 @@ def source_of(name: str, origins: Mapping[str, ParameterSource]) -> ParameterSou
 
 def _tails(source: ParameterSource, prefix: str, takes_lists: bool) -> dict[str, str]:
     """The patterns by which stock takes its keys -> expressions for these keys after the prefix."""
-    keys: dict[str, list[str]] = {pattern: [] for pattern in source.source_patterns}
+    keys: dict[str, list[str]] = {}
     for key, pattern in zip(source.keys, source.patterns, strict=True):
-        keys[pattern].append(key.removeprefix(prefix))
+        keys.setdefault(pattern, []).append(key.removeprefix(prefix))
     tails = {}
-    for pattern, found in keys.items():
+    # In the order in which the patterns are written: operations go by it.
+    for pattern in source.converter.source_patterns if source.converter else source.patterns:
+        if not (found := keys.get(pattern)):
+            continue
         if len(found) > 1 and not takes_lists:
             raise NotConvertibleError(f"{source} takes several tensors by one pattern")
-        form = _NUMBER.sub("#", found[0])
-        for key in found:
-            if _NUMBER.sub("#", key) != form:
-                raise NotConvertibleError(f"{source} takes {prefix}{key} and others of another form")
-        numbered = re.escape(form).replace(re.escape("#"), r"\d+")
-        tails[pattern] = re.escape(found[0]) if len(found) == 1 else numbered
+        form, *forms = dict.fromkeys(_NUMBER.sub("#", key) for key in found)
+        if forms:
+            odd = next(key for key in found if _NUMBER.sub("#", key) == forms[0])
+            raise NotConvertibleError(f"{source} takes {prefix}{odd} and others of another form")
+        tails[pattern] = re.escape(form).replace(re.escape("#"), r"\d+") if len(found) > 1 else re.escape(found[0])
     return tails
 
 
@@ -219,15 +205,15 @@ class LayoutConversion(ConversionOps):
         inner = [repr(operation) for step in self.steps for operation in step.operations]
         return f"{type(self).__name__}({', '.join(inner)})"
 
-    def fuse(self, tensors: list[torch.Tensor], name: str, head: str) -> dict[str, torch.Tensor]:
+    def fuse(self, tensors: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         """The parameters of the layout from those of stock; `name` is the first of them."""
         raise NotImplementedError
 
-    def separate(self, tensors: dict[str, Any], name: str, head: str) -> list[torch.Tensor]:
+    def separate(self, tensors: dict[str, Any], name: str) -> list[torch.Tensor]:
         """The parameters of stock from those of the layout."""
         raise NotImplementedError
 
-    def shapes(self, head: str) -> dict[str, tuple[int, ...]]:
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """The parameters of stock that the model has in no form, which its operations may look at."""
         return {}
 
@@ -242,7 +228,7 @@ class LayoutConversion(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         head = full_layer_name.removesuffix(self.tail)
-        shown = AsStock(model, self.shapes(head))
+        shown = AsStock(model, self.shapes(full_layer_name))
         pieces: dict[int, torch.Tensor] = {}
         for step in self.steps:
             outer = source_patterns[step.first : step.first + step.taken]
@@ -256,7 +242,7 @@ class LayoutConversion(ConversionOps):
         ordered = [pieces[number] for number in sorted(pieces)]
         wanted = len(ordered) - len(self.others)
         others = {f"{head}{name}": piece for name, piece in zip(self.others, ordered[wanted:], strict=True)}
-        return self.fuse(ordered[:wanted], full_layer_name, head) | others
+        return self.fuse(ordered[:wanted], full_layer_name) | others
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -284,8 +270,8 @@ class ReverseLayoutConversion(ConversionOps):
     ) -> dict[str, Any]:
         forwards = self.forwards
         head = full_layer_name.removesuffix(forwards.tail)
-        shown = AsStock(model, forwards.shapes(head))
-        pieces = forwards.separate(input_dict, full_layer_name, head)
+        shown = AsStock(model, forwards.shapes(full_layer_name))
+        pieces = forwards.separate(input_dict, full_layer_name)
         pieces += [single(input_dict[f"{head}{name}"]) for name in forwards.others]
         result: dict[str, Any] = {}
         for step in forwards.steps:
