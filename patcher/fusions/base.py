@@ -12,15 +12,13 @@ from torch import nn
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.origins import NotConvertibleError, origins_of
+from patcher.fusions.origins import NotConvertibleError, Origins, origins_of
 from patcher.fusions.weight_layout import Layout, converters_for, plan_of
 from patcher.matching import nearest, search
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
-
-    from patcher.fusions.origins import ParameterSource
 
 __all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured", "shortest"]
 
@@ -51,6 +49,21 @@ class Surroundings:
         """The names of the module's own parameters that are tied to others."""
         named = module.named_parameters(path, recurse=False)
         return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
+
+    def sharing(self, path: str, module: nn.Module, subject: str) -> str:
+        """Why the module isn't by itself in the model, "" if it is."""
+        if self.is_shared(module):
+            return f"{subject} is at several places of the model"
+        return "its weights are tied" if self.tied(path, module) else ""
+
+
+def more_than_a_weight_and_bias(module: nn.Module) -> str:
+    """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "has hooks"
+    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+        return "has parameters of its own besides weight and bias"
+    return ""
 
 
 class Fusion:
@@ -126,9 +139,7 @@ class Fusion:
                 del matches[path]
         return Findings(matches, refused)
 
-    def _inconvertible(
-        self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]
-    ) -> dict[str, str]:
+    def _inconvertible(self, matches: Mapping[str, nn.Module], origins: Origins) -> dict[str, str]:
         """path -> why its weights can't be converted.
 
         All are tried at once, as one converter may make weights of several modules, and one by one where that fails.
@@ -160,7 +171,7 @@ class Fusion:
         """Whether a module that is left alone is worth a line of the report."""
         return bool(self.target_modules_patterns)
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterable[Layout]:
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterable[Layout]:
         """Which parameters become which, where the engine of this package converts them."""
         return ()
 

@@ -16,7 +16,7 @@ from patcher import seams
 from patcher.conversions import describe
 from patcher.seams import PreTrainedModel, WeightConverter, WeightRenaming
 
-__all__ = ["AsStock", "NotConvertibleError", "ParameterSource", "origins_of"]
+__all__ = ["AsStock", "NotConvertibleError", "Origins", "ParameterSource", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -43,31 +43,38 @@ class ParameterSource:
         return self.keys[0] if self.converter is None else describe(self.converter)
 
 
+class Origins(dict[str, ParameterSource]):
+    """Parameter -> where it comes from."""
+
+    def __missing__(self, name: str) -> ParameterSource:
+        raise NotConvertibleError(f"no checkpoint key makes {name}")
+
+
 #: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
-_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, ParameterSource]]] = (
+_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], Origins]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def origins_of(model: PreTrainedModel) -> dict[str, ParameterSource]:
+def origins_of(model: PreTrainedModel) -> Origins:
     """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
     state_dict = model.state_dict()
     shapes = {name: tensor.shape for name, tensor in state_dict.items()}
     known = _known_origins.get(model)
     if known is None or known[0] != shapes:
         known = _known_origins[model] = (shapes, _origins(model, state_dict))
-    return dict(known[1])
+    return known[1]
 
 
-def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, ParameterSource]:
+def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> Origins:
     conversions = seams.stock_conversions(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     if not converters:
-        return {name: _unconverted(name, name) for name in state_dict}
+        return Origins({name: _unconverted(name, name) for name in state_dict})
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     checkpoint = seams.stock_revert(model, dict(state_dict))
     taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
-    origins: dict[str, ParameterSource] = {}
+    origins = Origins()
     for key in sorted(checkpoint, key=seams.dot_natural_key):
         between, _, _ = seams.rename_key(key, renamings)
         renamed, taker, pattern = seams.rename_key(key, conversions, model, state_dict)

@@ -12,9 +12,9 @@ from torch import nn
 from patcher import seams
 from patcher.conversions import single
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, Surroundings
+from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
 from patcher.fusions.joining import JoinRows
-from patcher.fusions.origins import ParameterSource
+from patcher.fusions.origins import Origins
 from patcher.fusions.weight_layout import Layout
 from patcher.matching import search
 from patcher.seams import ConversionOps, PreTrainedModel, WeightConverter, WeightTransform
@@ -152,13 +152,9 @@ class PatchEmbeddings(Fusion):
             return f"its kernel is dilated {module.dilation}"
         if module.groups != 1:
             return f"it has {module.groups} groups"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return "it has hooks"
-        if "forward" in vars(module):
-            return "its forward was replaced on the object"
-        if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
-            return "it has parameters of its own besides weight and bias"
-        return ""
+        if reason := more_than_a_weight_and_bias(module):
+            return f"it {reason}"
+        return "its forward was replaced on the object" if "forward" in vars(module) else ""
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         return LinearPatchEmbedding
@@ -168,11 +164,7 @@ class PatchEmbeddings(Fusion):
         return wanted and isinstance(module, nn.Conv2d | nn.Conv3d)
 
     def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        if reason := self.refusal(module):
-            return reason
-        if surroundings.is_shared(module):
-            return "it is at several places of the model"
-        return "its weights are tied" if surroundings.tied(path, module) else None
+        return self.refusal(module) or surroundings.sharing(path, module, "it") or None
 
     def is_told(self, path: str, module: nn.Module) -> bool:
         """Of a network of convolutions most are not worth a line."""
@@ -180,7 +172,7 @@ class PatchEmbeddings(Fusion):
         patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
         return bool(self.modules) or "patch" in path or patches
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterator[Layout]:
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
         for path, module in matches.items():
             for name, _ in module.named_parameters():
                 yield Layout((f"{path}.{name}",), f"{path}.linear.{name}", JoinRows)
@@ -207,16 +199,18 @@ class FlattenPatches(ConversionOps):
     shape: torch.Size | None = None
 
     def __repr__(self) -> str:
-        return "FlattenPatches()"
+        return f"{type(self).__name__}()"
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         ((name, value),) = input_dict.items()
-        tensor = single(value)
+        return {name: self._reshaped(single(value))}
+
+    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
         self.shape = tensor.shape
-        return {name: tensor.flatten(1)}
+        return tensor.flatten(1)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -224,19 +218,14 @@ class FlattenPatches(ConversionOps):
         return UnflattenPatches(self.shape)
 
 
-class UnflattenPatches(ConversionOps):
+class UnflattenPatches(FlattenPatches):
     """The reverse of `FlattenPatches`."""
 
     def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+        self.shape: torch.Size = shape
 
-    @torch.no_grad()
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        ((name, value),) = input_dict.items()
-        tensor = single(value)
-        return {name: tensor.view(self.shape)}
+    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(self.shape)
 
     @property
     def reverse_op(self) -> ConversionOps:

@@ -12,14 +12,14 @@ from torch import nn
 
 from patcher import seams
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, Surroundings
+from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
 from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import JoinedProjections, join, part_property
 from patcher.fusions.joining import JoinRows
-from patcher.fusions.origins import ParameterSource
-from patcher.fusions.rewrite import Joined, compile_subclass, methods_with, rewritten
+from patcher.fusions.origins import Origins
+from patcher.fusions.rewrite import Joined, compile_subclass, rewritten
 from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
-from patcher.fusions.understanding import compared_names, joining_methods, located, understand, used_names
+from patcher.fusions.understanding import compared_names, joining_methods, located, understand
 from patcher.fusions.weight_layout import Layout
 
 if TYPE_CHECKING:
@@ -53,16 +53,6 @@ class Projections(Fusion):
     def refusal(self, module: nn.Module) -> str:
         return self._decide(module)[1]
 
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The subclass for modules whose projections all have a bias, or all have none."""
-        methods = methods_with(original_cls, lambda node: True)
-        called = {name for method in methods for name in used_names(method)}
-        for group in self.groups(sorted(called)):
-            joined = Joined(group, self._free_name(called))
-            assumptions = understand(original_cls, group, {})
-            return self.subclass(original_cls, joined, assumptions)
-        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
-
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         plan, reason = self._decide(module)
         if plan is None:
@@ -91,7 +81,7 @@ class Projections(Fusion):
     def is_told(self, path: str, module: nn.Module) -> bool:
         return True
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> Iterator[Layout]:
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
         for path, module in matches.items():
             plan, _ = self._decide(module)
             assert plan is not None
@@ -222,10 +212,8 @@ def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
     for name, child in zip(group, children, strict=True):
         if type(child) is not nn.Linear:
             return f"{name} is {'absent' if child is None else f'a {type(child).__qualname__}, no nn.Linear'}"
-        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-            return f"{name} has hooks"
-        if set(child._parameters) != {"weight", "bias"} or child._buffers or child._modules:
-            return f"{name} has parameters of its own besides weight and bias"
+        if reason := more_than_a_weight_and_bias(child):
+            return f"{name} {reason}"
     linears: list[nn.Linear] = children  # type: ignore[assignment]
     if len({linear.in_features for linear in linears}) > 1:
         return f"{', '.join(group)} take inputs of different sizes"

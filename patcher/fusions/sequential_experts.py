@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from patcher import seams
-from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, Surroundings
-from patcher.fusions.origins import ParameterSource
+from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.understanding import located
 from patcher.fusions.unstacking import Cut, cut_layouts
 from patcher.fusions.weight_layout import Layout
 
@@ -69,9 +69,6 @@ class SequentialExperts(Fusion):
             return str(error)
         return ""
 
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        raise InvalidPatcherError("sequential_experts looks at modules; ask fused_class_of(module).")
-
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         """The class with the rewritten forward.
 
@@ -84,17 +81,13 @@ class SequentialExperts(Fusion):
         return bool(_weights_of(module))
 
     def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        if reason := self.refusal(module):
-            return reason
-        if surroundings.is_shared(module):
-            return "the module is at several places of the model"
-        return "its weights are tied" if surroundings.tied(path, module) else None
+        return self.refusal(module) or surroundings.sharing(path, module, "the module") or None
 
     def is_told(self, path: str, module: nn.Module) -> bool:
         """Many modules with parameters of three dimensions have tables of positions."""
         return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Mapping[str, ParameterSource]) -> list[Layout]:
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> list[Layout]:
         cuts = []
         for path, module in matches.items():
             cls = self.fused_class_of(module)
@@ -145,7 +138,7 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.M
     try:
         stacks, source = sequential(method, weights)
     except NotUnderstoodError as error:
-        raise NotUnderstoodError(f"{error} ({method.at(error.line)})", error.line) from error
+        raise located(error, method) from error
     listed = " and ".join(stack.name for stack in stacks)
     cls = compile_subclass(
         f"Sequential{original.__name__}",

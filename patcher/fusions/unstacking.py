@@ -6,7 +6,7 @@ transposing) runs inside, so a checkpoint that is stacked on disk and one that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from patcher.conversions import single
-from patcher.fusions.origins import NotConvertibleError, ParameterSource
-from patcher.fusions.weight_layout import Layout, LayoutConversion, Step, source_of
+from patcher.fusions.origins import NotConvertibleError, Origins
+from patcher.fusions.weight_layout import Layout, LayoutConversion, Step
 from patcher.matching import common_prefix
 
 __all__ = ["Cut", "CutStacks", "cut_layouts"]
@@ -42,7 +42,7 @@ class Cut:
         return replace(self, name=self.name.removeprefix(prefix), pieces=self.pieces.removeprefix(prefix))
 
 
-def cut_layouts(cuts: Iterable[Cut], origins: Mapping[str, ParameterSource]) -> list[Layout]:
+def cut_layouts(cuts: Iterable[Cut], origins: Origins) -> list[Layout]:
     """The layouts of stacks, of which those that one converter makes are cut together.
 
     Raises:
@@ -51,7 +51,7 @@ def cut_layouts(cuts: Iterable[Cut], origins: Mapping[str, ParameterSource]) -> 
     by_name = {cut.name: cut for cut in cuts}
     layouts: dict[tuple[str, ...], Layout] = {}
     for name in by_name:
-        source = source_of(name, origins)
+        source = origins[name]
         made = tuple(target for _, target in source.targets)
         if others := [target for target in made if target not in by_name]:
             raise NotConvertibleError(f"{source} makes {', '.join(others)} as well")

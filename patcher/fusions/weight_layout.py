@@ -10,17 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from patcher.conversions import RememberingConcatenate, single
 from patcher.fusions.anchoring import anchored
-from patcher.fusions.origins import AsStock, NotConvertibleError, ParameterSource
+from patcher.fusions.origins import AsStock, NotConvertibleError, Origins, ParameterSource
 from patcher.matching import common_prefix
 from patcher.seams import Concatenate, ConversionOps, PreTrainedModel, WeightConverter
 
-__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "converters_for", "plan_of", "source_of"]
+__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "converters_for", "plan_of"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 
@@ -41,50 +41,37 @@ class Layout(NamedTuple):
     takes_lists: bool = False
 
 
-def converters_for(
-    model: PreTrainedModel, layouts: Iterable[Layout], origins: Mapping[str, ParameterSource]
-) -> list[WeightConverter]:
+Plan: TypeAlias = "tuple[str, tuple[str, ...], LayoutConversion]"
+
+
+def converters_for(model: PreTrainedModel, layouts: Iterable[Layout], origins: Origins) -> list[WeightConverter]:
     """The conversions that make fused layouts from the checkpoint of the stock model: one for all layers alike.
 
     Raises:
         NotConvertibleError: transformers makes a parameter in a way that can't be followed.
     """
-    groups: dict[Any, list[Plan]] = {}
+    groups: dict[str, list[Plan]] = {}
     for layout in layouts:
-        plan = plan_of(layout, origins)
-        groups.setdefault(plan.kind, []).append(plan)
+        prefix, tails, operation = plan_of(layout, origins)
+        # Operations have no equality of their own.
+        groups.setdefault(repr((tails, vars(operation))), []).append((prefix, tails, operation))
     every = {key for source in origins.values() for key in source.keys}
     converters = []
     for plans in groups.values():
         _, tails, operation = plans[0]
-        head = anchored([plan.prefix for plan in plans], tails, every, model.base_model_prefix)
+        head = anchored([prefix for prefix, _, _ in plans], tails, every, model.base_model_prefix)
         targets = [rf"\1{tail}" for tail in (operation.tail, *operation.others)]
         converters.append(WeightConverter([f"{head}{tail}$" for tail in tails], targets, operations=[operation]))
     return converters
 
 
-class Plan(NamedTuple):
-    """How one layout is made, with names and expressions that start after the prefix."""
-
-    prefix: str
-    #: expressions for the keys
-    tails: tuple[str, ...]
-    operation: LayoutConversion
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What the plans of layers that are alike have in common; operations have no equality of their own."""
-        settings = {**vars(self.operation), "steps": tuple(s._replace(operations=()) for s in self.operation.steps)}
-        return (self.tails, type(self.operation), repr(self.operation), *settings.values())
-
-
-def plan_of(layout: Layout, origins: Mapping[str, ParameterSource]) -> Plan:
-    """How one layout is made from the checkpoint.
+def plan_of(layout: Layout, origins: Origins) -> Plan:
+    """How one layout is made: the prefix of its names, expressions for the keys behind it, and the conversion.
 
     Raises:
         NotConvertibleError: transformers makes a parameter in a way that can't be followed.
     """
-    sources = {source.keys: source for source in (source_of(name, origins) for name in layout.stock)}
+    sources = {source.keys: source for source in (origins[name] for name in layout.stock)}
     made = [name for source in sources.values() for _, name in source.targets]
     prefix = common_prefix([layout.target, *made, *(key for keys in sources for key in keys)])
     # What is no part of the layout gets a number behind the parts.
@@ -108,18 +95,7 @@ def plan_of(layout: Layout, origins: Mapping[str, ParameterSource]) -> Plan:
         )
         tails += taken.values()
     tail, *names = (name.removeprefix(prefix) for name in (layout.target, *others))
-    return Plan(prefix, tuple(tails), layout.operation(tuple(steps), tail, tuple(names)))
-
-
-def source_of(name: str, origins: Mapping[str, ParameterSource]) -> ParameterSource:
-    """Where one parameter comes from.
-
-    Raises:
-        NotConvertibleError: from nowhere.
-    """
-    if name not in origins:
-        raise NotConvertibleError(f"no checkpoint key makes {name}")
-    return origins[name]
+    return prefix, tuple(tails), layout.operation(tuple(steps), tail, tuple(names))
 
 
 def _tails(source: ParameterSource, prefix: str, takes_lists: bool) -> dict[str, str]:
