@@ -143,20 +143,17 @@ class Step(NamedTuple):
         # A load copies a conversion for each tensor that it takes: only what may change is worth that.
         return self._replace(operations=deepcopy(self.operations, memo)) if self.operations else self
 
-    def run(self, tensors: dict[str, Any], backwards: bool, head: str, **kwargs: Any) -> dict[str, Any]:
-        """Stock's operations, or the reverse of them."""
-        operations, patterns = self.operations, (list(self.sources), list(self.targets))
+    def calls(self, backwards: bool, head: str, **kwargs: Any) -> tuple[list[ConversionOps], dict[str, Any]]:
+        """Stock's operations, or the reverse of them, and the arguments of each besides the tensors."""
+        operations, patterns = list(self.operations), (list(self.sources), list(self.targets))
         if backwards:
-            operations, patterns = tuple(each.reverse_op for each in reversed(operations)), patterns[::-1]
-        for operation in operations:
-            tensors = operation.convert(
-                tensors,
-                source_patterns=patterns[0],
-                target_patterns=patterns[1],
-                full_layer_name=f"{head}{self.name}",
-                **kwargs,
-            )
-        return tensors
+            operations, patterns = [each.reverse_op for each in reversed(operations)], patterns[::-1]
+        return operations, {
+            "source_patterns": patterns[0],
+            "target_patterns": patterns[1],
+            "full_layer_name": f"{head}{self.name}",
+            **kwargs,
+        }
 
 
 class LayoutConversion(ConversionOps):
@@ -211,7 +208,9 @@ class LayoutConversion(ConversionOps):
             if absent := [pattern for pattern in outer if not input_dict.get(pattern)]:
                 raise ValueError(f"{full_layer_name} lacks what {', '.join(absent)} takes")
             tensors = {inner: input_dict.pop(name) for inner, name in zip(step.sources or ("",), outer, strict=True)}
-            tensors = step.run(tensors, backwards=False, head=head, model=shown, **kwargs)
+            operations, arguments = step.calls(backwards=False, head=head, model=shown, **kwargs)
+            for operation in operations:  # here, so that nothing holds what one has used up
+                tensors = operation.convert(tensors, **arguments)
             for number, pattern in step.parts:
                 # The only one may have any name: operations disagree about what a group in a pattern becomes.
                 pieces[number] = single(tensors[pattern] if len(step.parts) > 1 else next(iter(tensors.values())))
@@ -247,13 +246,15 @@ class ReverseLayoutConversion(ConversionOps):
         forwards = self.forwards
         head = full_layer_name.removesuffix(forwards.tail)
         shown = AsStock(model, forwards.shapes(full_layer_name))
-        pieces = forwards.separate(input_dict, full_layer_name)
-        pieces += [single(input_dict[f"{head}{name}"]) for name in forwards.others]
+        others = [single(input_dict[f"{head}{name}"]) for name in forwards.others]
+        pieces = dict(enumerate([*forwards.separate(input_dict, full_layer_name), *others]))
         result: dict[str, Any] = {}
         for step in forwards.steps:
             # In a list, as operations are given what is read: some take it as such, whatever they find in it.
-            tensors: dict[str, Any] = {pattern: [pieces[number]] for number, pattern in step.parts}
-            tensors = step.run(tensors, backwards=True, head=head, model=shown, **kwargs)
+            tensors: dict[str, Any] = {pattern: [pieces.pop(number)] for number, pattern in step.parts}
+            operations, arguments = step.calls(backwards=True, head=head, model=shown, **kwargs)
+            for operation in operations:  # here, so that nothing holds what one has used up
+                tensors = operation.convert(tensors, **arguments)
             outer = target_patterns[step.first : step.first + step.taken]
             for inner, name in zip(step.sources or ("",), outer, strict=True):
                 found = tensors[inner] if inner in tensors else _numbered(tensors, inner)
