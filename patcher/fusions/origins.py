@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class AsStock:
         shapes: parameters that it doesn't have in any form, and their shapes.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> None:
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model = model
         self._shapes = shapes
 
