@@ -141,15 +141,14 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
     operation, *more = transform.operations
     if isinstance(operation, JoinRows) and not any(step.operations for step in operation.steps):
         return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])
-    if isinstance(operation, CutStacks) and not more and len(operation.parts) == 1:
-        cut = operation.parts[0].cut
-        assert cut is not None
-        if not operation.operations:
+    if isinstance(operation, CutStacks) and not more and len(operation.cuts) == 1:
+        (cut,), (step,) = operation.cuts, operation.steps
+        if not step.operations:
             return WeightConverter(sources, targets, operations=[Unstack(cut.transposed)])
-        (stack,) = operation.targets
+        (stack,) = step.targets
         pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
-        merged = [_plain(inner) for inner in operation.operations]
-        return WeightConverter(list(operation.sources), pieces, operations=[*merged, Unstack(cut.transposed)])
+        merged = [_plain(inner) for inner in step.operations]
+        return WeightConverter(list(step.sources), pieces, operations=[*merged, Unstack(cut.transposed)])
     return transform
 
 

@@ -114,6 +114,12 @@ def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel]
     return (named or listed)[0]
 
 
+def attention_implementation(model: PreTrainedModel) -> str | None:
+    """Which implementation of attention the model has chosen: sdpa, eager, ..."""
+    chosen: str | None = model.config._attn_implementation
+    return chosen
+
+
 def tie_partners(model: PreTrainedModel) -> set[str]:
     """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -153,7 +159,7 @@ def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:
     tensor._is_hf_initialized = True  # type: ignore[union-attr]
 
 
-def is_initialized(tensor: torch.Tensor) -> bool:
+def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:
     return bool(getattr(tensor, "_is_hf_initialized", False))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from patcher.compat.models import tie_partners
 from patcher.errors import InvalidPatcherError
+from patcher.fusions.origins import NotConvertibleError, Origins, origins_of
+from patcher.fusions.weight_layout import Layout, converters_for, plan_of
 from patcher.patterns import nearest, search
 
 if TYPE_CHECKING:
@@ -25,6 +29,41 @@ class Findings:
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class Surroundings:
+    """A model, as far as it decides whether a module of it can be fused: what its modules share."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._times = Counter(id(module) for module in self.modules.values())
+        self._owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = tie_partners(model)
+
+    def is_shared(self, module: nn.Module) -> bool:
+        """Whether the module is at several places of the model."""
+        return self._times[id(module)] > 1
+
+    def tied(self, path: str, module: nn.Module) -> list[str]:
+        """The names of the module's own parameters that are tied to others."""
+        named = module.named_parameters(path, recurse=False)
+        return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
+
+    def sharing(self, path: str, module: nn.Module, subject: str) -> str:
+        """Why the module isn't by itself in the model, "" if it is."""
+        if self.is_shared(module):
+            return f"{subject} is at several places of the model"
+        return "its weights are tied" if self.tied(path, module) else ""
+
+
+def more_than_a_weight_and_bias(module: nn.Module) -> str:
+    """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "has hooks"
+    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+        return "has parameters of its own besides weight and bias"
+    return ""
 
 
 class Fusion:
@@ -85,15 +124,56 @@ class Fusion:
         """
         matches: dict[str, nn.Module] = {}
         refused: dict[str, str] = {}
-        patterns = self.target_modules_patterns
-        for path, module in model.named_modules(remove_duplicate=False):
-            if patterns and not any(search(pattern, path) for pattern in patterns):
+        surroundings = Surroundings(model)
+        for path, module in surroundings.modules.items():
+            if not self.is_asked(path, module):
                 continue
-            if self.is_fusable(module):
+            reason = self.obstacle(path, module, surroundings)
+            if reason is None:
                 matches[path] = module
-            elif patterns:
-                refused[path] = self.refusal(module)
+            elif self.is_told(path, module):
+                refused[path] = reason
+        if matches:
+            for path, reason in self._inconvertible(matches, origins_of(model)).items():
+                refused[path] = f"its weights: {reason}"
+                del matches[path]
         return Findings(matches, refused)
+
+    def _inconvertible(self, matches: Mapping[str, nn.Module], origins: Origins) -> dict[str, str]:
+        """path -> why its weights can't be converted.
+
+        All are tried at once, as one converter may make weights of several modules, and one by one where that fails.
+        """
+        try:
+            for layout in self.layouts(matches, origins):
+                plan_of(layout, origins)
+        except NotConvertibleError as error:
+            if len(matches) == 1:
+                return dict.fromkeys(matches, str(error))
+            found: dict[str, str] = {}
+            for path, module in matches.items():
+                found |= self._inconvertible({path: module}, origins)
+            return found
+        return {}
+
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        """Whether the family is about this module at all."""
+        patterns = self.target_modules_patterns
+        return not patterns or any(search(pattern, path) for pattern in patterns)
+
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        """Why the module can't be fused where it stands; None if it can."""
+        if self.is_fusable(module):
+            return None
+        return self.refusal(module) if self.target_modules_patterns else ""
+
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        """Whether a module that is left alone is worth a line of the report."""
+        return bool(self.target_modules_patterns)
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterable[Layout]:
+        """Which parameters become which, where the engine of this package converts them."""
+        return ()
 
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         """The class that one module gets; asked once for each class unless this is overridden."""
@@ -101,7 +181,11 @@ class Fusion:
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
         """The conversions, from the whole skeleton."""
-        return self.make_transforms(model.config, matches)
+        origins = origins_of(model)
+        return [
+            *converters_for(model, self.layouts(matches, origins), origins),
+            *self.make_transforms(model.config, matches),
+        ]
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module | None:
         """Turn a module that stands, initialised as stock does it, into one of the fused class.

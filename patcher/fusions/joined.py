@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from patcher.compat.models import mark_initialized
+from patcher.compat.models import is_initialized, mark_initialized
 
 if TYPE_CHECKING:
     from patcher.fusions.tracing import Assumptions
@@ -67,8 +67,8 @@ def join(module: nn.Module, joined: Joined) -> None:
     if len(biases) == len(linears):
         linear.bias = _rows(biases)
     linear.train(linears[0].training)
-    if all(getattr(part, "_is_hf_initialized", False) for part in linears):
-        linear._is_hf_initialized = True  # type: ignore[assignment]
+    if all(is_initialized(part) for part in linears):
+        mark_initialized(linear)
     # In the place of the first of them, so that parameters keep their order.
     modules = list(module._modules.items())
     module._modules.clear()
@@ -86,12 +86,12 @@ def join(module: nn.Module, joined: Joined) -> None:
 def _rows(parts: list[Any]) -> nn.Parameter:
     with torch.no_grad():
         joined = nn.Parameter(torch.cat(list(parts)), requires_grad=any(part.requires_grad for part in parts))
-    if all(getattr(part, "_is_hf_initialized", False) for part in parts):
+    if all(is_initialized(part) for part in parts):
         mark_initialized(joined)
     return joined
 
 
-class Part:
+class ProjectionView:
     """A projection that has been joined, for code that looks at it: its rows of the weight, and what it computes."""
 
     def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
@@ -124,7 +124,7 @@ class Part:
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
         rows = whole.narrow(0, self._start, self._size)
-        if getattr(whole, "_is_hf_initialized", False):
+        if is_initialized(whole):
             mark_initialized(rows)  # transformers' initialisation asks the tensor that it is given
         return rows
 
@@ -134,6 +134,6 @@ def part_property(joined: Joined, number: int) -> property:
 
     def get(self: nn.Module) -> Any:
         own = self._modules.get(name)  # while the original's `__init__` runs, or where somebody has put something
-        return Part(self, joined, number) if own is None else own
+        return ProjectionView(self, joined, number) if own is None else own
 
     return property(get, doc=f"`{name}`, which is joined in `{joined.name}`.")

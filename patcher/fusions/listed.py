@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from patcher.compat.models import mark_initialized
+from patcher.compat.models import is_initialized, mark_initialized
 
 __all__ = ["listed"]
 
@@ -41,6 +41,6 @@ class _Unset(nn.Linear):
 
 def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=like.requires_grad)
-    if getattr(like, "_is_hf_initialized", False):
+    if is_initialized(like):
         mark_initialized(new)
     return new

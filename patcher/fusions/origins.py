@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key, stock_conversions, stock_revert
+from patcher.conversions.transforms import describe
 
-__all__ = ["AsStock", "Made", "NotConvertibleError", "origins_of"]
+__all__ = ["AsStock", "NotConvertibleError", "Origins", "ParameterSource", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -24,46 +24,62 @@ class NotConvertibleError(Exception):
 
 
 @dataclass(frozen=True)
-class Made:
-    """How a stock load makes one parameter: from which keys (as renamed), by which converter, as which target."""
+class ParameterSource:
+    """How a stock load makes parameters: from which keys (as renamed), by which converter, if it takes one.
+
+    Attributes:
+        keys: the keys.
+        patterns: the source pattern that takes each key; "" without a converter.
+        targets: (target pattern, parameter) of all that is made of the keys.
+        converter: the converter.
+    """
 
     keys: tuple[str, ...]
+    patterns: tuple[str, ...]
+    targets: tuple[tuple[str, str], ...]
     converter: WeightConverter | None = None
-    #: the converter's source pattern for each key, and all parameters that it makes, by target pattern
-    patterns: tuple[str, ...] = ()
-    targets: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return self.keys[0] if self.converter is None else describe(self.converter)
+
+
+class Origins(dict[str, ParameterSource]):
+    """Parameter -> where it comes from."""
+
+    def __missing__(self, name: str) -> ParameterSource:
+        raise NotConvertibleError(f"no checkpoint key makes {name}")
 
 
 #: skeleton -> the shapes that it had, and its origins: each fusion asks twice, and some models have 50,000 keys
-_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], dict[str, Made]]] = (
+_known_origins: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, torch.Size], Origins]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def origins_of(model: PreTrainedModel) -> dict[str, Made]:
+def origins_of(model: PreTrainedModel) -> Origins:
     """How each parameter of a stock skeleton is made by a load of the checkpoint that the model would save."""
     state_dict = model.state_dict()
     shapes = {name: tensor.shape for name, tensor in state_dict.items()}
     known = _known_origins.get(model)
     if known is None or known[0] != shapes:
         known = _known_origins[model] = (shapes, _origins(model, state_dict))
-    return dict(known[1])
+    return known[1]
 
 
-def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dict[str, Made]:
+def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> Origins:
     conversions = stock_conversions(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     if not converters:
-        return {name: Made((name,)) for name in state_dict}
+        return Origins({name: _unconverted(name, name) for name in state_dict})
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     checkpoint = stock_revert(model, dict(state_dict))
     taken: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
-    origins: dict[str, Made] = {}
+    origins = Origins()
     for key in sorted(checkpoint, key=dot_natural_key):
         between, _, _ = rename_key(key, renamings)
         renamed, taker, pattern = rename_key(key, conversions, model, state_dict)
         if taker is None:
-            origins[renamed] = Made((between,))
+            origins[renamed] = _unconverted(between, renamed)
             continue
         if renamed not in taken:
             taken[renamed] = (copy_transform(taker), [])
@@ -76,8 +92,12 @@ def _origins(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> dic
         targets = _by_pattern(first, made, patterns)
         keys, by = tuple(key for key, _ in sources), tuple(pattern for _, pattern in sources)
         for name in made:
-            origins[name] = Made(keys, converter, by, targets)
+            origins[name] = ParameterSource(keys, by, targets, converter)
     return origins
+
+
+def _unconverted(key: str, name: str) -> ParameterSource:
+    return ParameterSource((key,), ("",), (("", name),))
 
 
 def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple[str, str], ...]:
@@ -100,7 +120,7 @@ class AsStock:
         shapes: parameters that it doesn't have in any form, and their shapes.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> None:
+    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._model = model
         self._shapes = shapes
 

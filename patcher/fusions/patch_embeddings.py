@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 
 from patcher.compat.conversions import target_patterns
-from patcher.compat.models import mark_initialized, tie_partners
+from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.transforms import single
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Findings, Fusion
-from patcher.fusions.joining import Target, converters_for
-from patcher.fusions.origins import NotConvertibleError, origins_of
+from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
+from patcher.fusions.joining import JoinRows
+from patcher.fusions.origins import Origins
+from patcher.fusions.weight_layout import Layout
 from patcher.patterns import search
 
 __all__ = ["LinearPatchEmbedding", "PatchEmbeddings"]
@@ -85,7 +85,7 @@ class LinearPatchEmbedding(nn.Module):
         if not weight.is_floating_point():  # a quantized one passes for what it was
             return torch.empty((), dtype=self._input_dtype, device=weight.device).expand(shape)
         seen = weight.view(shape)
-        if getattr(weight, "_is_hf_initialized", False):
+        if is_initialized(weight):
             mark_initialized(seen)  # transformers' initialisation asks the tensor that it is given
         return seen
 
@@ -154,79 +154,45 @@ class PatchEmbeddings(Fusion):
             return f"its kernel is dilated {module.dilation}"
         if module.groups != 1:
             return f"it has {module.groups} groups"
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return "it has hooks"
-        if "forward" in vars(module):
-            return "its forward was replaced on the object"
-        if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
-            return "it has parameters of its own besides weight and bias"
-        return ""
+        if reason := more_than_a_weight_and_bias(module):
+            return f"it {reason}"
+        return "its forward was replaced on the object" if "forward" in vars(module) else ""
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         return LinearPatchEmbedding
 
-    def discover(self, model: PreTrainedModel) -> Findings:
-        named = list(model.named_modules(remove_duplicate=False))
-        times = Counter(id(module) for _, module in named)
-        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = tie_partners(model)
-        matches: dict[str, nn.Module] = {}
-        refused: dict[str, str] = {}
-        for path, module in named:
-            if not isinstance(module, nn.Conv2d | nn.Conv3d):
-                continue
-            if self.modules and not any(search(text, path) for text in self.modules):
-                continue
-            reason = self.refusal(module)
-            if not reason and times[id(module)] > 1:
-                reason = "it is at several places of the model"
-            if not reason and any(
-                f"{path}.{name}" in tied or owners[id(parameter)] > 1 for name, parameter in module.named_parameters()
-            ):
-                reason = "its weights are tied"
-            if reason:
-                refused[path] = reason
-            else:
-                matches[path] = module
-        origins = origins_of(model) if matches else {}
-        for path in list(matches):
-            try:
-                converters_for(model, _targets({path: matches[path]}), origins)
-            except NotConvertibleError as error:
-                refused[path] = f"its weights: {error}"
-                del matches[path]
-        if not self.modules:
-            refused = {path: reason for path, reason in refused.items() if _might_be_meant(path, model)}
-        return Findings(matches, refused)
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        wanted = not self.modules or any(search(text, path) for text in self.modules)
+        return wanted and isinstance(module, nn.Conv2d | nn.Conv3d)
+
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        return self.refusal(module) or surroundings.sharing(path, module, "it") or None
+
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        """Of a network of convolutions most are not worth a line."""
+        assert isinstance(module, nn.Conv2d | nn.Conv3d)
+        patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
+        return bool(self.modules) or "patch" in path or patches
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
+        for path, module in matches.items():
+            for name, _ in module.named_parameters():
+                yield Layout((f"{path}.{name}",), f"{path}.linear.{name}", JoinRows)
 
     def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        converters = converters_for(model, _targets(matches), origins_of(model))
+        converters = super().transforms_for(model, matches)
         for converter in converters:
+            assert isinstance(converter, WeightConverter)
             if not target_patterns(converter)[0].endswith(".bias"):
                 converter.operations.append(FlattenPatches())
-        return list[WeightTransform](converters)
+        return converters
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
         assert isinstance(module, nn.Conv2d | nn.Conv3d)
         new = LinearPatchEmbedding.of(module)
-        if getattr(module.weight, "_is_hf_initialized", False):
+        if is_initialized(module.weight):
             mark_initialized(new.linear.weight)
         return new
-
-
-def _might_be_meant(path: str, model: nn.Module) -> bool:
-    """Whether a convolution that is left alone is worth a line: of a network of convolutions most are not."""
-    module = model.get_submodule(path)
-    assert isinstance(module, nn.Conv2d | nn.Conv3d)
-    return "patch" in path or (module.stride == module.kernel_size and math.prod(module.kernel_size) > 1)
-
-
-def _targets(matches: Mapping[str, nn.Module]) -> list[Target]:
-    return [
-        Target(f"{path}.linear.{name}", (f"{path}.{name}",))
-        for path, module in matches.items()
-        for name, _ in module.named_parameters()
-    ]
 
 
 class FlattenPatches(ConversionOps):
@@ -235,16 +201,18 @@ class FlattenPatches(ConversionOps):
     shape: torch.Size | None = None
 
     def __repr__(self) -> str:
-        return "FlattenPatches()"
+        return f"{type(self).__name__}()"
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         ((name, value),) = input_dict.items()
-        tensor = single(value)
+        return {name: self._reshaped(single(value))}
+
+    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
         self.shape = tensor.shape
-        return {name: tensor.flatten(1)}
+        return tensor.flatten(1)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -252,19 +220,14 @@ class FlattenPatches(ConversionOps):
         return UnflattenPatches(self.shape)
 
 
-class UnflattenPatches(ConversionOps):
+class UnflattenPatches(FlattenPatches):
     """The reverse of `FlattenPatches`."""
 
     def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
+        self.shape: torch.Size = shape
 
-    @torch.no_grad()
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        ((name, value),) = input_dict.items()
-        tensor = single(value)
-        return {name: tensor.view(self.shape)}
+    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(self.shape)
 
     @property
     def reverse_op(self) -> ConversionOps:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from patcher.compat.models import kept_in_fp32, tie_partners
+from patcher.compat.models import kept_in_fp32
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Findings, Fusion
+from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
 from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
-from patcher.fusions.joining import Target, check_convertible, converters_for
-from patcher.fusions.origins import NotConvertibleError, origins_of
-from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
+from patcher.fusions.joining import JoinRows
+from patcher.fusions.origins import Origins
+from patcher.fusions.rewrite import compile_subclass, rewritten
 from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
-from patcher.fusions.understanding import compared_names, joining_methods, located, understand, used_names
+from patcher.fusions.understanding import compared_names, joining_methods, located, understand
+from patcher.fusions.weight_layout import Layout
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.core_model_loading import WeightTransform
+    pass
 
 __all__ = ["Projections"]
 
@@ -54,16 +53,6 @@ class Projections(Fusion):
     def refusal(self, module: nn.Module) -> str:
         return self._decide(module)[1]
 
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The subclass for modules whose projections all have a bias, or all have none."""
-        methods = methods_with(original_cls, lambda node: True)
-        called = {name for method in methods for name in used_names(method)}
-        for group in self.groups(sorted(called)):
-            joined = Joined(group, self._free_name(called))
-            assumptions = understand(original_cls, group, {})
-            return self.subclass(original_cls, joined, assumptions)
-        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
-
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         plan, reason = self._decide(module)
         if plan is None:
@@ -75,40 +64,35 @@ class Projections(Fusion):
         join(module, fused_class._joined)  # type: ignore[attr-defined]
         return module
 
-    def discover(self, model: PreTrainedModel) -> Findings:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        times = Counter(id(module) for module in modules.values())
-        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = tie_partners(model)
-        matches: dict[str, nn.Module] = {}
-        refused: dict[str, str] = {}
-        for path, module in modules.items():
-            group = self._group_of(module)
-            if group is None:
-                continue
-            reason = _shared(path, module, group, times, owners, tied, model, self._free_name(module._modules))
-            if not reason:
-                plan, reason = self._decide(module)
-                if plan is not None:
-                    reason = touches(modules, path, group) or passes(modules, path, plan[1])
-            if reason:
-                refused[path] = reason
-            else:
-                matches[path] = module
-        origins = origins_of(model) if matches else {}
-        for path in list(matches):
-            try:
-                check_convertible(self._targets({path: matches[path]}), origins)
-            except NotConvertibleError as error:
-                refused[path] = f"its weights: {error}"
-                del matches[path]
-        return Findings(matches, refused)
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        return self._group_of(module) is not None
 
-    def make_transforms(self, config: PretrainedConfig, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        raise NotImplementedError("ask transforms_for, which sees the model")
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        group = self._group_of(module)
+        assert group is not None
+        if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
+            return reason
+        plan, reason = self._decide(module)
+        if plan is None:
+            return reason
+        modules = surroundings.modules
+        return touches(modules, path, group) or passes(modules, path, plan[1]) or None
 
-    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        return list(converters_for(model, self._targets(matches), origins_of(model)))
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        return True
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
+        for path, module in matches.items():
+            plan, _ = self._decide(module)
+            assert plan is not None
+            joined, prefix = plan[0], f"{path}." if path else ""
+            whole = f"{prefix}{joined.name}"
+            yield Layout(tuple(f"{prefix}{name}.weight" for name in joined.projections), f"{whole}.weight", JoinRows)
+            if joined.biased:
+                for name in joined.biased:
+                    yield Layout((f"{prefix}{name}.bias",), f"{prefix}{name}_bias", JoinRows)
+            elif getattr(module, joined.projections[0]).bias is not None:
+                yield Layout(tuple(f"{prefix}{name}.bias" for name in joined.projections), f"{whole}.bias", JoinRows)
 
     # How.
 
@@ -117,19 +101,6 @@ class Projections(Fusion):
         while name in taken:
             name = f"fused_{name}"
         return name
-
-    def _targets(self, matches: Mapping[str, nn.Module]) -> Iterator[Target]:
-        for path, module in matches.items():
-            plan, _ = self._decide(module)
-            assert plan is not None
-            joined, prefix = plan[0], f"{path}." if path else ""
-            whole = f"{prefix}{joined.name}"
-            yield Target(f"{whole}.weight", tuple(f"{prefix}{name}.weight" for name in joined.projections))
-            if joined.biased:
-                for name in joined.biased:
-                    yield Target(f"{prefix}{name}_bias", (f"{prefix}{name}.bias",))
-            elif getattr(module, joined.projections[0]).bias is not None:
-                yield Target(f"{whole}.bias", tuple(f"{prefix}{name}.bias" for name in joined.projections))
 
     def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Assumptions] | None, str]:
         """How to fuse a module, or why not."""
@@ -241,10 +212,8 @@ def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
     for name, child in zip(group, children, strict=True):
         if type(child) is not nn.Linear:
             return f"{name} is {'absent' if child is None else f'a {type(child).__qualname__}, no nn.Linear'}"
-        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-            return f"{name} has hooks"
-        if set(child._parameters) != {"weight", "bias"} or child._buffers or child._modules:
-            return f"{name} has parameters of its own besides weight and bias"
+        if reason := more_than_a_weight_and_bias(child):
+            return f"{name} {reason}"
     linears: list[nn.Linear] = children  # type: ignore[assignment]
     if len({linear.in_features for linear in linears}) > 1:
         return f"{', '.join(group)} take inputs of different sizes"
@@ -253,28 +222,20 @@ def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
     return ""
 
 
-def _shared(
-    path: str,
-    module: nn.Module,
-    group: tuple[str, ...],
-    times: Counter[int],
-    owners: Counter[int],
-    tied: set[str],
-    model: PreTrainedModel,
-    joined: str,
-) -> str:
+def _shared(path: str, module: nn.Module, group: tuple[str, ...], surroundings: Surroundings, joined: str) -> str:
     """Why the module is not by itself in this model."""
-    prefix = f"{path}." if path else ""
-    if times[id(module)] > 1:
+    prefix, model = f"{path}." if path else "", surroundings.model
+    if surroundings.is_shared(module):
         return "the module is at several places of the model"
     for name in group:
         child = module._modules[name]
         if child is None:
             continue
-        if times[id(child)] > 1:
+        if surroundings.is_shared(child):
             return f"{name} is shared with another module"
-        for key, parameter in child.named_parameters(prefix=f"{prefix}{name}"):
-            if key in tied or owners[id(parameter)] > 1:
+        tied = surroundings.tied(f"{prefix}{name}", child)
+        for key, _ in child.named_parameters(prefix=f"{prefix}{name}"):
+            if key in tied:
                 return f"{key.removeprefix(prefix)} is tied"
             if kept_in_fp32(model, key) != kept_in_fp32(model, f"{prefix}{joined}.weight"):
                 return f"{name} is kept in float32"

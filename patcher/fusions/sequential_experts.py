@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.models import mark_initialized, tie_partners
-from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Findings, Fusion
+from patcher.compat.models import mark_initialized
+from patcher.fusions.base import Fusion, Surroundings
 from patcher.fusions.listed import listed
-from patcher.fusions.origins import Made, NotConvertibleError, origins_of
+from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError
-from patcher.fusions.unstacking import Cut, unstacking
+from patcher.fusions.understanding import located
+from patcher.fusions.unstacking import Cut, cut_layouts
+from patcher.fusions.weight_layout import Layout
 
 __all__ = ["SequentialExperts"]
 
@@ -71,9 +69,6 @@ class SequentialExperts(Fusion):
             return str(error)
         return ""
 
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        raise InvalidPatcherError("sequential_experts looks at modules; ask fused_class_of(module).")
-
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         """The class with the rewritten forward.
 
@@ -82,51 +77,28 @@ class SequentialExperts(Fusion):
         """
         return _class_for(type(module), _weights_of(module))
 
-    def discover(self, model: PreTrainedModel) -> Findings:
-        modules = list(model.named_modules(remove_duplicate=False))
-        times = Counter(id(module) for _, module in modules)
-        owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-        tied = tie_partners(model)
-        matches: dict[str, nn.Module] = {}
-        refused: dict[str, str] = {}
-        for path, module in modules:
-            if not _weights_of(module):
-                continue
-            reason = self.refusal(module)
-            if not reason and times[id(module)] > 1:
-                reason = "the module is at several places of the model"
-            if not reason and any(
-                owners[id(parameter)] > 1 or f"{path}.{name}" in tied
-                for name, parameter in module.named_parameters(recurse=False)
-            ):
-                reason = "its weights are tied"
-            if not reason:
-                matches[path] = module
-            elif _is_about_experts(path, module):
-                refused[path] = reason
-        origins = origins_of(model) if matches else {}
-        for path, reason in self._inconvertible(model, matches, origins).items():
-            refused[path] = f"its weights: {reason}"
-            del matches[path]
-        return Findings(matches, refused)
+    def is_asked(self, path: str, module: nn.Module) -> bool:
+        return bool(_weights_of(module))
 
-    def _inconvertible(
-        self, model: PreTrainedModel, matches: Mapping[str, nn.Module], origins: Mapping[str, Made]
-    ) -> dict[str, str]:
-        """path -> why the weights can't be cut. All are tried at once, and one by one only where that fails."""
-        try:
-            unstacking(model, self._cuts(matches), origins)
-        except NotConvertibleError as error:
-            if len(matches) == 1:
-                return dict.fromkeys(matches, str(error))
-            found: dict[str, str] = {}
-            for path, module in matches.items():
-                found |= self._inconvertible(model, {path: module}, origins)
-            return found
-        return {}
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        return self.refusal(module) or surroundings.sharing(path, module, "the module") or None
 
-    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        return list(unstacking(model, self._cuts(matches), origins_of(model)))
+    def is_told(self, path: str, module: nn.Module) -> bool:
+        """Many modules with parameters of three dimensions have tables of positions."""
+        return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+
+    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> list[Layout]:
+        cuts = []
+        for path, module in matches.items():
+            cls = self.fused_class_of(module)
+            for stack in cls._stacks:  # type: ignore[attr-defined]
+                whole = f"{path}.{stack.name}" if path else stack.name
+                shape = tuple(getattr(module, stack.name).shape)
+                cuts.append(Cut(whole, f"{whole}.{{}}.weight", stack.transposed, shape))
+                if stack.bias:
+                    bias = f"{path}.{stack.bias}" if path else stack.bias
+                    cuts.append(Cut(bias, f"{whole}.{{}}.bias", False, tuple(getattr(module, stack.bias).shape)))
+        return cut_layouts(cuts, origins)
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
         assert issubclass(fused_class, ListedExperts)
@@ -140,19 +112,6 @@ class SequentialExperts(Fusion):
         mark_initialized(module)
         return module
 
-    def _cuts(self, matches: Mapping[str, nn.Module]) -> list[Cut]:
-        cuts = []
-        for path, module in matches.items():
-            cls = self.fused_class_of(module)
-            for stack in cls._stacks:  # type: ignore[attr-defined]
-                whole = f"{path}.{stack.name}" if path else stack.name
-                shape = tuple(getattr(module, stack.name).shape)
-                cuts.append(Cut(whole, f"{whole}.{{}}.weight", stack.transposed, shape))
-                if stack.bias:
-                    bias = f"{path}.{stack.bias}" if path else stack.bias
-                    cuts.append(Cut(bias, f"{whole}.{{}}.bias", False, tuple(getattr(module, stack.bias).shape)))
-        return cuts
-
 
 def _weights_of(module: nn.Module) -> dict[str, str]:
     """The stacked parameters of a module, and the parameter that holds the biases of each, or ""."""
@@ -163,11 +122,6 @@ def _weights_of(module: nn.Module) -> dict[str, str]:
         for name, parameter in own.items()
         if parameter.dim() == 3 and type(module).__module__.partition(".")[0] != "torch"
     }
-
-
-def _is_about_experts(path: str, module: nn.Module) -> bool:
-    """Whether a module with parameters of three dimensions is worth a line: many have tables of positions."""
-    return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
 
 
 def _class_for(original: type[nn.Module], weights: dict[str, str]) -> type[nn.Module]:
@@ -184,7 +138,7 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.M
     try:
         stacks, source = sequential(method, weights)
     except NotUnderstoodError as error:
-        raise NotUnderstoodError(f"{error} ({method.at(error.line)})", error.line) from error
+        raise located(error, method) from error
     listed = " and ".join(stack.name for stack in stacks)
     cls = compile_subclass(
         f"Sequential{original.__name__}",

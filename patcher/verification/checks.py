@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from patcher.compat.models import attention_implementation
 from patcher.construction.in_force import unpatched
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
@@ -153,7 +154,7 @@ class Run:
 
     def _stock_against_stock(self) -> float | None:
         """Relative to the magnitude of the outputs, as tolerances are."""
-        if "attn_implementation" in self.options or self.stock.config._attn_implementation != "sdpa":
+        if "attn_implementation" in self.options or attention_implementation(self.stock) != "sdpa":
             return None
         try:
             return max(gap.share for gap in self._gaps(self._stock(attn_implementation="eager")))

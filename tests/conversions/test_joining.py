@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from patcher.fusions.joining import JoinRows, Step
+from patcher.fusions.origins import Origins, ParameterSource
+from patcher.fusions.weight_layout import Layout, converters_for
 
 WHOLE = torch.arange(24.0).view(6, 4)
 HALF = WHOLE.bfloat16()
@@ -62,3 +66,24 @@ def test_a_mapped_file_stays_mapped_as_long_as_the_view(tmp_path: Path) -> None:
     found.zero_()  # it can be trained, and the file stays what it is
     with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("a"), expected[:1024])
+
+
+def test_what_the_checkpoint_names_as_the_joined_one_is_one_conversion_for_all_layers() -> None:
+    """The name of the joined parameter is also that of the key, and no part of what the layers don't share."""
+    origins, layouts = Origins(), []
+    for layer in ("layers.0.", "layers.1."):
+        parts = tuple(f"{layer}{name}_proj.weight" for name in ("gate", "up"))
+        patterns = ["gate_proj.weight", "up_proj.weight"]
+        converter = WeightConverter("gate_up_proj.weight", patterns, operations=[Chunk(dim=0)])
+        key = f"{layer}gate_up_proj.weight"
+        targets = tuple(zip(patterns, parts, strict=True))
+        source = ParameterSource((key,), ("gate_up_proj.weight",), targets, converter)
+        origins.update(dict.fromkeys(parts, source))
+        layouts.append(Layout(parts, key, JoinRows))
+
+    (conversion,) = converters_for(SimpleNamespace(base_model_prefix=""), layouts, origins)  # type: ignore[arg-type]
+
+    assert conversion.source_patterns == [r"^(layers\.\d+\.)gate_up_proj\.weight$"]
+    assert conversion.target_patterns == [r"\1gate_up_proj.weight"]
+    (step,) = conversion.operations[0].steps
+    assert step.name == "gate_proj.weight"  # of any layer
