@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from patcher.codegen.builder import PatchConfig
-    from patcher.codegen.call_mismatches import CallMismatch
-    from patcher.codegen.checker import CheckResult, check
+    from patcher.codegen.checker import CallMismatch, CheckResult, check
     from patcher.codegen.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
     from patcher.codegen.writer import write
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallMismatch": "call_mismatches",
+    "CallMismatch": "checker",
     "CheckResult": "checker",
     "Patch": "spec",
     "PatchConfig": "builder",

@@ -6,21 +6,28 @@ says it; the rest when the file is generated.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ast
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from patcher.codegen.registration import PatchRegistration
+from patcher.codegen.spec import Block, Helper, Import, Patch, PatchKind, PatchSpec, check_conflicts, check_target
+from patcher.errors import CodegenError
+from patcher.source.reading import Location, caller, note_decorator, read_source, stands_as_decorator
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from patcher.spec.patcher import Patcher
 
-__all__ = ["PatchConfig"]
+T = TypeVar("T")
+#: the names of a replacement that the file writes differently
+NameMap = Mapping[str, str] | None
 
 # What works on classes is imported where it is called: describing and generating need neither torch nor transformers.
 
 
-class PatchConfig(PatchRegistration):
+class PatchConfig(PatchSpec):
     r"""What to change in one modeling module, and the file to write it to.
 
     >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
@@ -40,6 +47,191 @@ class PatchConfig(PatchRegistration):
     Raises:
         CodegenError: for names that can't be a module or a file.
     """
+
+    # -- patches of definitions ---------------------------------------------------------------------------------
+
+    @overload
+    def replace_class(
+        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
+    ) -> Callable[[T], T]: ...
+    @overload
+    def replace_class(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
+    def replace_class(
+        self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
+    ) -> Any:
+        """Put a class in the place of the class `target`, under its name. The original's decorators go with it.
+
+        A replacement that inherits from the class it replaces keeps that one in the file, as `OriginalTarget`.
+        """
+        return self._register(PatchKind.REPLACE_CLASS, target, replacement, description, name_map)
+
+    @overload
+    def replace_function(
+        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
+    ) -> Callable[[T], T]: ...
+    @overload
+    def replace_function(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
+    def replace_function(
+        self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
+    ) -> Any:
+        """Put a function in the place of the function `target` of the module, under its name.
+
+        A replacement that calls the function it replaces keeps that one in the file, as `original_target`.
+        """
+        return self._register(PatchKind.REPLACE_FUNCTION, target, replacement, description, name_map)
+
+    @overload
+    def override_method(
+        self,
+        target: str,
+        replacement: None = None,
+        description: str = "",
+        name_map: NameMap = None,
+        *,
+        keep_decorators: bool = True,
+        new: bool | None = None,
+    ) -> Callable[[T], T]: ...
+    @overload
+    def override_method(
+        self,
+        target: str,
+        replacement: T,
+        description: str = "",
+        name_map: NameMap = None,
+        *,
+        keep_decorators: bool = True,
+        new: bool | None = None,
+    ) -> T: ...
+    def override_method(
+        self,
+        target: str,
+        replacement: Any = None,
+        description: str = "",
+        name_map: NameMap = None,
+        *,
+        keep_decorators: bool = True,
+        new: bool | None = None,
+    ) -> Any:
+        """Put a function in the place of the method `target`, `"Class.method"`; the rest of the class stays.
+
+        A class without such a method gets it. The accessors of a property are `"Class.name"` and
+        `"Class.name.setter"`.
+
+        Args:
+            target: the method.
+            replacement: the function, or its text; without it, the call is a decorator.
+            description: why.
+            name_map: names to write differently, `{"OldMLP": "NewMLP"}`.
+            keep_decorators: keep those of the original in front of the replacement's own.
+            new: True if the class has no such method. Needed only when it has one of nearly that name.
+        """
+        options = {"keep_decorators": keep_decorators, "new": new}
+        return self._register(PatchKind.OVERRIDE_METHOD, target, replacement, description, name_map, **options)
+
+    @overload
+    def modify_init(
+        self, target: str, replacement: None = None, description: str = "", name_map: NameMap = None
+    ) -> Callable[[T], T]: ...
+    @overload
+    def modify_init(self, target: str, replacement: T, description: str = "", name_map: NameMap = None) -> T: ...
+    def modify_init(
+        self, target: str, replacement: Any = None, description: str = "", name_map: NameMap = None
+    ) -> Any:
+        """Wrap the `__init__` of the class `target` with a function `(original_init, self, ...)`."""
+        return self._register(PatchKind.MODIFY_INIT, target, replacement, description, name_map)
+
+    # -- what patches need --------------------------------------------------------------------------------------
+
+    def add_import(
+        self,
+        module: str,
+        names: str | Iterable[str] | None = None,
+        alias: str | None = None,
+        is_from_import: bool = True,
+    ) -> None:
+        """Add `from module import names`, or `import module as alias`, behind the imports of the file.
+
+        Args:
+            module: the dotted, absolute name.
+            names: what to import from it, each `"name"` or `"name as other"`; without names the module is imported.
+            alias: the name to bind instead, for a module or a single name.
+            is_from_import: False imports the module, and takes no names.
+        """
+        where = caller()
+        words = [names] if isinstance(names, str) else names or ()
+        pairs = [(name.strip(), bound.strip()) for name, _, bound in (word.partition(" as ") for word in words)]
+        pairs = [(name, bound or name) for name, bound in pairs]
+        problem = ""
+        if pairs and not is_from_import:
+            problem = "was given names and is_from_import=False. Leave one of them out."
+        elif alias and len(pairs) > 1:
+            problem = f"was given one alias for {len(pairs)} names. Write names=['name as other', ...]."
+        elif alias and pairs:
+            pairs, alias = [(pairs[0][0], alias)], None
+        for word in (*module.split("."), *(word for pair in pairs for word in pair), alias or "x"):
+            if not problem and not word.isidentifier():
+                problem = f"can't be written: {word!r} is no name. "
+                problem += "A generated file imports by absolute names, such as 'torch.nn.functional'."
+        if problem:
+            raise CodegenError(f"{where}: add_import({module!r}) {problem}")
+        self.imports.append(Import(module, tuple(pairs), alias or "", where))
+
+    def add_post_import_block(self, code: str, description: str = "") -> None:
+        """Add statements behind the imports: constants, guarded imports, registrations."""
+        where = caller()
+        code = textwrap.dedent(code.replace("\r\n", "\n")).strip("\n")
+        try:
+            empty = not ast.parse(code).body
+        except SyntaxError as error:
+            raise CodegenError(
+                f"{where}: the text given to add_post_import_block does not parse: {error.msg}, on line "
+                f"{error.lineno} of it."
+            ) from error
+        if empty:
+            raise CodegenError(f"{where}: the text given to add_post_import_block holds no statement.")
+        self.blocks.append(Block(code, description, where))
+
+    def drop_import_names(self, *names: str) -> None:
+        """Leave these names out of the imports of the file, usually because something else is to bind them."""
+        self.dropped |= {name: caller() for name in names if name not in self.dropped}
+
+    def exclude_from_output(self, *names: str) -> None:
+        """Leave these classes, functions and constants out of the file, and out of its `__all__`."""
+        self.excluded |= {name: caller() for name in names if name not in self.excluded}
+
+    def add_helper(self, helper: Any = None, description: str = "", name_map: NameMap = None) -> Any:
+        """Add a class or function that patches use, behind the imports. A decorator, with or without a call."""
+        return self._help("", helper, description, name_map)
+
+    def add_helper_after(
+        self, anchor: str, helper: Any = None, description: str = "", name_map: NameMap = None
+    ) -> Any:
+        """Like `add_helper`, right after the definition `anchor` of the file, because it builds on that one."""
+        return self._help(anchor, helper, description, name_map)
+
+    def include(self, other: PatchSpec, without: Iterable[str] = ()) -> None:
+        """Take over all that another config says, but for the patches, helpers and exclusions of some targets.
+
+        Raises:
+            CodegenError: for a target in `without` that the other config doesn't have.
+        """
+        where, left_out = caller(), set(without)
+        known = {*(p.target for p in other.patches), *(h.source.name for h in other.helpers)}
+        known |= {*other.excluded, *other.dropped}
+        for name in sorted(left_out - known):
+            raise CodegenError(
+                f"{where}: include(without=...) names {name!r}, which {other!r} does not have. "
+                f"It has {', '.join(sorted(known)) or 'nothing'}."
+            )
+        for patch in other.patches:
+            if patch.target not in left_out:
+                check_conflicts(patch, self.patches)
+                self.patches.append(patch)
+        self.helpers.extend(helper for helper in other.helpers if helper.source.name not in left_out)
+        for mine, theirs in ((self.excluded, other.excluded), (self.dropped, other.dropped)):
+            mine.update((name, at) for name, at in theirs.items() if name not in {*mine, *left_out})
+        self.imports.extend(other.imports)
+        self.blocks.extend(other.blocks)
 
     def add_conversions(self, patcher: Patcher | None = None) -> None:
         """Have the models of the file read and write checkpoints of the original.
@@ -120,3 +312,63 @@ class PatchConfig(PatchRegistration):
         described = cls(module, target_file, f"What {name} does to the models of this module.")
         describe_patcher(described, patcher, model_class, config)
         return described
+
+    # -- how it is kept -----------------------------------------------------------------------------------------
+
+    def _register(
+        self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
+    ) -> Any:
+        where = caller()
+
+        def register(obj: Any, site: Location | None) -> Any:
+            asked = f"{kind.method}({target!r})"
+            source = read_source(obj, asked, where, site)
+            if source.is_class != (kind is PatchKind.REPLACE_CLASS):
+                wanted = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
+                raise CodegenError(f"{where}: {asked} needs {wanted}, and {source.name!r} is none.")
+            names = _name_map(name_map, asked, where)
+            patch = Patch(kind, target, obj, source, description, names, where, **options)
+            check_target(patch)
+            check_conflicts(patch, self.patches)
+            self.patches.append(patch)
+            return obj
+
+        return register(replacement, None) if replacement is not None else _decorator(register)
+
+    def _help(self, after: str, helper: Any, description: str, name_map: NameMap) -> Any:
+        where, asked = caller(), f"add_helper_after({after!r})" if after else "add_helper"
+
+        def register(obj: Any, site: Location | None) -> Any:
+            source = read_source(obj, asked, where, site)
+            for known in (known for known in self.helpers if known.source.name == source.name):
+                raise CodegenError(
+                    f"{where}: {asked} adds {source.name!r}, which is already a helper, added at {known.where}. "
+                    "Rename one."
+                )
+            names = _name_map(name_map, asked, where)
+            self.helpers.append(Helper(source, obj, description, names, after, where))
+            return obj
+
+        if helper is None:
+            return _decorator(register)
+        return register(helper, None) if isinstance(helper, str) else _decorator(register)(helper)
+
+
+def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
+    def decorate(obj: Any) -> Any:
+        site = caller()
+        if not stands_as_decorator(site):  # written as a call, config.replace_class("X")(MyX)
+            return register(obj, None)
+        register(obj, site)
+        note_decorator(obj, site)
+        return obj
+
+    return decorate
+
+
+def _name_map(name_map: NameMap, asked: str, where: Location) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(sorted((name_map or {}).items()))
+    for name in (name for pair in pairs for name in pair):
+        if not name.isidentifier():
+            raise CodegenError(f"{where}: the name_map of {asked} maps whole names, and {name!r} is none.")
+    return pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -14,11 +15,12 @@ from pathlib import Path
 from types import ModuleType
 
 from patcher.codegen.builder import PatchConfig
-from patcher.codegen.call_mismatches import CallMismatch, check_calls
 from patcher.codegen.generator import Generated, build
 from patcher.codegen.header import config_path
-from patcher.codegen.writer import diff_of, diff_path, final_text, output_folder, unified_diff, write_generated
+from patcher.codegen.spec import PatchKind
+from patcher.codegen.writer import diff_of, diff_path, files_of, output_folder, write_generated
 from patcher.errors import CodegenError
+from patcher.source.call_sites import CallSites, shortened, why_unfit
 from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
@@ -30,7 +32,6 @@ _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 class Settings:
     """`[tool.patcher.codegen]` of a project: `search_root`, one folder or several, and `format`."""
 
-    root: Path
     search_root: tuple[Path, ...]
     formatted: bool
 
@@ -75,28 +76,25 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
         CodegenError: for invalid settings.
     """
     here = Path(start or Path.cwd()).resolve()
-    for folder in (here, *here.parents):
-        file = folder / "pyproject.toml"
-        if not file.is_file():
-            continue
-        try:
-            table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("patcher", {}).get("codegen", {})
-        except tomllib.TOMLDecodeError as error:
-            raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-        unknown = sorted(set(table) - {"search_root", "format"})
-        if unknown:
-            raise CodegenError(
-                f"{file}: [tool.patcher.codegen] has no setting {unknown[0]!r}. It has search_root and format."
-            )
-        roots = table.get("search_root", ".")
-        folders = [folder / name for name in ([roots] if isinstance(roots, str) else roots)]
-        for missing in (path for path in folders if not path.is_dir()):
-            raise CodegenError(
-                f"{file}: search_root in [tool.patcher.codegen] names {missing.relative_to(folder).as_posix()!r}, "
-                "which is no folder of this project."
-            )
-        return Settings(folder, tuple(folders), bool(table.get("format", False)))
-    return Settings(here, (here,), False)
+    file = next((file for folder in (here, *here.parents) if (file := folder / "pyproject.toml").is_file()), None)
+    if file is None:
+        return Settings((here,), False)
+    try:
+        table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("patcher", {}).get("codegen", {})
+    except tomllib.TOMLDecodeError as error:
+        raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
+    if unknown := sorted(set(table) - {"search_root", "format"}):
+        raise CodegenError(
+            f"{file}: [tool.patcher.codegen] has no setting {unknown[0]!r}. It has search_root and format."
+        )
+    roots = table.get("search_root", ".")
+    folders = [file.parent / name for name in ([roots] if isinstance(roots, str) else roots)]
+    for missing in (path for path in folders if not path.is_dir()):
+        raise CodegenError(
+            f"{file}: search_root in [tool.patcher.codegen] names {missing.relative_to(file.parent).as_posix()!r}, "
+            "which is no folder of this project."
+        )
+    return Settings(tuple(folders), bool(table.get("format", False)))
 
 
 def discover(settings: Settings) -> list[Path]:
@@ -134,19 +132,19 @@ def load_configs(module: str, name: str | None = None) -> list[PatchConfig]:
     own = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchConfig)}
     if name is None and "config" in own:
         name = "config"
-    if name is not None and name not in own:
+    if name is None:
+        local = {id(value): value for value in own.values() if value.config_file == mine}
+        if not local:
+            raise CodegenError(
+                f"{Location(mine, 1)}: this module defines no PatchConfig. Write `config = PatchConfig(...)`."
+            )
+        return list(local.values())
+    if name not in own:
         raise CodegenError(
             f"{Location(mine, 1)}: there is no PatchConfig named {name!r}. "
             + (f"There are: {', '.join(own)}." if own else "Define one, `config = PatchConfig(...)`.")
         )
-    if name is not None:
-        return [own[name]]
-    local = [value for value in own.values() if value.config_file == mine]
-    if not local:
-        raise CodegenError(
-            f"{Location(mine, 1)}: this module defines no PatchConfig. Write `config = PatchConfig(...)`."
-        )
-    return list({id(value): value for value in local}.values())
+    return [own[name]]
 
 
 def _places(error: BaseException, path: Path) -> tuple[str, str]:
@@ -243,11 +241,9 @@ def check(
     for entry in discover(settings) if configs is None else configs:
         label = config_path(str(entry)) if str(entry).endswith(".py") else str(entry)
         try:
-            loaded = load_configs(str(entry))
+            results += [_check_one(label, config, fix, output_dir, formatted) for config in load_configs(str(entry))]
         except CodegenError as error:
             results.append(CheckResult(label, error=str(error)))
-            continue
-        results += [_check_one(label, config, fix, output_dir, formatted) for config in loaded]
     return results
 
 
@@ -268,11 +264,7 @@ def _check_one(
 
 def _drift(generated: Generated, path: Path, formatted: bool) -> Iterator[str]:
     """Diffs from what is on the disk to what should be: of the file, and of its diff if there is one."""
-    text = final_text(generated, formatted=formatted)
-    wanted = {path: text.encode(generated.source.encoding)}
-    if diff_path(path).exists():
-        wanted[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
-    for file, data in wanted.items():
+    for file, data in files_of(generated, path, diff=diff_path(path).exists(), formatted=formatted).items():
         present = file.read_bytes() if file.is_file() else None
         if present == data:
             continue
@@ -281,3 +273,48 @@ def _drift(generated: Generated, path: Path, formatted: bool) -> Iterator[str]:
         on_disk = f"{file.name} (on the disk{'' if present is not None else ': missing'})"
         drift = diff_of(old, new, on_disk, f"{file.name} (as the config says)")
         yield drift or f"{file.name}: differs in newlines or encoding only\n"
+
+
+@dataclass(frozen=True)
+class CallMismatch:
+    """One call that doesn't fit.
+
+    Attributes:
+        line: where it is in the generated file.
+        call: its text, shortened.
+        target: the patched function or method.
+        problem: why it doesn't fit.
+    """
+
+    line: int
+    call: str
+    target: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.call} does not fit the patched {self.target}: {self.problem}"
+
+
+def check_calls(generated: Generated) -> tuple[CallMismatch, ...]:
+    """The calls in a generated file that fitted the original, and do not fit the patch.
+
+    The check reads the file, it doesn't run it. A call that it can't follow is not reported, and neither is one that
+    didn't fit the original either (decorators take arguments out of calls).
+    """
+    module = CallSites(ast.parse(generated.text.removeprefix("\ufeff")))
+    original = CallSites(ast.parse(generated.source.text))
+    targets: set[str] = set()
+    for patch in generated.patches:
+        if patch.kind is PatchKind.MODIFY_INIT:
+            targets.add(f"{patch.target}.__init__")
+        elif patch.kind is PatchKind.REPLACE_CLASS and patch.target in module.classes:
+            targets.update(f"{patch.target}.{name}" for name in module.methods(patch.target))
+        else:
+            targets.add(patch.target)
+    found = []
+    for call, target, bound in module.calls():
+        if target not in targets:
+            continue
+        if problem := why_unfit(call, original.function(target), module.function(target), bound):
+            found.append(CallMismatch(call.lineno, shortened(call), target, problem))
+    return tuple(sorted(found, key=lambda mismatch: (mismatch.line, mismatch.target)))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from patcher.errors import CodegenError
+
+if TYPE_CHECKING:
+    from patcher.codegen.builder import PatchConfig
+
+# What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -37,24 +42,82 @@ def codegen(
 
     From configs, and check them for drift.
     """
-    from patcher.codegen import commands  # takes a third of a second, which `--help` doesn't need
+    from patcher.codegen.checker import check, discover, load_configs, read_settings
 
     try:
-        settings = commands.read_settings()
+        settings = read_settings()
         formatted = formatted or settings.formatted
         if fix and not check_only:
             raise typer.BadParameter("--fix belongs to --check.")
         if list_configs:
-            commands.list_configs(commands.discover(settings))
+            _list(discover(settings))
         elif check_only:
-            commands.check_files([module] if module else None, fix, output_dir, formatted)
+            results = check([module] if module else None, fix=fix, output_dir=output_dir, formatted=formatted)
+            bad = sum(not result.ok for result in results)
+            typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
+            if bad:
+                raise typer.Exit(1)
         elif every or module:
-            modules = [str(path) for path in commands.discover(settings)] if every else [str(module)]
-            for entry in modules:
-                for config in commands.load_configs(entry, config_name if not every else None):
-                    commands.generate_file(config, output_dir, diff, dry_run, formatted, verbose)
+            for entry in map(str, discover(settings) if every else [module]):
+                for config in load_configs(entry, config_name if not every else None):
+                    _generate(config, output_dir, diff, dry_run, formatted, verbose)
         else:
             raise typer.BadParameter("Name a config, or use --list, --all or --check.")
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _list(paths: list[Path]) -> None:
+    """Print each config, its source and its file; exit with 1 if one can't be imported."""
+    from patcher.codegen.checker import load_configs
+    from patcher.codegen.header import config_path
+
+    failed = False
+    for path in map(str, paths):
+        try:
+            for config in load_configs(path):
+                what = f"{config.source_module} -> {config.target_file}, {len(config.patches)} patches"
+                typer.echo(f"{config_path(path)}: {what}")
+        except CodegenError as error:
+            failed = True
+            typer.echo(f"{config_path(path)}: can't be imported\n{error}")
+    if not paths:
+        typer.echo("no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _generate(
+    config: PatchConfig, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
+) -> None:
+    """Write the file of a config, or say what would be written."""
+    from patcher.codegen.checker import check_calls
+    from patcher.codegen.generator import build
+    from patcher.codegen.writer import diff_of, diff_path, final_text, output_folder, unified_diff, write_generated
+
+    generated = build(config)
+    folder = output_folder(config, output_dir)
+    path = folder / config.target_file
+    if verbose:
+        typer.echo(f"{generated.source.name} ({generated.source.version or 'no version'})")
+        for patch in generated.patches:
+            text = f"  {patch.kind.value} {patch.target}"
+            typer.echo(text + (f": {patch.description}" if patch.description else ""))
+        for helper in config.helpers:
+            typer.echo(f"  add helper {helper.source.name}")
+    if not dry_run:
+        write_generated(generated, folder, diff=diff, formatted=formatted)
+        typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff else ""))
+    elif diff:
+        typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
+    else:
+        text = final_text(generated, formatted=formatted)
+        old = path.read_text(generated.source.encoding) if path.is_file() else ""
+        changes = diff_of(old, text, "on the disk", "generated", context=1)
+        state = "create" if not path.is_file() else "change" if changes else "leave as it is"
+        typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")
+        if path.is_file():
+            typer.echo(changes, nl=False)
+    for mismatch in check_calls(generated):
+        typer.echo(f"warning: {path}, {mismatch}", err=True)

@@ -10,19 +10,15 @@ import sys
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patcher.codegen.import_statements import absolute_name
+from patcher.codegen.surroundings import absolute_name
 from patcher.source.indentation import dedented
-from patcher.source.modules import SourceModule
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
-from patcher.source.scopes import ImportedName, free_names, imported_names
+from patcher.source.scopes import free_names, imported_names
 
 if TYPE_CHECKING:
-    from patcher.codegen.registration import PatchRegistration
-
-__all__ = ["RUNTIME", "Dependencies"]
+    from patcher.codegen.builder import PatchConfig
 
 
 #: where generated files find what they need of this package
@@ -39,7 +35,7 @@ class Dependencies:
         targets: replacement -> the class of the original module that it replaces, under whose name the file has it.
     """
 
-    config: PatchRegistration
+    config: PatchConfig
     original: types.ModuleType
     targets: Mapping[type, str]
     _known: dict[str, Any] = field(default_factory=dict)
@@ -50,8 +46,12 @@ class Dependencies:
         Returns:
             The names that it has to write differently.
         """
-        source = read_source(obj, asked, self.config.where)
-        return self._bring_all(free_names(dedented(source.text)), _namespace(obj), source, asked)
+        source, namespace = read_source(obj, asked, self.config.where), _namespace(obj)
+        names = free_names(dedented(source.text)) - {source.name}
+        # The generator says what is missing, and where.
+        known = [name for name in sorted(names & namespace.keys()) if not hasattr(builtins, name)]
+        brought = {name: self._bring(name, namespace[name], namespace, source, asked) for name in known}
+        return {name: new for name, new in brought.items() if new != name}
 
     def operation(self, cls: type, asked: str) -> None:
         """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
@@ -70,16 +70,6 @@ class Dependencies:
             )
         self.config.add_post_import_block(dedented(read_source(cls, asked, self.config.where).text))
 
-    def _bring_all(self, names: set[str], namespace: Mapping[str, Any], source: Source, asked: str) -> dict[str, str]:
-        name_map: dict[str, str] = {}
-        for name in sorted(names - {source.name}):
-            if name not in namespace or hasattr(builtins, name):
-                continue  # the generator says what is missing, and where
-            new = self._bring(name, namespace[name], namespace, source, asked)
-            if new != name:
-                name_map[name] = new
-        return name_map
-
     def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, asked: str) -> str:
         if isinstance(value, type) and value in self.targets:
             return self.targets[value]
@@ -94,32 +84,25 @@ class Dependencies:
                 f"{asked} uses {name!r}, and {self.original.__name__} has another {name!r}. "
                 f"Give the one in {source.file or 'the replacement'} a name of its own."
             )
-        package = str(namespace.get("__package__") or "")
-        if found := imported_names(file_tree(source.file)).get(name):
-            self._bring_import(name, found, package)
-            self._known[name] = value
-            return name
-        if isinstance(value, types.ModuleType):
+        self._known[name] = value
+        found = imported_names(file_tree(source.file)).get(name)
+        if found is not None and found.attribute:
+            imported, package = "." * found.level + found.module, str(namespace.get("__package__") or "")
+            module = absolute_name(imported, package, package, self.config.where)
+            self.config.add_import(module, names=[f"{found.attribute} as {name}"])
+        elif found is not None:
+            self.config.add_import(found.module, alias=found.alias, is_from_import=False)
+        elif isinstance(value, types.ModuleType):
             self.config.add_import(value.__name__, alias=name, is_from_import=False)
-            self._known[name] = value
-            return name
-        self._bring_definition(name, value, str(namespace.get("__name__", "")), asked)
+        else:
+            self._bring_definition(name, value, str(namespace.get("__name__", "")), asked)
         return name
 
     def _is_known(self, name: str, value: Any) -> bool:
         return name in self._known or vars(self.original).get(name, self._known) is value
 
-    def _bring_import(self, name: str, found: ImportedName, package: str) -> None:
-        if not found.attribute:
-            self.config.add_import(found.module, alias=found.alias, is_from_import=False)
-            return
-        shell = SourceModule(package, package, Path(), "", "utf-8")
-        module = absolute_name(found.module, found.level, shell, self.config.where)
-        self.config.add_import(module, names=[f"{found.attribute} as {name}"])
-
     def _bring_definition(self, name: str, value: Any, module: str, asked: str) -> None:
         """A class, a function or a constant of the replacement's own module, or one that comes from elsewhere."""
-        self._known[name] = value
         inner = unwrap(value)
         home = str(getattr(inner, "__module__", "") or "")
         if isinstance(inner, type | types.FunctionType):

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen import import_statements as imports
-from patcher.codegen.added_code import insert, plan_imports
-from patcher.codegen.excluded_names import exclude
 from patcher.codegen.header import render_header, with_header
 from patcher.codegen.missing_names import check_names
-from patcher.codegen.patched_classes import edit_class
-from patcher.codegen.patched_definitions import Context, replace_definition
+from patcher.codegen.patched_definitions import Context, edit_class, replace_definition
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
+from patcher.codegen.surroundings import DropNames, MakeAbsolute, insert, plan_imports
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
-from patcher.source.scopes import bound_names, imported_names, nearest
+from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
 
 
 @dataclass(frozen=True)
@@ -75,22 +72,27 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
-    module = imports.make_absolute(module, source, config.where)
-    _check_dropped(config, original)
-    module = imports.drop_names(module, {name for name, _ in config.dropped})
-    excluded = exclude(module, config.excluded, config.patches, source.name)
+    module = module.visit(MakeAbsolute(source, config.where))
+    imported = imported_names(original)
+    for name, where in config.dropped.items():
+        if name not in imported:
+            raise CodegenError(
+                f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+                f"{nearest(name, imported)}"
+            )
+    module = module.visit(DropNames(config.dropped))
+    edits = _exclude(config, module)
 
-    bound = set(bound_names(original)) - {name for name, _ in (*config.dropped, *config.excluded)}
+    bound = bound_names(original).keys() - {*config.dropped, *config.excluded}
     added, externals = plan_imports(config, bound, original)
     context = Context(source.name, source.newline, module.default_indent, externals, bound)
-    edits = dict(excluded) | _edit(config, module, context, original)
+    edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
     text = module.code + tail
     if config.changes:
         check_names(config, source, text, original)
-    header = render_header(config, source, context.done)
-    text = with_header(text, header, source)
+    text = with_header(text, render_header(config, source, context.done), source)
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:
@@ -103,55 +105,50 @@ def build(config: PatchSpec) -> Generated:
 
 def _split_tail(text: str) -> tuple[str, str]:
     """A text up to the end of its last line with code, and the white space behind: libcst loses form feeds there."""
-    end = len(text.rstrip())
-    newline = text.find("\n", end)
-    end = len(text) if newline < 0 else newline + 1
-    return text[:end], text[end:]
+    code = text.rstrip()
+    line, newline, tail = text[len(code) :].partition("\n")
+    return code + line + newline, tail
 
 
 def _edit(
-    config: PatchSpec, module: cst.Module, context: Context, original: ast.Module
+    config: PatchSpec, module: cst.Module, context: Context, imported: Mapping[str, ImportedName]
 ) -> dict[cst.CSTNode, Sequence[Any]]:
     """What every patched definition of the top level turns into."""
     found = tree.definitions(module.body)
-    known = {node.name.value for node in found}
-    by_name: dict[str, list[Patch]] = {}
+    by_name: dict[str, list[Patch]] = {node.name.value: [] for node in found}
     for patch in config.patches:
         name = patch.target.split(".")[0]
-        if name not in known:
-            raise _unknown(patch, name, found, context.source, original)
-        by_name.setdefault(name, []).append(patch)
-    imported = imported_names(original)
-    dropped = {name for name, _ in config.dropped}
+        if name not in by_name:
+            raise _unknown(patch, name, found, context.source, imported.get(name))
+        by_name[name].append(patch)
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
     for node in found:
-        patches = by_name.get(node.name.value, [])
-        whole = [p for p in patches if p.target == node.name.value and p.kind is not PatchKind.MODIFY_INIT]
-        if patches and node.name.value in imported and node.name.value not in dropped:
+        name, patches = node.name.value, by_name[node.name.value]
+        if not patches:
+            continue
+        if name in imported and name not in config.dropped:
             raise patches[0].error(
-                f"would not always take effect: {context.source} also imports "
-                f"{node.name.value!r}, on line {imported[node.name.value].line}. "
-                f"Add config.drop_import_names({node.name.value!r})."
+                f"would not always take effect: {context.source} also imports {name!r}, on line "
+                f"{imported[name].line}. Add config.drop_import_names({name!r})."
             )
+        depth = tree.depth_of(node, module.body)
+        whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
         if whole:
-            edits[node] = replace_definition(whole[0], node, context, tree.depth_of(node, module.body))
-        elif patches:
-            edits[node] = [_edit_members(patches, node, context, tree.depth_of(node, module.body))]
+            edits[node] = replace_definition(whole[0], node, context, depth)
+        elif isinstance(node, cst.ClassDef):
+            items = [(patch.target.split(".")[1:], patch) for patch in patches]
+            edits[node] = [edit_class(node, items, context, name, depth)]
+        else:
+            raise patches[0].error(
+                f"does not fit: {name!r} is a function in {context.source}, and has no methods. "
+                f"Use replace_function({name!r})."
+            )
     return edits
 
 
-def _edit_members(patches: list[Patch], node: tree.Definition, context: Context, depth: int) -> cst.ClassDef:
-    if not isinstance(node, cst.ClassDef):
-        raise patches[0].error(
-            f"does not fit: {node.name.value!r} is a function in "
-            f"{context.source}, and has no methods. Use replace_function({node.name.value!r})."
-        )
-    items = [(patch.target.split(".")[1:], patch) for patch in patches]
-    return edit_class(node, items, context, node.name.value, depth)
-
-
-def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str, original: ast.Module) -> CodegenError:
-    imported = imported_names(original).get(name)
+def _unknown(
+    patch: Patch, name: str, found: list[tree.Definition], source: str, imported: ImportedName | None
+) -> CodegenError:
     if imported is not None:
         origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
         return patch.error(
@@ -165,11 +162,44 @@ def _unknown(patch: Patch, name: str, found: list[tree.Definition], source: str,
     return patch.error(f"names no {what} of {source}. {nearest(name, choices)}")
 
 
-def _check_dropped(config: PatchSpec, original: ast.Module) -> None:
-    imported = imported_names(original)
-    for name, where in config.dropped:
-        if name not in imported:
+def _exclude(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
+    """The edits that leave definitions out of a module, and their names out of its `__all__`."""
+    if not config.excluded:
+        return {}
+    edits: dict[cst.CSTNode, Sequence[Any]] = {}
+    known: dict[str, list[Any]] = {}
+    for node in tree.statements(module.body):
+        name = tree.bound_by(node)
+        if name.isidentifier():
+            known.setdefault(name, []).append(node)
+    patched = {patch.target.split(".")[0]: patch for patch in config.patches}
+    for name, where in config.excluded.items():
+        if name not in known:
             raise CodegenError(
-                f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-                f"{nearest(name, imported)}"
+                f"{where}: exclude_from_output({name!r}) names no class, function or constant of "
+                f"{config.source_module}. {nearest(name, known)}"
             )
+        if name in patched:
+            raise CodegenError(
+                f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].asked} at "
+                f"{patched[name].where} patches. Remove one."
+            )
+        edits.update((node, ()) for node in known[name])
+    for node in known.get("__all__", []):
+        edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))]
+    return edits
+
+
+class _Unlisted(cst.CSTTransformer):
+    """Removes the strings of `__all__` that name what is left out."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if not isinstance(original_node, (cst.List, cst.Tuple)):
+            return updated_node
+        names = [(part, part.value) for part in original_node.elements if isinstance(part.value, cst.SimpleString)]
+        removed = [element for element, text in names if text.evaluated_value in self.names]
+        return updated_node.with_changes(elements=tree.without(original_node.elements, removed))

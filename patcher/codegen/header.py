@@ -20,53 +20,34 @@ _SAME = "Nothing differs from the source but imports."
 def render_header(config: PatchSpec, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text."""
     version = f" ({source.version})" if source.version else ""
+    # The command as seen from the root of the project that the config is part of.
+    made_by = f"patcher codegen {config_path(config.config_file)}"
+    if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
+        made_by = "patcher.codegen.write(config)"
     lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
-    lines += _entry("Source:", f"{source.name}{version}")
-    if config.description.strip():
-        lines += _entry("About:", config.description)
-    lines += _entry("Made by:", regenerate_command(config))
+    for label, text in (("Source:", f"{source.name}{version}"), ("About:", config.description), ("Made by:", made_by)):
+        lines += _wrapped(text, f"{label:9}", " " * 9)
     lines += ["", _DIFFERS if config.changes else _SAME]
+    imported = sorted({name for entry in config.imports for name in entry.bound()})
+    helpers = sorted(config.helpers, key=lambda helper: helper.source.name)
+    items: list[tuple[str, str]] = []
     for patch in patches:
-        lines += _item(_words(patch), patch.description)
-    for helper in sorted(config.helpers, key=lambda helper: helper.source.name):
-        lines += _item(f"add helper {helper.source.name}", helper.description)
-    for block in config.blocks:
-        lines += _item("add code behind the imports", block.description)
-    for name in sorted({name for entry in config.imports for name in entry.bound()}):
-        lines += _item(f"add import {name}", "")
-    for name in sorted({name for name, _ in config.dropped}):
-        lines += _item(f"drop import {name}", "")
-    for name in sorted({name for name, _ in config.excluded}):
-        lines += _item(f"leave out {name}", "")
+        origin = f" with {patch.replacement.module}.{patch.replacement.name}" if patch.source is None else ""
+        items.append((f"{patch.kind.value} {patch.target}{origin}", patch.description))
+    items += [(f"add helper {helper.source.name}", helper.description) for helper in helpers]
+    items += [("add code behind the imports", block.description) for block in config.blocks]
+    items += [(f"add import {name}", "") for name in imported]
+    items += [(f"drop import {name}", "") for name in sorted(config.dropped)]
+    items += [(f"leave out {name}", "") for name in sorted(config.excluded)]
+    for text, description in items:
+        lines += _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
     return [_RULE, *(f"# {line}".rstrip() for line in lines), _RULE]
-
-
-def _words(patch: Patch) -> str:
-    words = f"{patch.kind.value} {patch.target}"
-    if patch.source is None:
-        words += f" with {patch.replacement.module}.{patch.replacement.name}"
-    return words
-
-
-def _entry(label: str, text: str) -> list[str]:
-    return _wrapped(text, f"{label:9}", " " * 9)
-
-
-def _item(text: str, description: str) -> list[str]:
-    return _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
     # a long word, such as a path, stays whole: it is there to be copied
     wrapper = textwrap.TextWrapper(_WIDTH, first, others, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(" ".join(text.split()))
-
-
-def regenerate_command(config: PatchSpec) -> str:
-    """The command that makes the file again, as seen from the root of the project that the config is part of."""
-    if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
-        return "patcher.codegen.write(config)"
-    return f"patcher codegen {config_path(config.config_file)}"
 
 
 def config_path(file: str) -> str:

@@ -12,6 +12,8 @@ from patcher.source.modules import SourceModule
 from patcher.source.reading import Location, Source, file_tree
 from patcher.source.scopes import bound_names, free_names, imported_names, nearest, undefined_names, used_too_early
 
+_BLOCK = "the text given to add_post_import_block"
+
 
 def check_names(config: PatchSpec, source: SourceModule, text: str, original: ast.Module) -> None:
     """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
@@ -26,7 +28,7 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, original: as
     known_before = undefined_names(source.text, original)
     missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
     if missing:
-        raise CodegenError(_missing(config, text, tree, original, missing))
+        raise CodegenError(_missing(config, tree, original, missing))
     early_before = used_too_early(original)
     early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
     if early:
@@ -44,47 +46,37 @@ def _sources(config: PatchSpec) -> list[tuple[Location, str, Source, dict[str, s
     return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
 
 
-def _uses(source: Source, names: Mapping[str, str]) -> set[str]:
-    return {names.get(name, name) for name in free_names(dedented(source.text))}
-
-
 def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
     """Who uses a name: the patch, helper or block, else the config."""
     for where, asked, source, names in _sources(config):
         words = {names.get(part.id, part.id) for part in ast.walk(source.tree()) if isinstance(part, ast.Name)}
         if name in words:
             return where, asked
-    for block in config.blocks:
-        if name in free_names(block.code):
-            return block.where, "the text given to add_post_import_block"
-    return config.where, "the file"
+    blocks = ((block.where, _BLOCK) for block in config.blocks if name in free_names(block.code))
+    return next(blocks, (config.where, "the file"))
 
 
-def _missing(config: PatchSpec, text: str, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]) -> str:
+def _missing(config: PatchSpec, tree: ast.Module, original: ast.Module, missing: Mapping[str, int]) -> str:
     """The message: first what patches use, then what exclusions took away."""
     parts: list[str] = []
     told: set[str] = set()
-    removed = {name: (where, "drop_import_names") for name, where in config.dropped}
-    removed |= {name: (where, "exclude_from_output") for name, where in config.excluded}
+    users: list[tuple[Location, str, set[str], Source | None]] = []
     for where, asked, source, names in _sources(config):
-        own = sorted(_uses(source, names) & missing.keys())
-        if own:
+        users.append((where, asked, {names.get(name, name) for name in free_names(dedented(source.text))}, source))
+    users += [(block.where, _BLOCK, free_names(block.code), None) for block in config.blocks]
+    for where, asked, used, written in users:
+        if own := sorted(used & missing.keys()):
             told.update(own)
-            parts.append(f"{where}: {asked} uses {_listed(own)}, which {config.target_file} does not define.")
-            parts += [f"  {name}: {_remedy(config, name, source, original)}" for name in own]
-    for block in config.blocks:
-        own = sorted(free_names(block.code) & missing.keys())
-        if own:
-            told.update(own)
-            parts.append(
-                f"{block.where}: the text given to add_post_import_block uses {_listed(own)}, which "
-                f"{config.target_file} does not define. Import it with config.add_import."
-            )
-    for name in missing:
-        if name in told:
-            continue
+            uses = f"{asked} uses {', '.join(map(repr, own))}, which {config.target_file} does not define."
+            parts.append(f"{where}: {uses}" + ("" if written else " Import it with config.add_import."))
+            parts += [f"  {name}: {_remedy(name, written, original)}" for name in own if written]
+    removed = {name: (where, "drop_import_names") for name, where in config.dropped.items()}
+    removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
+    for name in (name for name in missing if name not in told):
         where, asked = removed.get(name, (config.where, ""))
-        owner = _owner(tree, missing[name])
+        definitions = (node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+        around = (node for node in definitions if node.lineno <= missing[name] <= (node.end_lineno or 0))
+        owner = next((repr(node.name) for node in around), "the module")
         parts.append(
             f"{where}: {asked}({name!r}) removes what {owner} still uses. Keep it, bind {name!r} another way, or "
             f"leave {owner} out as well."
@@ -94,11 +86,7 @@ def _missing(config: PatchSpec, text: str, tree: ast.Module, original: ast.Modul
     return "\n".join(parts)
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(repr(name) for name in names)
-
-
-def _remedy(config: PatchSpec, name: str, source: Source, original: ast.Module) -> str:
+def _remedy(name: str, source: Source, original: ast.Module) -> str:
     """The line to add, read from the file that the patch code stands in."""
     home = file_tree(source.file)
     found = imported_names(home).get(name)
@@ -115,10 +103,3 @@ def _remedy(config: PatchSpec, name: str, source: Source, original: ast.Module) 
     return (
         f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(original))}"
     )
-
-
-def _owner(tree: ast.Module, line: int) -> str:
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.lineno <= line <= (node.end_lineno or 0):
-            return repr(node.name)
-    return "the module"

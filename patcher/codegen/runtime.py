@@ -162,15 +162,10 @@ class Unstack(ConversionOps):
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        full_layer_name: str = "",
-        **kwargs: Any,
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         whole = single(*input_dict.values())
-        head, _, tail = (full_layer_name or target_patterns[0]).rpartition(".0.")
+        head, _, tail = (kwargs.get("full_layer_name") or target_patterns[0]).rpartition(".0.")
         return {
             f"{head}.{number}.{tail}": matrix.t().contiguous() if self.transposed else matrix
             for number, matrix in enumerate(whole.unbind())

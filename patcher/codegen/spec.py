@@ -21,6 +21,11 @@ class PatchKind(Enum):
     MODIFY_INIT = "modify init"
     EXTERNAL = "external"
 
+    @property
+    def method(self) -> str:
+        """The call that makes such a patch."""
+        return "create_patch_from_external" if self is PatchKind.EXTERNAL else self.name.lower()
+
 
 @dataclass(frozen=True)
 class External:
@@ -41,9 +46,9 @@ class Patch:
         source: the text of the replacement, None for an `External`.
         description: why, in the words of the author.
         name_map: names of the replacement, each with the name that the generated file uses instead.
+        where: the line of the config.
         keep_decorators: whether decorators of the original stay.
         new: whether an overridden method may be missing; None decides by how close the known names are.
-        where: the line of the config.
     """
 
     kind: PatchKind
@@ -52,14 +57,14 @@ class Patch:
     source: Source | None
     description: str
     name_map: tuple[tuple[str, str], ...]
-    keep_decorators: bool
-    new: bool | None
     where: Location
+    keep_decorators: bool = False
+    new: bool | None = None
 
     @property
     def asked(self) -> str:
         """The call that made this patch, for messages and the header."""
-        return f"{METHODS[self.kind]}({self.target!r})"
+        return f"{self.kind.method}({self.target!r})"
 
     def error(self, text: str) -> CodegenError:
         """What is wrong with the patch, with the line and the call that made it."""
@@ -115,13 +120,6 @@ class Block:
 
 
 ACCESSORS = ("setter", "deleter", "getter")  # of a property, the last part of "Class.name.setter"
-METHODS = {
-    PatchKind.REPLACE_CLASS: "replace_class",
-    PatchKind.REPLACE_FUNCTION: "replace_function",
-    PatchKind.OVERRIDE_METHOD: "override_method",
-    PatchKind.MODIFY_INIT: "modify_init",
-    PatchKind.EXTERNAL: "create_patch_from_external",
-}
 
 
 class PatchSpec:
@@ -153,8 +151,8 @@ class PatchSpec:
         self.imports: list[Import] = []
         self.helpers: list[Helper] = []
         self.blocks: list[Block] = []
-        self.dropped: list[tuple[str, Location]] = []
-        self.excluded: list[tuple[str, Location]] = []
+        self.dropped: dict[str, Location] = {}
+        self.excluded: dict[str, Location] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
@@ -190,7 +188,7 @@ def create_patch_from_external(
                 f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which is no dotted name."
             )
     external = External(replacement_module, replacement_name)
-    patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), False, None, where)
+    patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
     check_target(patch)
     return patch
 

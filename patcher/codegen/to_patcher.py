@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeGuard
 
@@ -21,12 +21,11 @@ from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
 from patcher.spec.patcher import Patcher
 
-__all__ = ["MADE", "execute", "to_patcher"]
-
 #: In the name of every executed module.
 MADE = "_by_to_patcher_"
 
 _lock = threading.RLock()
+_COMPOUND = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # their statements are visited by themselves
 
 
 def to_patcher(config: PatchSpec) -> Patcher:
@@ -44,9 +43,6 @@ def to_patcher(config: PatchSpec) -> Patcher:
     return conversions.replace(
         class_mapping=classes, alternatives=[tuple(classes)] if len(classes) > 1 else (), name=config.target_file
     )
-
-
-# --- the module ----------------------------------------------------------------------------------------------------
 
 
 def execute(generated: Generated) -> ModuleType:
@@ -74,86 +70,60 @@ def execute(generated: Generated) -> ModuleType:
         return module
 
 
-# --- the classes ---------------------------------------------------------------------------------------------------
-
-
 def _replacements(generated: Generated, module: ModuleType) -> dict[str, type[nn.Module]]:
     """Class name -> class, of all classes of the original module that compute something else in the executed one."""
     original = importlib.import_module(generated.source.name)
-    affected = affected_names(generated, _covered(module, original))
-    mapping: dict[str, type[nn.Module]] = {}
-    for name in sorted(affected):
-        new, old = vars(module).get(name), vars(original).get(name)
-        if _is_module_class(new) and _is_module_class(old) and new is not old:
-            mapping[old.__name__] = new
-    return mapping
+    both = {
+        name: (old, new)
+        for name, old in vars(original).items()
+        if _is_module_class(old) and _is_module_class(new := vars(module).get(name))
+    }
+    covered = {name for name, (old, _) in both.items() if old.__name__ == name}
+    affected = sorted(both.keys() & affected_names(generated, covered))
+    return {old.__name__: new for old, new in map(both.__getitem__, affected) if new is not old}
 
 
 def _is_module_class(value: Any) -> TypeGuard[type[nn.Module]]:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _covered(module: ModuleType, original: ModuleType) -> set[str]:
-    """The names of classes that a load builds as others wherever code of the original names them."""
-    return {
-        name
-        for name, value in vars(original).items()
-        if _is_module_class(value) and value.__name__ == name and _is_module_class(vars(module).get(name))
-    }
-
-
 def affected_names(generated: Generated, covered: set[str]) -> set[str]:
     """The names that are bound to something else than in the original module, or to something that uses such a name.
 
     Code that only builds a class of `covered` isn't affected by a change of that class: a load builds the other one
-    there by itself. Code that inherits from it, looks into it or compares with it is.
+    there by itself, wherever code of the original names the class. Code that inherits from it, looks into it or
+    compares with it is.
     """
     # The original as the generator writes it, with absolute imports.
-    before = _bindings(_tree_of(build(PatchSpec(generated.source.name, generated.config.target_file))))
-    tree = _tree_of(generated)
-    after = _bindings(tree)
-    affected = {name for name, nodes in after.items() if nodes != before.get(name)}
-    affected |= before.keys() - after.keys()
-    uses: dict[str, set[str]] = {}
-    for node in top_level(tree.body):
-        used = set(_uses(node, covered))
-        for name in _bound_by(node):
-            uses.setdefault(name, set()).update(used - {name})
-    while True:
-        more = {name for name, used in uses.items() if name not in affected and used & affected}
-        if not more:
-            return affected
+    before, _ = _bindings(build(PatchSpec(generated.source.name, generated.config.target_file)))
+    after, statements = _bindings(generated)
+    affected = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    uses = {
+        name: {used for node in found for used in _uses(node, covered)} - {name} for name, found in statements.items()
+    }
+    while more := {name for name, used in uses.items() if name not in affected and used & affected}:
         affected |= more
+    return affected
 
 
-def _tree_of(generated: Generated) -> ast.Module:
-    return ast.parse(generated.text.removeprefix("\ufeff"))
-
-
-def _bindings(tree: ast.Module) -> dict[str, list[str]]:
-    """What binds each name of the top level: the text of the statements, without comments and formatting."""
-    found: dict[str, list[str]] = {}
-    for node in top_level(tree.body):
+def _bindings(generated: Generated) -> tuple[dict[str, list[str]], dict[str, list[ast.stmt]]]:
+    """What binds each name of the top level, as texts without comments and formatting; and the statements that do."""
+    texts: dict[str, list[str]] = {}
+    statements: dict[str, list[ast.stmt]] = {}
+    for node in top_level(ast.parse(generated.text.removeprefix("\ufeff")).body):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name.split(".")[0]
-                found.setdefault(name, []).append(f"{getattr(node, 'module', '')}:{alias.name}")
-        else:
-            for name in _bound_by(node):
-                found.setdefault(name, []).append(ast.dump(node))
-    return found
-
-
-def _bound_by(node: ast.stmt) -> Iterable[str]:
-    if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
-        return ()  # its statements are visited by themselves
-    return () if isinstance(node, ast.Import | ast.ImportFrom) else bound_names(ast.Module([node], []))
+                texts.setdefault(name, []).append(f"{getattr(node, 'module', '')}:{alias.name}")
+        elif not isinstance(node, _COMPOUND):
+            for name in bound_names(ast.Module([node], [])):
+                texts.setdefault(name, []).append(ast.dump(node))
+                statements.setdefault(name, []).append(node)
+    return texts, statements
 
 
 def _uses(node: ast.stmt, covered: set[str]) -> Iterator[str]:
     """The names that a definition depends on; of covered classes only those that it does more with than build."""
-    if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While | ast.Import | ast.ImportFrom):
-        return
     stack: list[ast.AST] = [node]
     while stack:
         part = stack.pop()

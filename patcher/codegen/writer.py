@@ -52,12 +52,15 @@ def write(
 def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted: bool) -> Path:
     """Write what was generated, all files or none."""
     path = folder / generated.config.target_file
+    _replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
+    return path
+
+
+def files_of(generated: Generated, path: Path, *, diff: bool, formatted: bool) -> dict[Path, bytes]:
+    """What is to be on the disk: the generated file, and its diff against the original."""
     text = final_text(generated, formatted=formatted)
     files = {path: text.encode(generated.source.encoding)}
-    if diff:
-        files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
-    _replace_all(files, generated.config.where)
-    return path
+    return files | ({diff_path(path): unified_diff(generated, text).encode("utf-8")} if diff else {})
 
 
 def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) -> Path:
@@ -121,8 +124,9 @@ def _replace_all(files: Mapping[Path, bytes], where: Location) -> None:
             staged.append((name, path))
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
-            mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-            Path(name).chmod(mode)
+            mask = os.umask(0)  # can't be read but by setting it
+            os.umask(mask)
+            Path(name).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
         for name, path in staged:
             Path(name).replace(path)
     except OSError as error:
@@ -131,9 +135,3 @@ def _replace_all(files: Mapping[Path, bytes], where: Location) -> None:
         for name, _ in staged:
             with contextlib.suppress(FileNotFoundError):
                 Path(name).unlink()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -21,8 +21,6 @@ from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.reading import unwrap
 
-__all__ = ["composed"]
-
 # How an object is pickled is no part of what it computes.
 _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})
 _DOCSTRING = "__doc__"
@@ -81,8 +79,10 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
     A class whose source can't be read has a comment that says so in the place of its methods.
     """
     before, inherits = _body_of(original), issubclass(replacement, original)
+    # A base of a library is none that anybody wrote for this model.
+    library = {"torch", "transformers", *sys.stdlib_module_names} - {"__main__"}
     layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
-    layers = [cls for cls in layers if cls is replacement or not _is_library(cls)]
+    layers = [cls for cls in layers if cls is replacement or _root(cls) not in library]
     if inherits:
         patched = _Body(before.node, list(before.members))
     else:
@@ -93,24 +93,16 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
             if inherits and not patched.named(name):
                 # Overridden, and itself inherited: what it was is shown too.
-                inherited = _inherited(original, name)
-                before.members += inherited
+                owner = next((base for base in original.__mro__[1:] if name in vars(base)), object)
+                known = _body_of(owner).named(name) if _root(owner) not in ("torch", "builtins") else []
+                before.members += (inherited := [member.below(1) for member in known])
                 patched.members += inherited
         _overlay(patched, body)
     return str(before), str(patched)
 
 
-def _is_library(cls: type) -> bool:
-    """Whether a class that others inherit from is none that anybody wrote for this model."""
-    root = cls.__module__.partition(".")[0]
-    return root in ("torch", "transformers") or root in sys.stdlib_module_names - {"__main__"}
-
-
-def _inherited(cls: type[nn.Module], name: str) -> list[_Member]:
-    owner = next((base for base in cls.__mro__[1:] if name in vars(base)), None)
-    if owner is None or owner.__module__.partition(".")[0] in ("torch", "builtins"):
-        return []
-    return [member.below(1) for member in _body_of(owner).named(name)]
+def _root(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
 def _overlay(under: _Body, over: _Body) -> None:
@@ -124,7 +116,7 @@ def _overlay(under: _Body, over: _Body) -> None:
         old = under.named(name) if name else []
         if not old:
             _insert(under.members, new)
-        elif new[0].extends and _changed_lines(old, new) >= sum(len(member.lines) for member in new):
+        elif new[0].extends and _is_rewritten(old, new):
             # It calls what it overrides: both are run, and both are shown.
             at = under.members.index(old[-1]) + 1
             under.members[at:at] = [member.below(old[0].blank or 1) for member in new]
@@ -148,12 +140,9 @@ def _insert(members: list[_Member], new: list[_Member]) -> None:
     members[at:at] = [member.below(blank) for member in new]
 
 
-def _changed_lines(old: Iterable[_Member], new: Iterable[_Member]) -> int:
+def _is_rewritten(old: Iterable[_Member], new: Iterable[_Member]) -> bool:
     before, after = ([line for member in listed for line in member.lines] for listed in (old, new))
-    return sum(line[0] in "+-" for line in difflib.ndiff(before, after))
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
+    return sum(line[0] in "+-" for line in difflib.ndiff(before, after)) >= len(after)
 
 
 def _body_of(cls: type) -> _Body:
@@ -165,7 +154,7 @@ def _body_of(cls: type) -> _Body:
     members = [_Member("", _comment(str(line.comment and line.comment.value))) for line in comments]
     members += [member for statement in statements for member in _members(statement)]
     # torch documents its layers on pages, which nothing here replaces.
-    left_out = _PLUMBING | ({_DOCSTRING} if cls.__module__.partition(".")[0] == "torch" else set())
+    left_out = _PLUMBING | ({_DOCSTRING} if _root(cls) == "torch" else set())
     return _Body(node, [member for member in members if member.name not in left_out])
 
 

@@ -27,8 +27,6 @@ from patcher.spec.patcher import Patcher
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["ClassDiff", "Diff", "diff"]
-
 
 class ClassDiff(NamedTuple):
     """One class and what is built in its place.
@@ -181,10 +179,10 @@ def diff(
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
     fusions = {path: str(fusion) for fusion, paths in resolution.fusion_plan.by_fusion.items() for path in paths}
     built = {**resolution.replaced, **resolution.fused}
-    changed = {path: (resolution.original_classes[path], cls, fusions.get(path, "")) for path, cls in built.items()}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
-    for path in sorted(changed, key=dot_natural_key):
-        grouped.setdefault(changed[path], []).append(path)
+    for path in sorted(built, key=dot_natural_key):
+        kind = resolution.original_classes[path], built[path], fusions.get(path, "")
+        grouped.setdefault(kind, []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
         was = _where(original)
         becomes = f"{was}, fused by {fusion!r}" if fusion else _where(replacement)

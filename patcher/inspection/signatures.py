@@ -13,8 +13,6 @@ from torch import nn
 
 from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
 
-__all__ = ["misfits"]
-
 Classes = tuple[type[nn.Module], type[nn.Module]]
 #: whether it is a list of them, original and replacement
 Held = tuple[bool, Classes]
@@ -43,9 +41,9 @@ def misfits(
                 if built and method == "__init__":
                     continue
                 before, after = signature_of(getattr(original, method)), signature_of(getattr(new, method))
-                problem = why_unfit(call, before, after, True) if before is not None else ""
-                if problem:
-                    line = f"line {call.lineno} of {_file(base.__module__)}"
+                if before is not None and (problem := why_unfit(call, before, after, True)):
+                    file = Path(getattr(sys.modules[base.__module__], "__file__", None) or base.__module__).name
+                    line = f"line {call.lineno} of {file}"
                     where = f"{base.__name__}.{caller}, {line}: {shortened(call)}"
                     found[new.__qualname__, method, where, problem] = None
     return tuple(found)
@@ -89,7 +87,3 @@ def _sites(module: str) -> CallSites | None:
         return CallSites(ast.parse(inspect.getsource(sys.modules[module])))
     except (OSError, TypeError, SyntaxError):
         return None
-
-
-def _file(module: str) -> str:
-    return Path(getattr(sys.modules[module], "__file__", None) or module).name

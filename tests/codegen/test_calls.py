@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from patcher.codegen import PatchConfig
-from patcher.codegen.call_mismatches import check_calls
+from patcher.codegen.checker import check_calls
 from patcher.codegen.generator import build
 
 SOURCE = """

@@ -1,0 +1,288 @@
+"""Fused classes as code, and where parts of a model become theirs: at the end of the `__init__` that builds them.
+
+A class itself is changed where all its objects are fused. But a fusion decides module by module: `self.self_attn` of a
+decoder layer is fused, `self.encoder_attn`, an object of the same class, isn't. The class of the layer tells the two
+apart. There, and where a rewritten forward decides call by call, the fused forward stands in a class that inherits
+from the original, and whoever builds the objects makes them of that class.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import libcst as cst
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher.codegen.dependencies import RUNTIME
+from patcher.compat.modeling_code import module_subclasses
+from patcher.fusions.joined import Joined
+from patcher.fusions.rewrite import class_text
+from patcher.source import trees
+from patcher.source.reading import definition_of
+
+if TYPE_CHECKING:
+    from patcher.codegen.builder import PatchConfig
+
+
+def built_by_config(modules: Mapping[str, nn.Module], path: str) -> str:
+    """The path of a part around a module that is built by `AutoModel.from_config()`, or "".
+
+    That gives the class of transformers, whatever the file of its name holds.
+    """
+    around = ["", *accumulate(path.split("."), "{}.{}".format)] if path else []
+    for parent, part in pairwise(around):
+        if isinstance(modules[part], PreTrainedModel) and _asks_auto(type(modules[parent]), part.rpartition(".")[2]):
+            return part
+    return ""
+
+
+def _asks_auto(builder: type, name: str) -> bool:
+    """Whether the `__init__` of a class assigns what an Auto class builds to `self.<name>`."""
+    init = builder.__dict__.get("__init__")
+    if init is None:
+        return False
+    assignments = [node for node in ast.walk(definition_of(inspect.unwrap(init))) if isinstance(node, ast.Assign)]
+    values = [each.value for each in assignments if name in {getattr(to, "attr", "") for to in each.targets}]
+    calls = [part.func for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
+    return any(isinstance(called, ast.Attribute) and called.attr == "from_config" for called in calls)
+
+
+@dataclass
+class Owners:
+    """The statements that the classes of a file run when they have built their parts.
+
+    Attributes:
+        described: the config that gets the patches.
+        modules: those of the skeleton that decides, by path.
+        own: the classes of the file, by name.
+        refused: path -> why a module is left alone, for messages.
+    """
+
+    described: PatchConfig
+    modules: Mapping[str, nn.Module]
+    own: Mapping[str, type[nn.Module]]
+    refused: Mapping[str, str]
+    #: class -> statement -> why
+    _statements: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def only_class(self, original: type[nn.Module], fused: Mapping[str, Any]) -> Any:
+        """The class that all objects of one become, None if there are others or its module has subclasses of it."""
+        inherited = any(
+            other is not original and issubclass(other, original) and other.__module__ == original.__module__
+            for other in module_subclasses()
+        )
+        objects = {path for path, module in self.modules.items() if type(module) is original}
+        first, *others = set(fused.values())
+        return first if not others and set(fused) == objects and not inherited else None
+
+    def add(self, name: str, statement: str, reason: str) -> None:
+        """Have the class `name` run a statement when it is built."""
+        self._statements.setdefault(name, {}).setdefault(statement, reason)
+
+    def part(self, path: str, chosen: Mapping[str, Any]) -> tuple[str, str]:
+        """The class that builds a module, and the expression by which it knows it.
+
+        Args:
+            path: the module.
+            chosen: path -> what is to become of it, of all modules that are converted.
+
+        Raises:
+            CodegenError: no class of the file tells the module from others that stay as they are.
+        """
+        inner = path.split(".")
+        others: list[str] = []
+        for depth in range(len(inner) - 1, -1, -1):
+            start, rest = ".".join(inner[:depth]), inner[depth:]
+            cls = type(self.modules[start])
+            expression = self._expression(start, rest)
+            if self.own.get(cls.__name__) is not cls or not expression:
+                continue
+            builders = [at for at, module in self.modules.items() if isinstance(module, cls)]
+            places = [".".join([at, *rest]) if at else ".".join(rest) for at in builders]
+            others = [place for place in places if chosen.get(place) is not chosen[path]]
+            if not others:
+                return cls.__name__, expression
+        name = type(self.modules[path]).__name__
+        if others:
+            reason = f" ({self.refused[others[0]]})" if others[0] in self.refused else ""
+            problem = f"{others[0]} is not fused{reason}, and others of its class, {name}, are"
+        else:
+            problem = f"{path}, a {name}, is one of a list"
+        raise self.described.error(
+            f"{problem}: no class of {self.described.source_module} builds those that are, "
+            "and no others. Load with the patcher itself."
+        )
+
+    def make_subclasses(
+        self,
+        name: str,
+        fused: Mapping[str, Any],
+        write: Callable[[Any, str], tuple[str, str]],
+        change: Callable[[Any, str], tuple[str, str]],
+    ) -> None:
+        """Have whoever builds objects of a class make some of them of classes that inherit from it.
+
+        Args:
+            name: the class.
+            fused: path -> the class that an object is to be of.
+            write: the text of such a class under a name, and why.
+            change: what else is done to an object, by the expression that knows it, and why.
+        """
+        variants = list(dict.fromkeys(fused.values()))
+        for number, cls in enumerate(variants, 1):
+            new = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
+            self.described.add_helper_after(name, *write(cls, new))
+            for path in (path for path, found in fused.items() if found is cls):
+                owner, part = self.part(path, fused)
+                statement, why = change(cls, part)
+                self.add(owner, f"{part}.__class__ = {new}\n{statement}", why)
+
+    def _expression(self, start: str, parts: list[str]) -> str:
+        """How the module at `start` knows a part of it; empty for one of a list, whose length a config decides."""
+        text, at = "self", start
+        for part in parts:
+            if not part.isdigit():
+                text += f".{part}"
+            elif isinstance(self.modules[at], nn.Sequential):
+                text += f"[{part}]"
+            else:
+                return ""
+            at = f"{at}.{part}" if at else part
+        return text
+
+    def write(self) -> None:
+        """Add the patches."""
+        for name, statements in sorted(self._statements.items()):
+            lines = [
+                "def with_fused(original_init, self, *args, **kwargs):",
+                "    original_init(self, *args, **kwargs)",
+                *(f"    {line}" for statement in statements for line in statement.splitlines()),
+            ]
+            self.described.modify_init(name, "\n".join(lines), "; ".join(dict.fromkeys(statements.values())))
+
+
+def join_projections(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
+    """The code of a class whose projections are joined.
+
+    Args:
+        owners: the classes that build its objects.
+        original: the class.
+        fused: path -> rewritten class, of the objects that are fused.
+    """
+    described, name = owners.described, original.__name__
+    described.add_import(RUNTIME, names=["join_projections"])
+    only = owners.only_class(original, fused)
+    if only is not None and not _leaves_calls(only):
+        joined: Joined = only._joined
+        listed = ", ".join(joined.projections)
+        for method, code in only._rewritten.items():
+            described.override_method(f"{name}.{method}", code, f"{listed} are one {joined.name}")
+        for part in joined.projections if _is_used(original, only) else ():
+            described.override_method(f"{name}.{part}", _property(described, joined, part), "for others", new=True)
+        owners.add(name, _joining("self", joined), f"one {joined.name} in place of {listed}")
+        return
+
+    def write(cls: Any, new: str) -> tuple[str, str]:
+        joined, used = cls._joined, _leaves_calls(cls) or _is_used(original, cls)
+        extra = [_property(described, joined, part) for part in joined.projections] if used else []
+        text = class_text(new, name, str(cls.__doc__), [*extra, *cls._rewritten.values()])
+        return text, f"{name} with {', '.join(joined.projections)} as one {joined.name}"
+
+    def change(cls: Any, part: str) -> tuple[str, str]:
+        joined, path = cls._joined, part.removeprefix("self.")
+        return _joining(part, joined), f"{', '.join(joined.projections)} of {path} are one {joined.name}"
+
+    owners.make_subclasses(name, fused, write, change)
+
+
+def _leaves_calls(fused: Any) -> bool:
+    """Whether a rewritten method leaves some calls to the original."""
+    return any(f"super().{method}(" in code for method, code in fused._rewritten.items())
+
+
+def _joining(module: str, joined: Joined) -> str:
+    return f"join_projections({module}, {_arguments(joined)})"
+
+
+def _arguments(joined: Joined) -> str:
+    names = ", ".join(f'"{name}"' for name in joined.projections)
+    return f'[{names}], "{joined.name}"'
+
+
+def _property(described: PatchConfig, joined: Joined, name: str) -> str:
+    described.add_import(RUNTIME, names=["joined_part"])
+    return f'@property\ndef {name}(self):\n    return joined_part(self, "{name}", {_arguments(joined)})\n'
+
+
+def _is_used(original: type[nn.Module], fused: Any) -> bool:
+    """Whether other code of the module may look for what is joined: other methods of the class, or other classes."""
+    known = {"__init__", *fused._rewritten}
+    lineage = {base.__name__ for base in original.__mro__}
+    for owner in ast.parse(inspect.getsource(sys.modules[original.__module__])).body:
+        mine = isinstance(owner, ast.ClassDef) and owner.name in lineage
+        functions = [part for part in ast.walk(owner) if isinstance(part, ast.FunctionDef) and part.args.args]
+        for function in (function for function in functions if not mine or function.name not in known):
+            this = function.args.args[0].arg
+            attributes = [part for part in ast.walk(function) if isinstance(part, ast.Attribute)]
+            owners = [part.value for part in attributes if part.attr in fused._joined.projections]
+            if any(mine or not (isinstance(value, ast.Name) and value.id == this) for value in owners):
+                return True
+    return False
+
+
+_WHY = "each expert is a plain linear layer, and runs by itself"
+
+
+def list_experts(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
+    """The code of a class with a list of layers in the place of each stack, and the forward that goes one by one.
+
+    The arguments are those of `join_projections`. The class is replaced as a whole, because decorators of the original
+    choose among forwards that need stacks.
+    """
+    described, name = owners.described, original.__name__
+    described.add_import(RUNTIME, names=["list_stack"])
+    only = owners.only_class(original, fused)
+    if text := _replacement(original, only, _listing(only, "self")) if only is not None else "":
+        described.replace_class(name, text, _WHY)
+        return
+
+    def write(cls: Any, new: str) -> tuple[str, str]:
+        return class_text(new, name, str(cls.__doc__), cls._rewritten.values()), _WHY
+
+    def change(cls: Any, part: str) -> tuple[str, str]:
+        return _listing(cls, part), f"{part.removeprefix('self.')} is a list of linear layers"
+
+    owners.make_subclasses(name, fused, write, change)
+
+
+def _replacement(original: type[nn.Module], fused: Any, listing: str) -> str:
+    """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
+    node = trees.read_class(original)
+    own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
+    ((name, source),) = fused._rewritten.items()
+    if "__init__" not in own or name not in own:
+        return ""
+    init, forward = own["__init__"], cst.parse_statement(source)
+    statements = [*init.body.body, *cst.parse_module(listing).body]
+    edits: dict[cst.CSTNode, list[Any]] = {
+        own[name]: [forward.with_changes(leading_lines=own[name].leading_lines)],
+        init: [init.with_changes(body=init.body.with_changes(body=statements))],
+    }
+    changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
+    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))
+
+
+def _listing(fused: Any, module: str) -> str:
+    """The statements that list the stacks of a module."""
+    text = ""
+    for stack in fused._stacks:
+        bias = f', bias="{stack.bias}"' if stack.bias else ""
+        text += f'list_stack({module}, "{stack.name}"{bias}{", transposed=True" if stack.transposed else ""})\n'
+    return text

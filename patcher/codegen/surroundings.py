@@ -1,0 +1,252 @@
+"""What surrounds the definitions of a generated file: imports made absolute, dropped and added, blocks and helpers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import libcst as cst
+
+from patcher.codegen.patched_definitions import Context, below
+from patcher.codegen.spec import External, Helper, Import, PatchSpec
+from patcher.errors import CodegenError
+from patcher.source import trees
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Location, own_decorators
+from patcher.source.scopes import ImportedName, imported_names, nearest
+
+_WITH_STATEMENTS = (
+    cst.Module,
+    cst.BaseCompoundStatement,
+    cst.BaseSuite,
+    cst.SimpleStatementLine,
+    cst.Else,
+    cst.Finally,
+    cst.ExceptHandler,
+    cst.ExceptStarHandler,
+    cst.MatchCase,
+)
+
+
+class MakeAbsolute(cst.CSTTransformer):
+    """Rewrites every `from ..x import y`, those in functions and guards included.
+
+    Only statements are visited: an import can't hide in an expression.
+    """
+
+    def __init__(self, source: SourceModule, where: Location) -> None:
+        super().__init__()
+        self.source = source
+        self.where = where
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, _WITH_STATEMENTS)
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if not isinstance(original_node, cst.ImportFrom) or not original_node.relative:
+            return updated_node
+        module = original_node.module
+        relative = "." * len(original_node.relative) + (trees.code_of(module) if module is not None else "")
+        name = absolute_name(relative, self.source.package, self.source.name, self.where)
+        around = ("whitespace_after_from", "whitespace_before_import")  # needs none beside a dot
+        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(original_node, part).empty}
+        return updated_node.with_changes(relative=(), module=cst.parse_expression(name), **spaces)
+
+
+def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
+    """The absolute name of a module that the module `source`, of a package, imports from by a name with dots."""
+    try:
+        return importlib.util.resolve_name(relative, package)
+    except ImportError:
+        raise CodegenError(
+            f"{where}: {source} imports from {relative}, which is above its top package {package!r}. "
+            "Such a module can't be imported either: name the module by its full dotted name."
+        ) from None
+
+
+class DropNames(cst.CSTTransformer):
+    """Leaves names out of the imports of the top level."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, _WITH_STATEMENTS) and not isinstance(node, (cst.ClassDef, cst.FunctionDef))
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if isinstance(original_node, cst.SimpleStatementLine) and not updated_node.body:
+            return cst.RemoveFromParent()
+        imports = isinstance(original_node, (cst.Import, cst.ImportFrom))
+        if not imports or isinstance(original_node.names, cst.ImportStar):
+            return updated_node
+        names = {alias: alias.evaluated_alias or alias.evaluated_name.split(".")[0] for alias in original_node.names}
+        removed = [alias for alias, name in names.items() if name in self.names]
+        if len(removed) == len(original_node.names):
+            return cst.RemoveFromParent()
+        return updated_node.with_changes(names=trees.without(original_node.names, removed))
+
+
+def merge(imports: Iterable[Import]) -> list[Import]:
+    """The statements in a fixed order, one for each module: the order of the config doesn't matter."""
+    plain, named = dict[tuple[str, str], Import](), dict[str, Import]()
+    for entry in imports:
+        if not entry.names:
+            plain.setdefault((entry.module, entry.alias), entry)
+        else:
+            known = named.get(entry.module)
+            names = sorted({*entry.names, *(known.names if known else ())})
+            named[entry.module] = Import(entry.module, tuple(names), "", (known or entry).where)
+    return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
+
+
+def last_import(module: cst.Module) -> Any:
+    """The statement behind which new imports go: the last one with an import above the first definition.
+
+    Returns:
+        That statement, or the docstring if there is no import, or None.
+    """
+    found = None
+    for index, node in enumerate(module.body):
+        if isinstance(node, (cst.ClassDef, cst.FunctionDef)):
+            break
+        lines = [line for line in trees.statements([node]) if isinstance(line, cst.SimpleStatementLine)]
+        parts = [part for line in lines for part in line.body]
+        first = parts[0] if index == 0 and node in lines else None
+        docstring = first.value if isinstance(first, cst.Expr) else None
+        is_text = isinstance(docstring, (cst.SimpleString, cst.ConcatenatedString))
+        if is_text or any(isinstance(part, (cst.Import, cst.ImportFrom)) for part in parts):
+            found = node
+    return found
+
+
+def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tuple[list[Import], dict[External, str]]:
+    """The imports to add, and the expression for each imported replacement."""
+    present = {name: found for name, found in imported_names(original).items() if not found.guarded}
+    added: list[Import] = []
+    for entry in config.imports:
+        fresh = []
+        for name, (module, attribute) in entry.bound().items():
+            found = None if name in config.dropped else present.get(name)
+            if found is not None and _origin(found, config.source_module) == (module, attribute):
+                continue
+            if name in bound:
+                remedy = f"Add config.drop_import_names({name!r})"
+                if found is None:
+                    remedy = f"Leave the original out with config.exclude_from_output({name!r})"
+                raise CodegenError(
+                    f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
+                    f"already binds to something else. {remedy}, or give it an alias."
+                )
+            fresh.append(name)
+        if fresh:
+            names = tuple((name, alias) for name, alias in entry.names if alias in fresh)
+            added.append(Import(entry.module, names, entry.alias, entry.where))
+    externals: dict[External, str] = {}
+    aliases: dict[tuple[str, str], str] = {}
+    taken = bound | {name for entry in added for name in entry.bound()}
+    for patch in sorted(config.patches, key=lambda patch: patch.target):
+        if isinstance(external := patch.replacement, External):
+            first, *rest = external.name.split(".")
+            if (external.module, first) not in aliases:
+                alias = first if first not in taken else f"external_{first}"
+                taken.add(alias)
+                aliases[external.module, first] = alias
+                added.append(Import(external.module, ((first, alias),), "", patch.where))
+            externals[external] = ".".join([aliases[external.module, first], *rest])
+    return merge(added), externals
+
+
+def _origin(found: ImportedName, source: str) -> tuple[str, str]:
+    """The absolute module and the attribute that an import statement of the original binds a name to."""
+    if not found.attribute:
+        return found.module if found.alias else found.module.split(".")[0], ""
+    package = ".".join(source.split(".")[: -found.level]) if found.level else ""
+    return ".".join(part for part in (package, found.module) if part), found.attribute
+
+
+def insert(
+    config: PatchSpec,
+    module: cst.Module,
+    edits: dict[cst.CSTNode, Sequence[Any]],
+    added: list[Import],
+    context: Context,
+) -> cst.Module:
+    """Apply the edits, and put imports, blocks and helpers in their places."""
+    by_anchor: dict[str, list[Helper]] = {}
+    for helper in config.helpers:
+        by_anchor.setdefault(helper.after, []).append(helper)
+        if helper.source.name in context.bound:
+            raise CodegenError(
+                f"{helper.where}: the helper {helper.source.name!r} has the name of something in {context.source}. "
+                "Rename it, replace the definition, or leave the original out with exclude_from_output."
+            )
+    fresh = {helper.source.name for helper in config.helpers}
+    lines = [line for entry in added for line in entry.lines()]
+    top = _parsed(lines, ["[ADDED IMPORTS]"], context) if lines else []
+    for block in config.blocks:
+        notes = ["[ADDED CODE]", *([trees.why(block.description)] if block.description.strip() else [])]
+        top += _parsed(block.code.split("\n"), notes, context)
+    top += _helpers(by_anchor, "", context)
+    anchor = last_import(module)
+    if anchor is not None and top:
+        edits[anchor] = [*edits.get(anchor, _rewritten(anchor, edits)), *top]
+    outermost = {name.name.value: node for node in module.body for name in trees.definitions([node])}
+    for name, helpers in by_anchor.items():
+        if not name or name in fresh:
+            continue
+        node = outermost.get(name)
+        if node is None or edits.get(node) == []:
+            raise CodegenError(
+                f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
+                f"{context.source}. {nearest(name, [*outermost, *fresh])}"
+            )
+        edits[node] = [*edits.get(node, _rewritten(node, edits)), *_helpers(by_anchor, name, context)]
+    module = module.visit(trees.Rewriter(edits, module))
+    body = [*top, *module.body] if anchor is None and top else list(module.body)
+    inserted = [*top, *(statement for new in edits.values() for statement in new[1:])]
+    return module.with_changes(
+        body=_padded(body, set(map(id, inserted))),
+        has_trailing_newline=module.has_trailing_newline or (bool(top) and not module.body),
+    )
+
+
+def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:
+    """A guard, with the edits in it: a statement that is replaced as a whole isn't visited any more."""
+    return [node if isinstance(node, (cst.ClassDef, cst.FunctionDef)) else node.visit(trees.Rewriter(edits, node))]
+
+
+def _padded(body: list[Any], inserted: set[int]) -> list[Any]:
+    """Two blank lines between an inserted definition and what follows, one behind inserted lines."""
+    for index in range(1, len(body)):
+        before, node = body[index - 1], body[index]
+        if id(before) not in inserted or id(node) in inserted:
+            continue
+        wanted = 2 if any(isinstance(part, (cst.ClassDef, cst.FunctionDef)) for part in (before, node)) else 1
+        blank = len(node.leading_lines) - len(trees.without_blank(node.leading_lines))
+        if blank < wanted:
+            body[index] = below(node, trees.comment_lines([], blank_before=wanted - blank))
+    return body
+
+
+def _parsed(lines: Sequence[str], notes: Sequence[str], context: Context) -> list[Any]:
+    """The statements of a text below an empty line and notes; comments above the first are that one's own."""
+    _, first, *more = cst.parse_module(context.newline.join(["pass", *lines, ""])).body
+    return [below(first, trees.comment_lines(notes, blank_before=1)), *more]
+
+
+def _helpers(by_anchor: dict[str, list[Helper]], anchor: str, context: Context, *, boxed: bool = False) -> list[Any]:
+    """The helpers behind an anchor, each followed by those that are anchored to it."""
+    nodes: list[Any] = []
+    for helper in by_anchor.get(anchor, []):
+        decorators = own_decorators(helper.helper, helper.source)
+        node = trees.read_definition(
+            helper.source, decorators, dict(helper.name_map), context.newline, "", context.unit
+        )
+        box = trees.marker("[HELPERS]") if not nodes and not boxed else []
+        notes = [trees.why(helper.description)] if helper.description.strip() else []
+        nodes.append(below(node, [*trees.comment_lines([], blank_before=2), *box, *trees.comment_lines(notes)]))
+        nodes += _helpers(by_anchor, helper.source.name, context, boxed=True)
+    return nodes
