@@ -19,8 +19,6 @@ import torch
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-__all__ = ["Headers", "headers_of", "headers_of_mapping"]
-
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 

@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 from patcher.compat.models import inherit_loading_attributes
 from patcher.errors import PatchConstructionError, PatcherError
 
-__all__ = ["MetaInit", "forget_index", "like", "parameter_index", "unwatch_parameters", "watch_parameters"]
-
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 #: On a parameter of a replacement: the how-manieth it was that the replacement registered.

@@ -23,8 +23,6 @@ from patcher.construction.frames import calling_module
 from patcher.construction.in_force import entered
 from patcher.construction.lock import process_lock
 
-__all__ = ["Namespaces"]
-
 
 class Namespaces:
     """The stand-ins that class rules need. Rules that overlap share them; the last to leave puts everything back."""

@@ -19,8 +19,8 @@ from patcher.fusions.joined import Joined, JoinedProjections, join, part_propert
 from patcher.fusions.joining import Target, check_convertible, converters_for
 from patcher.fusions.origins import NotConvertibleError, origins_of
 from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
-from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
-from patcher.fusions.understanding import compared_names, joining_methods, located, understand, used_names
+from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
+from patcher.fusions.understanding import compared_names, joining_methods, located, understand
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +57,7 @@ class Projections(Fusion):
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         """The subclass for modules whose projections all have a bias, or all have none."""
         methods = methods_with(original_cls, lambda node: True)
-        called = {name for method in methods for name in used_names(method)}
+        called = {name for method in methods for name in names_in(method.node)}
         for group in self.groups(sorted(called)):
             joined = Joined(group, self._free_name(called))
             assumptions = understand(original_cls, group, {})
@@ -131,7 +131,7 @@ class Projections(Fusion):
             elif getattr(module, joined.projections[0]).bias is not None:
                 yield Target(f"{whole}.bias", tuple(f"{prefix}{name}.bias" for name in joined.projections))
 
-    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Assumptions] | None, str]:
+    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Guards] | None, str]:
         """How to fuse a module, or why not."""
         group = self._group_of(module)
         if group is None:
@@ -184,7 +184,7 @@ class Projections(Fusion):
         joined: Joined,
         attributes: tuple[tuple[str, Constant], ...],
         identities: tuple[str, ...],
-    ) -> tuple[tuple[Joined, Assumptions] | None, str]:
+    ) -> tuple[tuple[Joined, Guards] | None, str]:
         key = (type(self), joined, attributes, identities)
         plans = _plans.setdefault(original, {})
         if key not in plans:
@@ -194,10 +194,10 @@ class Projections(Fusion):
                 plans[key] = (joined, assumptions), ""
             except NotUnderstoodError as error:
                 plans[key] = None, str(error)
-        plan: tuple[tuple[Joined, Assumptions] | None, str] = plans[key]
+        plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
         return plan
 
-    def subclass(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+    def subclass(self, original: type[nn.Module], joined: Joined, assumptions: Guards) -> type[nn.Module]:
         """The rewritten subclass; the same one for the same question."""
         key = (type(self), joined, assumptions)
         with _lock:
@@ -206,12 +206,12 @@ class Projections(Fusion):
                 made[key] = self._compile(original, joined, assumptions)
             return made[key]
 
-    def _compile(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+    def _compile(self, original: type[nn.Module], joined: Joined, assumptions: Guards) -> type[nn.Module]:
         methods = joining_methods(original, joined.projections)
         sources = []
         for method in methods:
             try:
-                clusters = clusters_of(method.node, joined.projections, assumptions)
+                clusters = shared_inputs_of(method.node, joined.projections, assumptions)
                 if clusters:
                     sources.append((method, rewritten(method, joined, clusters, assumptions)))
             except NotUnderstoodError as error:

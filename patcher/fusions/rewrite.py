@@ -24,6 +24,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MappingProxyType
@@ -34,21 +35,10 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.joined import Joined
-from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in, self_of
+from patcher.fusions.tracing import Guards, NotUnderstoodError, SharedInput, names_in, self_of
+from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import dedented, indented
-from patcher.source.reading import definition_of
 from patcher.source.synthetic import module_of_text
-
-__all__ = [
-    "Method",
-    "class_text",
-    "compile_subclass",
-    "known_of_class",
-    "method_of",
-    "methods_with",
-    "read_method",
-    "rewritten",
-]
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"
@@ -88,95 +78,65 @@ def read_method(name: str, owner: type, function: FunctionType) -> Method:
     return Method(name, owner, function, source, node, inspect.getfile(function), first_line)
 
 
-def method_of(cls: type[nn.Module], name: str) -> Method:
-    """A method with its source.
-
-    Raises:
-        NotUnderstoodError: there is no source, or it isn't the code that runs.
-    """
-    owner = next(base for base in cls.__mro__ if name in base.__dict__)
-    found = owner.__dict__[name]
-    function = inspect.unwrap(found)
-    if not isinstance(function, FunctionType):
-        raise NotUnderstoodError(f"{name} is no plain method ({type(found).__name__})")
-    method = read_method(name, owner, function)
-    free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
-    if free:
-        raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-    if (found is not function) != bool(method.node.decorator_list):
-        raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
-        raise NotUnderstoodError(f"{name} is a generator", 1)
-    return method
-
-
 # --- editing -------------------------------------------------------------------------------------------------------
 
 
-def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assumptions: Assumptions) -> str:
-    """The source of the method with the calls of each cluster joined.
+def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInput], guards: Guards) -> str:
+    """The source of the method with the calls of each shared input joined.
 
     Raises:
         NotUnderstoodError: it can't be written down safely.
     """
-    taken = set(names_in(method.node))
+    taken = names_in(method.node)
     outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
     this = self_of(method.node, "self")
     before: dict[int, list[str]] = {}
-    for cluster in clusters:
-        line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(cluster.argument)})"
+    for shared in shared_inputs:
+        line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
         lines += [f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias" for name in joined.biased]
         # Pieces of a split must not be written into; a projection of its own may be.
-        own = _written_into(method.node, cluster) - set(joined.biased)
+        own = _written_into(method.node, shared) - set(joined.biased)
         lines += [f"{outputs[name]} = {outputs[name]}.clone()" for name in joined.projections if name in own]
-        before[cluster.anchor.lineno] = lines
+        before[shared.anchor.lineno] = lines
     replaced = {
         (site.line, _characters(method.source, site.line, site.column)): outputs[site.name]
-        for cluster in clusters
-        for site in cluster.sites
+        for shared in shared_inputs
+        for site in shared.sites
     }
-    wrapper = MetadataWrapper(cst.parse_module(method.source))
-    edit = _Edit(before, replaced, method)
-    module = wrapper.visit(edit)
+    edit = _Edit(before, replaced)
+    module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
     if edit.inserted != len(before) or edit.replaced != len(replaced):
-        raise NotUnderstoodError("two statements share a line", clusters[0].anchor.lineno)
+        raise NotUnderstoodError("two statements share a line", shared_inputs[0].anchor.lineno)
     (function,) = module.body
     assert isinstance(function, cst.FunctionDef)
-    guards = _guards(method, assumptions, this)
-    if guards:
-        function = _with_guards(function, guards)
-    return module.with_changes(body=[function]).code
+    return module.with_changes(body=[_guarded(function, method, guards, this) if guards else function]).code
 
 
-def _written_into(function: ast.FunctionDef, cluster: Cluster) -> set[str]:
+def _written_into(function: ast.FunctionDef, shared: SharedInput) -> set[str]:
     """The projections whose results the method changes in place, as far as names tell."""
     changed = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.AugAssign):
-            target: ast.expr = node.target
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if not node.func.attr.endswith("_") or node.func.attr.startswith("_"):
-                continue
-            target = node.func.value
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            target = node.targets[0]
-        else:
-            continue
-        while isinstance(target, ast.Subscript | ast.Attribute):
-            target = target.value
-        if isinstance(target, ast.Name):
-            changed.add(target.id)
-    sites = {(site.line, site.column): site.name for site in cluster.sites}
+        match node:
+            case ast.AugAssign(target=target) | ast.Assign(targets=[ast.Subscript() as target, *_]):
+                changed.add(_variable_of(target))
+            case ast.Call(func=ast.Attribute(value=target, attr=name)) if name.endswith("_") and name[0] != "_":
+                changed.add(_variable_of(target))
     written = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {child.id for one in targets for child in ast.walk(one) if isinstance(child, ast.Name)}
-            if names & changed:
+            if any(isinstance(child, ast.Name) and child.id in changed for one in targets for child in ast.walk(one)):
                 places = {(c.lineno, c.col_offset) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-                written |= {name for place, name in sites.items() if place in places}
+                written |= {site.name for site in shared.sites if (site.line, site.column) in places}
     return written
+
+
+def _variable_of(target: ast.expr) -> str:
+    """The variable of which an expression is a part, `x` of `x.data[0]`; empty if it is none."""
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -194,21 +154,18 @@ def _characters(source: str, line: int, column: int) -> int:
 class _Edit(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, before: dict[int, list[str]], replaced: dict[tuple[int, int], str], method: Method) -> None:
+    def __init__(self, before: dict[int, list[str]], replaced: dict[tuple[int, int], str]) -> None:
         super().__init__()
         self._before = before
         self._calls = replaced
-        self._method = method
         self.inserted = 0
         self.replaced = 0
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
         start = self.get_metadata(PositionProvider, original_node).start
-        name = self._calls.get((start.line, start.column))
+        name, function = self._calls.get((start.line, start.column)), original_node.func
         # A chain of calls starts where its first call starts: the one that is meant has nothing but a name inside.
-        if name is None or not isinstance(original_node.func, cst.Attribute):
-            return updated_node
-        if not isinstance(original_node.func.value, cst.Name):
+        if name is None or not isinstance(function, cst.Attribute) or not isinstance(function.value, cst.Name):
             return updated_node
         self.replaced += 1
         return cst.Name(name, lpar=updated_node.lpar, rpar=updated_node.rpar)
@@ -216,48 +173,40 @@ class _Edit(cst.CSTTransformer):
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        lines = self._before.get(self.get_metadata(PositionProvider, original_node).start.line)
+        line = self.get_metadata(PositionProvider, original_node).start.line
+        lines = self._before.get(line)
         if lines is None:
             return updated_node
         if len(original_node.body) != 1:
-            raise NotUnderstoodError(
-                "two statements share a line", self.get_metadata(PositionProvider, original_node).start.line
-            )
+            raise NotUnderstoodError("two statements share a line", line)
         self.inserted += 1
         statements = [cst.parse_statement(line) for line in lines]
         first = statements[0].with_changes(leading_lines=updated_node.leading_lines)
         return cst.FlattenSentinel([first, *statements[1:], updated_node.with_changes(leading_lines=[])])
 
 
-def _guards(method: Method, assumptions: Assumptions, this: str) -> list[str]:
-    """What leaves a call that isn't as assumed to the method as it was; the joined projection gives the parts."""
-    conditions = [f"{name} is not None" for name in assumptions.none]
-    conditions += [f"{name} is not {assumptions.same[0]}" for name in assumptions.same[1:]]
+def _guarded(function: cst.FunctionDef, method: Method, guards: Guards, this: str) -> cst.FunctionDef:
+    """Leave a call that isn't as assumed to the method as it was; the joined projection gives the parts."""
+    if not isinstance(function.body, cst.IndentedBlock):
+        raise NotUnderstoodError("the body is on the line of its head", 1)
+    conditions = [f"{name} is not None" for name in guards.none]
+    conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
     conditions += [
         f"{this}.{name} is not {value}" if value is None or isinstance(value, bool) else f"{this}.{name} != {value!r}"
-        for name, value in assumptions.attributes
+        for name, value in guards.attributes
     ]
-    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in assumptions.identities]
-    if not conditions:
-        return []
+    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in guards.identities]
     arguments = method.node.args
-    passed = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args][1:]]
+    passed = [argument.arg for argument in positional_parameters(method.node)[1:]]
     if arguments.vararg is not None:
         passed.append(f"*{arguments.vararg.arg}")
     passed += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         passed.append(f"**{arguments.kwarg.arg}")
-    return [f"if {' or '.join(conditions)}:\n    return super().{method.name}({', '.join(passed)})\n"]
-
-
-def _with_guards(function: cst.FunctionDef, guards: Iterable[str]) -> cst.FunctionDef:
-    body = function.body
-    if not isinstance(body, cst.IndentedBlock):
-        raise NotUnderstoodError("the body is on the line of its head", 1)
-    statements = list(body.body)
-    at = 1 if function.get_docstring() is not None else 0
-    statements[at:at] = [cst.parse_statement(guard) for guard in guards]
-    return function.with_changes(body=body.with_changes(body=statements))
+    check = f"if {' or '.join(conditions)}:\n    return super().{method.name}({', '.join(passed)})\n"
+    statements = list(function.body.body)
+    statements.insert(1 if function.get_docstring() is not None else 0, cst.parse_statement(check))
+    return function.with_changes(body=function.body.with_changes(body=statements))
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------
@@ -308,9 +257,19 @@ def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]
     """The methods of a class, as its objects have them, whose source `wanted` asks for.
 
     Raises:
-        NotUnderstoodError: one of them can't be read.
+        NotUnderstoodError: the source of one of them isn't the code that runs.
     """
-    return [method_of(cls, name) for name, tree in _trees(cls).items() if wanted(tree)]
+    found = [method for method in methods_of(cls) if wanted(method.node)]
+    for method in found:
+        name, function = method.name, method.function
+        free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
+        if free:
+            raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
+        if (vars(method.owner)[name] is not function) != bool(method.node.decorator_list):
+            raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
+        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
+            raise NotUnderstoodError(f"{name} is a generator", 1)
+    return found
 
 
 _Answer = TypeVar("_Answer")
@@ -331,32 +290,19 @@ def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 @known_of_class
-def _trees(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of the methods that its objects have."""
-    trees: dict[str, ast.FunctionDef] = {}
-    seen: set[str] = set()
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
-        for name, value in vars(base).items():
-            if name in seen or not callable(value) or isinstance(value, type):
-                continue
-            seen.add(name)
-            # What builds and initialises the module meets the parts, or runs before they are joined.
-            if name.startswith("__") or name == "_init_weights":
-                continue
-            tree = _tree_of(value)
-            if tree is not None:
-                trees[name] = tree
-    return trees
-
-
-def _tree_of(value: Any) -> ast.FunctionDef | None:
-    function = inspect.unwrap(value)
-    if not isinstance(function, FunctionType):
-        return None
-    try:
-        node = definition_of(function)
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return node if isinstance(node, ast.FunctionDef) else None
+def methods_of(cls: type[nn.Module]) -> list[Method]:
+    """The methods that its objects have, those whose source can be read."""
+    found = []
+    owners: dict[str, type] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name in vars(base):
+            owners.setdefault(name, base)
+    for name, owner in owners.items():
+        # What builds and initialises the module meets the parts, or runs before they are joined.
+        if name.startswith("__") or name == "_init_weights" or not callable(vars(owner)[name]):
+            continue
+        function = inspect.unwrap(vars(owner)[name])
+        if isinstance(function, FunctionType):
+            with suppress(NotUnderstoodError):
+                found.append(read_method(name, owner, function))
+    return found

@@ -32,8 +32,6 @@ from patcher.fusions.rewrite import Method, read_method
 from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.source.trees import code_of
 
-__all__ = ["Stack", "forward_of", "sequential"]
-
 _LINEAR = ("F.linear", "nn.functional.linear", "torch.nn.functional.linear", "functional.linear")
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from patcher.source.scopes import top_level
 
-__all__ = ["CallSites", "calls_of_child", "none_by_default", "shortened", "signature_of", "why_unfit"]
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 #: a class, and whether it is one of a list
@@ -172,7 +170,7 @@ def why_unfit(call: ast.Call, original: Function | None, patched: Function | Non
 
 def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1 if bound else 0 :]
+    positional = [argument.arg for argument in positional_parameters(function)][1 if bound else 0 :]
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     given = len(call.args)
     if not starred and given > len(positional) and arguments.vararg is None:
@@ -198,13 +196,16 @@ def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     return f"{missing[0]!r} is missing" if missing else ""
 
 
-def none_by_default(function: ast.FunctionDef) -> list[str]:
-    """The parameters of a function whose default is None."""
-    arguments = function.args
-    parameters = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
-    pairs += [
-        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+def positional_parameters(function: Function) -> list[ast.arg]:
+    """The parameters of a function that can be given by position, `self` included."""
+    return [*function.args.posonlyargs, *function.args.args]
+
+
+def none_by_default(function: Function) -> list[str]:
+    """The parameters of a function whose default is None, from the last one that can be given by position."""
+    pairs = [
+        *zip(reversed(positional_parameters(function)), reversed(function.args.defaults), strict=False),
+        *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
     ]
     return [one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None]
 

@@ -15,16 +15,6 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "PRECISION",
-    "Difference",
-    "difference",
-    "first_difference",
-    "floating_tensors",
-    "noting_calls",
-    "precisions",
-]
-
 
 class Difference(NamedTuple):
     """How far a list of tensors is from another, as the largest over all elements."""
