@@ -68,12 +68,7 @@ class MetaInit:
         return current
 
     def construct(
-        self,
-        module: nn.Module,
-        original: type[nn.Module],
-        replacement: type[nn.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
     ) -> None:
         """Turn `module`, a bare object of `original`, into an initialised object of `replacement`.
 
@@ -86,7 +81,13 @@ class MetaInit:
         except PatcherError:
             raise
         except Exception as error:
-            raise _construction_error(original, replacement, args, kwargs, error) from error
+            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
+            raise PatchConstructionError(
+                f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
+                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
+                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from "
+                f"the very arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+            ) from error
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
@@ -132,11 +133,7 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def _initialise(
-    module: nn.Module,
-    original: type[nn.Module],
-    replacement: type[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
     if type(replacement).__call__ is not type.__call__:
         # The metaclass has a say in how objects come into being: let it, then be what it made.
@@ -164,22 +161,6 @@ def _become(module: nn.Module, other: nn.Module) -> None:
     object.__setattr__(module, "__dict__", other.__dict__)
     for name, value in attributes.items():  # what is known about `module`
         module.__dict__.setdefault(name, value)
-
-
-def _construction_error(
-    original: type[nn.Module],
-    replacement: type[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    error: Exception,
-) -> PatchConstructionError:
-    arguments = [_short(value) for value in args] + [f"{key}={_short(value)}" for key, value in kwargs.items()]
-    return PatchConstructionError(
-        f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
-        f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
-        f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from the very "
-        f"arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
-    )
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +106,6 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.IsNot: operator.is_not,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
-}
-_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
@@ -193,11 +192,9 @@ class _Run:
 
     def statement(self, node: ast.stmt, suites: tuple[_Suite, ...]) -> bool:
         match node:
-            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() | ast.Expr() | ast.Assert() | ast.Delete():
                 self.value(node)
-                return False
-            case ast.Expr() | ast.Assert() | ast.Delete():
-                self.value(node)
+                return isinstance(node, ast.Expr | ast.Assert | ast.Delete)
             case ast.Assign():
                 result = self.value(node.value)
                 for target in node.targets:
@@ -333,10 +330,9 @@ class _Run:
 
     def _perhaps(self, node: ast.expr) -> _Value:
         self._maybe += 1
-        try:
-            return self.value(node)
-        finally:
-            self._maybe -= 1
+        result = self.value(node)
+        self._maybe -= 1
+        return result
 
     def _bool(self, node: ast.BoolOp) -> _Value:
         decisive = isinstance(node.op, ast.Or)
@@ -352,13 +348,13 @@ class _Run:
     def _compare(self, node: ast.Compare) -> _Value:
         left, right, *more = [self.value(operand) for operand in (node.left, *node.comparators)]
         sign = type(node.ops[0])
-        if more:
-            return _Value()
         if isinstance(left, _Known) and isinstance(right, _Known):
-            are_numbers = all(isinstance(known.value, int | float) for known in (left, right))
-            compare = (_COMPARISONS | _ORDER if are_numbers else _COMPARISONS).get(sign)
-            return _Value() if compare is None else _Known(compare(left.value, right.value))
-        return _Known(sign is ast.Is) if left is right and sign in (ast.Is, ast.IsNot) else _Value()
+            if sign in _COMPARISONS and not more:
+                with suppress(TypeError):  # `None < 1`
+                    return _Known(_COMPARISONS[sign](left.value, right.value))
+        elif left is right and sign in (ast.Is, ast.IsNot) and not more:
+            return _Known(sign is ast.Is)
+        return _Value()
 
     def _call(self, node: ast.Call) -> _Value:
         own = _attribute_of(self.this, node.func)

@@ -23,21 +23,15 @@ class CallSites:
     """What one file defines, and which classes its attributes and variables hold."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.classes: dict[str, ast.ClassDef] = {}
-        self.functions: dict[str, Function] = {}
-        for node in top_level(tree.body):
-            if isinstance(node, ast.ClassDef):
-                self.classes[node.name] = node
-            elif isinstance(node, _FUNCTIONS):
-                self.functions[node.name] = node
+        body = list(top_level(tree.body))
+        self.classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+        self.functions: dict[str, Function] = {node.name: node for node in body if isinstance(node, _FUNCTIONS)}
         self._children = {name: self._find_children(node) for name, node in self.classes.items()}
 
     def function(self, target: str) -> Function | None:
         """A function by its name, a method by `Class.name`."""
-        if "." not in target:
-            return self.functions.get(target)
         owner, _, name = target.rpartition(".")
-        return self.methods(owner).get(name)
+        return (self.methods(owner) if owner else self.functions).get(name)
 
     def methods(self, owner: str) -> dict[str, Function]:
         """The methods in the body of a class."""
@@ -132,14 +126,13 @@ def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call
     elements = _elements(function, name) if listed else set()
     found = []
     for call in ast.walk(function):
-        if isinstance(call, ast.Call):
-            match call.func:
-                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
-                    found.append(call)
-                case ast.Name(id=called) if called in elements:
-                    found.append(call)
-                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
-                    found.append(call)
+        match call:
+            case ast.Call(func=ast.Name(id=called)) if called in elements:
+                found.append(call)
+            case ast.Call(func=ast.Attribute(value=ast.Name(), attr=called)) if called == name and not listed:
+                found.append(call)
+            case ast.Call(func=ast.Subscript(value=ast.Attribute(ast.Name(), called))) if called == name and listed:
+                found.append(call)
     return found
 
 

@@ -26,21 +26,13 @@ def statements(body: Sequence[Any]) -> Iterator[Any]:
 def _statements(body: Sequence[Any], depth: int) -> Iterator[tuple[Any, int]]:
     for node in body:
         yield node, depth
-        if isinstance(node, _BLOCKS):
-            for part in node.children:
-                if isinstance(part, _PARTS):
-                    yield from _inner(part, depth)
-
-
-def _inner(part: cst.CSTNode, depth: int) -> Iterator[tuple[Any, int]]:
-    if isinstance(part, cst.BaseSuite):
-        yield from _statements(part.body, depth + 1)
-    elif isinstance(part, cst.If):  # an elif
-        yield from _statements([part], depth)
-    else:
-        for child in part.children:
-            if isinstance(child, cst.BaseSuite):
-                yield from _statements(child.body, depth + 1)
+        for part in node.children if isinstance(node, _BLOCKS) else ():
+            if isinstance(part, cst.If):  # an elif
+                yield from _statements([part], depth)
+            elif isinstance(part, _PARTS):
+                for suite in (part, *part.children):
+                    if isinstance(suite, cst.BaseSuite):
+                        yield from _statements(suite.body, depth + 1)
 
 
 def definitions(body: Sequence[Any]) -> list[Definition]:

@@ -182,7 +182,14 @@ _PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_s
 def _candidates(model: Any, path: str) -> Iterator[Pass]:
     generator = torch.Generator().manual_seed(0)
     taken = parameters_of(model)
-    text = _text(taken, generator)
+    ids = torch.randint(3, 100, (2, 12), generator=generator)
+    every = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
+        "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
+    }
+    text = _known(every, taken)
     images = list(_images(model.config, generator)) if _PICTURES & taken.keys() else []
     sounds = list(_sounds(model.config, taken, generator))
     width = _number(model.config, "hidden_size", "d_model", default=64)
@@ -204,35 +211,21 @@ def _known(arguments: dict[str, Any], taken: Container[str]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-def _text(taken: Container[str], generator: torch.Generator) -> dict[str, Any]:
-    ids = torch.randint(3, 100, (2, 12), generator=generator)
-    text = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
-        "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
-    }
-    return _known(text, taken)
-
-
 def _without(
     text: dict[str, Any], taken: dict[str, Any], width: int, generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
     """What goes in where there is neither an image nor a sound."""
     yield text
-    others = {
-        "encoder_hidden_states": torch.randn(2, 5, width, generator=generator),
-        "inputs_embeds": torch.randn(2, 12, width, generator=generator),
-        "hidden_states": torch.randn(2, 12, width, generator=generator),
-    }
+    lengths = {"encoder_hidden_states": 5, "inputs_embeds": 12, "hidden_states": 12}
+    states = {name: torch.randn(2, length, width, generator=generator) for name, length in lengths.items()}
+    encoded = _known({"encoder_hidden_states": states.pop("encoder_hidden_states")}, taken)
     if "input_ids" in taken:
         yield {"input_ids": text["input_ids"]}
-        if "encoder_hidden_states" in taken:
-            yield text | {"encoder_hidden_states": others["encoder_hidden_states"]}
-    for name in ("inputs_embeds", "hidden_states"):
-        if name in taken:
-            yield {name: others[name]}
-            yield _known(others, {name, "encoder_hidden_states"} & taken.keys())
+        if encoded:
+            yield text | encoded
+    for name, state in _known(states, taken).items():
+        yield {name: state}
+        yield encoded | {name: state}
 
 
 def _images(config: Any, generator: torch.Generator) -> Iterator[dict[str, Any]]:
@@ -343,8 +336,7 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
 
 def _feature_count(model: Any, image: dict[str, Any]) -> int:
     """How many image features the model makes of an image, by what it says itself."""
-    owners: list[Any] = [model, getattr(model, "model", None)]
-    for owner in owners:
+    for owner in (model, getattr(model, "model", None)):
         with suppress(Exception), torch.no_grad():
             accepted = parameters_of(owner, "get_image_features")
             result = owner.get_image_features(**_known(_fitted(image, model), accepted))

@@ -106,7 +106,8 @@ def test_modules_that_say_different_things_share_a_class_where_it_decides_nothin
 @pytest.mark.parametrize(
     "body",
     [
-        f'try:\n    self.kind = "rotary"\nfinally:\n    pass\ny = x\nif self.kind == "rotary":\n    y = x + 1\n{PROJECTIONS}',
+        'y = x\ntry:\n    self.kind = "rotary"\nfinally:\n    pass\n'
+        f'if self.kind == "rotary":\n    y = x + 1\n{PROJECTIONS}',
         "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x[0] = 1",
         "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x.add_(1)",
     ],
