@@ -46,12 +46,12 @@ class MetaInit:
     `wanted`, all but the wanted ones do.
     """
 
-    def __init__(self, wanted: Iterable[int] | None = None) -> None:
+    def __init__(self, wanted: Iterable[int] | None = None, *, buffers_too: bool = False) -> None:
         self.wanted = frozenset(wanted or ())
         self._to_meta = wanted is not None
         self.kept: dict[int, nn.Parameter] = {}
         self._count = 0
-        self._buffers_too = False
+        self._buffers_too = buffers_too
 
     @staticmethod
     def current() -> MetaInit:
@@ -61,11 +61,7 @@ class MetaInit:
     @staticmethod
     def on_meta() -> MetaInit:
         """The one under way, or one that leaves everything on meta where the model is built there."""
-        current = _CURRENT.get()
-        if current is None:
-            current = MetaInit()
-            current._buffers_too = True
-        return current
+        return _CURRENT.get() or MetaInit(buffers_too=True)
 
     def construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
@@ -164,10 +160,8 @@ def _become(module: nn.Module, other: nn.Module) -> None:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, bool | int | float | str | type(None)):
-        text = repr(value)
-        return text if len(text) <= 60 else text[:57] + "..."
-    return f"<{type(value).__name__}>"
+    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _where(traceback: TracebackType | None) -> str:

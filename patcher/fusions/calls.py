@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from patcher.fusions.rewrite import known_of_class, methods_of
+from patcher.fusions.rewrite import known_of_class, trees_of
 from patcher.fusions.tracing import Guards
 from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
 
@@ -95,8 +95,7 @@ def _parent_of(modules: Mapping[str, nn.Module], path: str) -> str:
 @known_of_class
 def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call, ast.FunctionDef]]:
     """The calls of a child, or of the children in a list of that name, and the methods they are in."""
-    trees = [method.node for method in methods_of(cls)]
-    return [(call, tree) for tree in trees for call in calls_of_child(tree, name, listed)]
+    return [(call, tree) for tree in trees_of(cls).values() for call in calls_of_child(tree, name, listed)]
 
 
 def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
@@ -136,9 +135,9 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
 def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[str]:
     """Where methods of a class use projections of its child as modules."""
     found: list[str] = []
-    for method in methods_of(cls):
+    for tree in trees_of(cls).values():
         held: list[ast.expr] = []
-        for node in ast.walk(method.node):  # a node comes before those inside of it
+        for node in ast.walk(tree):  # a node comes before those inside of it
             match node:
                 case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == name and attr in group:
                     if node not in held:

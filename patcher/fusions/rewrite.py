@@ -49,7 +49,6 @@ class Method:
     """A method of a model's class, with its source."""
 
     name: str
-    owner: type
     function: FunctionType
     source: str
     node: ast.FunctionDef
@@ -61,7 +60,7 @@ class Method:
         return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
 
 
-def read_method(name: str, owner: type, function: FunctionType) -> Method:
+def read_method(name: str, function: FunctionType) -> Method:
     """A function of a class with its source.
 
     Raises:
@@ -75,7 +74,7 @@ def read_method(name: str, owner: type, function: FunctionType) -> Method:
         raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
     if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
         raise NotUnderstoodError(f"the source of {name} is no method")
-    return Method(name, owner, function, source, node, inspect.getfile(function), first_line)
+    return Method(name, function, source, node, inspect.getfile(function), first_line)
 
 
 # --- editing -------------------------------------------------------------------------------------------------------
@@ -259,16 +258,19 @@ def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]
     Raises:
         NotUnderstoodError: the source of one of them isn't the code that runs.
     """
-    found = [method for method in methods_of(cls) if wanted(method.node)]
-    for method in found:
-        name, function = method.name, method.function
+    found = []
+    for name in (name for name, tree in trees_of(cls).items() if wanted(tree)):
+        member = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+        function = inspect.unwrap(member)
+        method = read_method(name, function)
         free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
         if free:
             raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-        if (vars(method.owner)[name] is not function) != bool(method.node.decorator_list):
+        if (member is not function) != bool(method.node.decorator_list):
             raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
         if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
             raise NotUnderstoodError(f"{name} is a generator", 1)
+        found.append(method)
     return found
 
 
@@ -290,19 +292,19 @@ def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 @known_of_class
-def methods_of(cls: type[nn.Module]) -> list[Method]:
-    """The methods that its objects have, those whose source can be read."""
-    found = []
-    owners: dict[str, type] = {}
+def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
+    """The trees of the methods that its objects have, those whose source can be read."""
+    trees: dict[str, ast.FunctionDef] = {}
+    members: dict[str, Any] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name in vars(base):
-            owners.setdefault(name, base)
-    for name, owner in owners.items():
+        for name, value in vars(base).items():
+            members.setdefault(name, value)
+    for name, member in members.items():
         # What builds and initialises the module meets the parts, or runs before they are joined.
-        if name.startswith("__") or name == "_init_weights" or not callable(vars(owner)[name]):
+        if name.startswith("__") or name == "_init_weights" or not callable(member):
             continue
-        function = inspect.unwrap(vars(owner)[name])
+        function = inspect.unwrap(member)
         if isinstance(function, FunctionType):
             with suppress(NotUnderstoodError):
-                found.append(read_method(name, owner, function))
-    return found
+                trees[name] = read_method(name, function).node
+    return trees

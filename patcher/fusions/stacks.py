@@ -57,14 +57,13 @@ def forward_of(cls: type[nn.Module]) -> Method:
     Raises:
         NotUnderstoodError: there is no source, or something else is wrapped around it.
     """
-    owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
-    found = owner.__dict__["forward"]
+    found = next(base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
     function = found
     if getattr(found, "__globals__", {}).get("__name__") == EXPERTS_HOME:
         function = found.__wrapped__
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise NotUnderstoodError("forward is wrapped by something that its source doesn't show")
-    method = read_method("forward", owner, function)
+    method = read_method("forward", function)
     if method.node.decorator_list:
         raise NotUnderstoodError("forward is decorated", 1)
     if any(name != "__class__" for name in function.__code__.co_freevars):
@@ -84,12 +83,12 @@ def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack,
     this = self_of(method.node, "self")
     edit = _Edit(this, weights)
     module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
-    used = {name for name, _ in edit.mentioned.values()}
-    if not used:
+    if not edit.mentioned:
         raise NotUnderstoodError("its forward uses no stacked weight")
-    for position, (name, line) in edit.mentioned.items():
-        if position not in edit.understood:
-            raise NotUnderstoodError(f"{this}.{name} is used as something else than the weight of one expert", line)
+    for place, name in edit.mentioned.items():
+        if place not in edit.understood:
+            why = f"{this}.{name} is used as something else than the weight of one expert"
+            raise NotUnderstoodError(why, place[0])
     stacks = []
     for name, bias in weights.items():
         if name not in edit.transposed:
@@ -111,8 +110,8 @@ class _Edit(cst.CSTTransformer):
         self._this = this
         self._weights = dict(weights)
         self._names = {*weights, *(bias for bias in weights.values() if bias)}
-        #: position -> (name, line) of each mention of a stack, and the positions of those that were understood
-        self.mentioned: dict[tuple[int, int], tuple[str, int]] = {}
+        #: (line, column) -> name of each mention of a stack, and the places of those that were understood
+        self.mentioned: dict[tuple[int, int], str] = {}
         self.understood: set[tuple[int, int]] = set()
         self.transposed: dict[str, set[bool]] = {}
         self.products: Counter[str] = Counter()
@@ -132,7 +131,7 @@ class _Edit(cst.CSTTransformer):
 
     def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
         if name := self._mention(node):
-            self.mentioned[self._at(node)] = (name, self._at(node)[0])
+            self.mentioned[self._at(node)] = name
 
     def _expert(self, node: cst.BaseExpression) -> tuple[cst.Subscript | None, str, str]:
         """`self.name[index]`: the node, the name and the index."""

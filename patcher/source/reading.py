@@ -285,7 +285,8 @@ def _cut(node: Definition, lines: list[str], file: str) -> Source:
         line = lines[number]
         if not line.strip():
             continue
-        if not line.lstrip().startswith("#") or _width(line) <= len(indent.expandtabs()):
+        width = len(line.expandtabs()) - len(line.expandtabs().lstrip())
+        if not line.lstrip().startswith("#") or width <= len(indent.expandtabs()):
             break
         last = number + 1
     text = "".join(lines[start - 1 : last])
@@ -298,8 +299,3 @@ def _cut(node: Definition, lines: list[str], file: str) -> Source:
         decorators=tuple((d.lineno, d.end_lineno or d.lineno) for d in node.decorator_list),
         is_class=isinstance(node, ast.ClassDef),
     )
-
-
-def _width(line: str) -> int:
-    expanded = line.expandtabs()
-    return len(expanded) - len(expanded.lstrip())

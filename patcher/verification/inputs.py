@@ -336,7 +336,8 @@ def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]])
 
 def _feature_count(model: Any, image: dict[str, Any]) -> int:
     """How many image features the model makes of an image, by what it says itself."""
-    for owner in (model, getattr(model, "model", None)):
+    owners: list[Any] = [model, getattr(model, "model", None)]
+    for owner in owners:
         with suppress(Exception), torch.no_grad():
             accepted = parameters_of(owner, "get_image_features")
             result = owner.get_image_features(**_known(_fitted(image, model), accepted))
