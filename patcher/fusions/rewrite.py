@@ -26,12 +26,11 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
-import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.joined import Joined
@@ -89,7 +88,13 @@ def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInpu
     taken = names_in(method.node)
     outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
     this = self_of(method.node, "self")
-    before: dict[int, list[str]] = {}
+    source = method.source.encode().split(b"\n")  # ast counts columns in bytes
+    #: (line, column) of the start, the same of the end, and what stands between them afterwards
+    edits: list[tuple[int, int, int, int, str]] = []
+    shared_inputs = sorted(shared_inputs, key=lambda shared: shared.anchor.lineno)
+    for one, other in pairwise(shared_inputs):  # their outputs go by the same names
+        if any(call.lineno >= other.anchor.lineno for call in one.calls):
+            raise NotUnderstoodError("the calls of two inputs alternate", other.anchor.lineno)
     for shared in shared_inputs:
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
@@ -97,19 +102,21 @@ def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInpu
         # Pieces of a split must not be written into; a projection of its own may be.
         own = _written_into(method.node, shared) - set(joined.biased)
         lines += [f"{outputs[name]} = {outputs[name]}.clone()" for name in joined.projections if name in own]
-        before[shared.anchor.lineno] = lines
-    replaced = {
-        (site.line, _characters(method.source, site.line, site.column)): outputs[site.name]
-        for shared in shared_inputs
-        for site in shared.sites
-    }
-    edit = _Edit(before, replaced)
-    module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
-    if edit.inserted != len(before) or edit.replaced != len(replaced):
-        raise NotUnderstoodError("two statements share a line", shared_inputs[0].anchor.lineno)
-    (function,) = module.body
-    assert isinstance(function, cst.FunctionDef)
-    return module.with_changes(body=[_guarded(function, method, guards, this) if guards else function]).code
+        start, column = shared.anchor.lineno, shared.anchor.col_offset
+        indent = source[start - 1][:column].decode()
+        covered = range(start, (shared.anchor.end_lineno or start) + 1)
+        others = (node for node in ast.walk(method.node) if isinstance(node, ast.stmt) and node is not shared.anchor)
+        if indent.strip() or any(node.lineno in covered for node in others):
+            raise NotUnderstoodError("two statements share a line", start)
+        edits.append((start, column, start, column, "".join(f"{line}\n{indent}" for line in lines)))
+        for call, name in shared.calls.items():
+            end = call.end_lineno or call.lineno, call.end_col_offset or call.col_offset
+            edits.append((call.lineno, call.col_offset, *end, outputs[name]))
+    if guards:
+        edits.append(_check_of(guards, method, source, this))
+    for first, column, last, end_column, text in sorted(edits, reverse=True):  # so that places before stay right
+        source[first - 1 : last] = [source[first - 1][:column] + text.encode() + source[last - 1][end_column:]]
+    return b"\n".join(source).decode()
 
 
 def _written_into(function: ast.FunctionDef, shared: SharedInput) -> set[str]:
@@ -126,8 +133,7 @@ def _written_into(function: ast.FunctionDef, shared: SharedInput) -> set[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(child, ast.Name) and child.id in changed for one in targets for child in ast.walk(one)):
-                places = {(c.lineno, c.col_offset) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-                written |= {site.name for site in shared.sites if (site.line, site.column) in places}
+                written |= {shared.calls[child] for child in ast.walk(node.value) if child in shared.calls}
     return written
 
 
@@ -145,48 +151,14 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _characters(source: str, line: int, column: int) -> int:
-    """ast counts a column in bytes, libcst in characters."""
-    return len(source.splitlines()[line - 1].encode()[:column].decode())
+def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) -> tuple[int, int, int, int, str]:
+    """The edit that leaves a call that isn't as assumed to the original; the joined projection gives the parts.
 
-
-class _Edit(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self, before: dict[int, list[str]], replaced: dict[tuple[int, int], str]) -> None:
-        super().__init__()
-        self._before = before
-        self._calls = replaced
-        self.inserted = 0
-        self.replaced = 0
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
-        start = self.get_metadata(PositionProvider, original_node).start
-        name, function = self._calls.get((start.line, start.column)), original_node.func
-        # A chain of calls starts where its first call starts: the one that is meant has nothing but a name inside.
-        if name is None or not isinstance(function, cst.Attribute) or not isinstance(function.value, cst.Name):
-            return updated_node
-        self.replaced += 1
-        return cst.Name(name, lpar=updated_node.lpar, rpar=updated_node.rpar)
-
-    def leave_SimpleStatementLine(  # noqa: N802
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        line = self.get_metadata(PositionProvider, original_node).start.line
-        lines = self._before.get(line)
-        if lines is None:
-            return updated_node
-        if len(original_node.body) != 1:
-            raise NotUnderstoodError("two statements share a line", line)
-        self.inserted += 1
-        statements = [cst.parse_statement(line) for line in lines]
-        first = statements[0].with_changes(leading_lines=updated_node.leading_lines)
-        return cst.FlattenSentinel([first, *statements[1:], updated_node.with_changes(leading_lines=[])])
-
-
-def _guarded(function: cst.FunctionDef, method: Method, guards: Guards, this: str) -> cst.FunctionDef:
-    """Leave a call that isn't as assumed to the method as it was; the joined projection gives the parts."""
-    if not isinstance(function.body, cst.IndentedBlock):
+    It comes behind the docstring, before the comments above the first statement.
+    """
+    first = method.node.body[0]
+    indent = source[first.lineno - 1][: first.col_offset].decode()
+    if indent.strip():
         raise NotUnderstoodError("the body is on the line of its head", 1)
     conditions = [f"{name} is not None" for name in guards.none]
     conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
@@ -202,10 +174,14 @@ def _guarded(function: cst.FunctionDef, method: Method, guards: Guards, this: st
     passed += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         passed.append(f"**{arguments.kwarg.arg}")
-    check = f"if {' or '.join(conditions)}:\n    return super().{method.name}({', '.join(passed)})\n"
-    statements = list(function.body.body)
-    statements.insert(1 if function.get_docstring() is not None else 0, cst.parse_statement(check))
-    return function.with_changes(body=function.body.with_changes(body=statements))
+    original = f"{indent}{indent}return super().{method.name}({', '.join(passed)})\n"
+    if ast.get_docstring(method.node) is not None:
+        line = (first.end_lineno or first.lineno) + 1
+    else:
+        line = first.lineno
+        while not source[line - 2].split(b"#")[0].strip():
+            line -= 1
+    return line, 0, line, 0, f"{indent}if {' or '.join(conditions)}:\n{original}"
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------

@@ -49,15 +49,6 @@ class Guards:
         return bool(self.none or self.same or self.attributes or self.identities)
 
 
-@dataclass(frozen=True)
-class Site:
-    """One call of a projection, by its place in the source."""
-
-    name: str
-    line: int
-    column: int
-
-
 @dataclass(frozen=True, eq=False)
 class _Suite:
     """A block of statements inside of a compound statement.
@@ -93,7 +84,8 @@ class SharedInput:
 
     anchor: ast.stmt
     argument: ast.expr
-    sites: list[Site]
+    #: the calls, with the projections that they call
+    calls: dict[ast.Call, str]
     value: _Value
     epoch: int
     suites: tuple[_Suite, ...]
@@ -149,17 +141,17 @@ def shared_inputs_of(
     run = _Run(function, group, guards)
     run.suite(function.body, ())
     for shared in run.found:
-        called = {site.name for site in shared.sites}
+        called = set(shared.calls.values())
         if missing := [name for name in group if name not in called]:
             others = {
-                f"{site.name}({ast.unparse(other.argument)})"
+                f"{name}({ast.unparse(other.argument)})"
                 for other in run.found
-                for site in other.sites
-                if site.name in missing
+                for name in other.calls.values()
+                if name in missing
             }
             rest = f"not of the same value: {', '.join(sorted(others))}" if others else "is not called with it"
             shown = f"{', '.join(sorted(called))} of {ast.unparse(shared.argument)!r}"
-            raise NotUnderstoodError(f"{shown}, but {', '.join(missing)} {rest}", shared.sites[0].line)
+            raise NotUnderstoodError(f"{shown}, but {', '.join(missing)} {rest}", next(iter(shared.calls)).lineno)
     return run.found
 
 
@@ -373,7 +365,6 @@ class _Run:
         return _Value()
 
     def _record(self, name: str, node: ast.Call, argument: ast.expr, value: _Value) -> None:
-        site = Site(name, node.lineno, node.col_offset)
         for shared in self.found:
             depth = len(shared.suites)
             deeper = self._suites[depth:]
@@ -383,7 +374,7 @@ class _Run:
                 and self._suites[:depth] == shared.suites
                 and not any(suite.barrier for suite in deeper)
             ):
-                shared.sites.append(site)
+                shared.calls[node] = name
                 shared.conditional |= bool(self._maybe) or any(suite.undecided for suite in deeper)
                 return
         if not isinstance(argument, ast.Name):
@@ -393,7 +384,7 @@ class _Run:
             raise NotUnderstoodError(f"{name} is called in the head of a compound statement", node.lineno)
         if self._maybe:
             raise NotUnderstoodError(f"{name} is called in a part of an expression that may not run", node.lineno)
-        self.found.append(SharedInput(self._statement, argument, [site], value, self.epoch, self._suites))
+        self.found.append(SharedInput(self._statement, argument, {node: name}, value, self.epoch, self._suites))
 
 
 def _either(one: _Value | None, other: _Value | None) -> _Value:

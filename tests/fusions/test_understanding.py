@@ -119,6 +119,16 @@ def test_what_code_that_is_not_followed_writes_into_is_another_value_after_it(bo
     assert not QKV().is_fusable(stock)
 
 
+def test_inputs_whose_calls_alternate_are_refused(tmp_path: Path) -> None:
+    stock = attention(
+        "y = x + 1\nq = self.q_proj(x)\nother = self.q_proj(y)\nk, v = self.k_proj(x), self.v_proj(x)\n"
+        "q = q + other + self.k_proj(y).sum() + self.v_proj(y).sum()",
+        tmp_path,
+    )
+
+    assert "the calls of two inputs alternate" in QKV().refusal(stock)
+
+
 #: how the layers of a list are called, with `state` as the parameter in question -> whether None may be expected
 CALLED = {
     "one after the other": ("for layer in self.layers:\n    x = layer(x)", True),
