@@ -19,8 +19,6 @@ import torch
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
 
-__all__ = ["Headers", "headers_of", "headers_of_mapping"]
-
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -85,17 +83,17 @@ def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
     Raises:
         InvalidPatcherError: a value is no shape.
     """
+    shapes = {key: getattr(value, "shape", value) for key, value in tensors.items()}
     found: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
-        shape = getattr(value, "shape", value)
+        dtype = getattr(value, "dtype", torch.float32)
         try:
-            found[key] = torch.empty(tuple(shape or ()), dtype=getattr(value, "dtype", torch.float32), device="meta")
+            found[key] = torch.empty(tuple(shapes[key] or ()), dtype=dtype, device="meta")
         except (TypeError, RuntimeError) as error:
             raise InvalidPatcherError(
                 f"checkpoint= maps keys to shapes, found {value!r} for {key!r}; write {{{key!r}: (64, 64)}}."
             ) from error
-    unknown = frozenset(key for key, value in tensors.items() if getattr(value, "shape", value) is None)
-    return Headers("the given shapes", found, unknown)
+    return Headers("the given shapes", found, frozenset(key for key, shape in shapes.items() if shape is None))
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 from patcher.compat.models import inherit_loading_attributes
 from patcher.errors import PatchConstructionError, PatcherError
 
-__all__ = ["MetaInit", "forget_index", "like", "parameter_index", "unwatch_parameters", "watch_parameters"]
-
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 #: On a parameter of a replacement: the how-manieth it was that the replacement registered.
@@ -48,12 +46,12 @@ class MetaInit:
     `wanted`, all but the wanted ones do.
     """
 
-    def __init__(self, wanted: Iterable[int] | None = None) -> None:
+    def __init__(self, wanted: Iterable[int] | None = None, *, buffers_too: bool = False) -> None:
         self.wanted = frozenset(wanted or ())
         self._to_meta = wanted is not None
         self.kept: dict[int, nn.Parameter] = {}
         self._count = 0
-        self._buffers_too = False
+        self._buffers_too = buffers_too
 
     @staticmethod
     def current() -> MetaInit:
@@ -63,19 +61,10 @@ class MetaInit:
     @staticmethod
     def on_meta() -> MetaInit:
         """The one under way, or one that leaves everything on meta where the model is built there."""
-        current = _CURRENT.get()
-        if current is None:
-            current = MetaInit()
-            current._buffers_too = True
-        return current
+        return _CURRENT.get() or MetaInit(buffers_too=True)
 
     def construct(
-        self,
-        module: nn.Module,
-        original: type[nn.Module],
-        replacement: type[nn.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
     ) -> None:
         """Turn `module`, a bare object of `original`, into an initialised object of `replacement`.
 
@@ -88,7 +77,13 @@ class MetaInit:
         except PatcherError:
             raise
         except Exception as error:
-            raise _construction_error(original, replacement, args, kwargs, error) from error
+            arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
+            raise PatchConstructionError(
+                f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
+                f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
+                f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from "
+                f"the very arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
+            ) from error
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
@@ -134,11 +129,7 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def _initialise(
-    module: nn.Module,
-    original: type[nn.Module],
-    replacement: type[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
     if type(replacement).__call__ is not type.__call__:
         # The metaclass has a say in how objects come into being: let it, then be what it made.
@@ -168,27 +159,9 @@ def _become(module: nn.Module, other: nn.Module) -> None:
         module.__dict__.setdefault(name, value)
 
 
-def _construction_error(
-    original: type[nn.Module],
-    replacement: type[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    error: Exception,
-) -> PatchConstructionError:
-    arguments = [_short(value) for value in args] + [f"{key}={_short(value)}" for key, value in kwargs.items()]
-    return PatchConstructionError(
-        f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
-        f"{_where(error.__traceback__)}: {type(error).__name__}: {error}\n"
-        f"It was called as {replacement.__qualname__}({', '.join(arguments)}). A replacement is built from the very "
-        f"arguments of {original.__qualname__}.__init__: take them all, or accept **kwargs."
-    )
-
-
 def _short(value: Any) -> str:
-    if isinstance(value, bool | int | float | str | type(None)):
-        text = repr(value)
-        return text if len(text) <= 60 else text[:57] + "..."
-    return f"<{type(value).__name__}>"
+    text = repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _where(traceback: TracebackType | None) -> str:

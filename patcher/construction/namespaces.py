@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -23,15 +23,13 @@ from patcher.construction.frames import calling_module
 from patcher.construction.in_force import entered
 from patcher.construction.lock import process_lock
 
-__all__ = ["Namespaces"]
-
 
 class Namespaces:
     """The stand-ins that class rules need. Rules that overlap share them; the last to leave puts everything back."""
 
     def __init__(self, rules: ClassRules) -> None:
         self.rules = rules
-        self.mine: list[_Binding | _View] = []
+        self.mine: list[_Change] = []
         self._seen: set[int] = set()
         self._foreign: set[type] = set()
 
@@ -53,9 +51,10 @@ class Namespaces:
         shown = False
         for name, value in list(namespace.items()):
             if isinstance(value, type):
-                if issubclass(value, nn.Module) and self.rules.concerns(_unwrapped(value), name):
+                if _is_module_class(value) and self.rules.concerns(_unwrapped(value), name):
                     shown = True
-                    if self._needs_stand_in(_unwrapped(value)):
+                    # Where the class's own name is what matched, its gate does all that is needed.
+                    if _unwrapped(value) in self._foreign or not self.rules.concerns(_unwrapped(value)):
                         self._bind(namespace, name, value)
             elif not self._foreign:
                 continue
@@ -67,11 +66,7 @@ class Namespaces:
                 self._bind(namespace, name, value)
         if shown:
             with process_lock:
-                self.mine.append(_View.of(module))
-
-    def _needs_stand_in(self, cls: type[nn.Module]) -> bool:
-        # Where the class's own name is what matched, its gate does all that is needed.
-        return cls in self._foreign or not self.rules.concerns(cls)
+                self.mine.append(_View.of((id(module),), module))
 
     def _holds_foreign(self, item: Any) -> bool:
         """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
@@ -80,7 +75,7 @@ class Namespaces:
 
     def _bind(self, container: Any, key: Any, value: Any) -> None:
         with process_lock:
-            self.mine.append(_Binding.of(container, key, value))
+            self.mine.append(_Binding.of((id(container), key), container, key, value))
 
     def remove_all(self) -> None:
         with process_lock:
@@ -88,10 +83,35 @@ class Namespaces:
                 self.mine.pop().release()
 
 
-class _Binding:
-    """One place, a namespace or a table and a key, that holds a stand-in as long as somebody needs it."""
+class _Change:
+    """What is put in one place and stays there as long as somebody needs it."""
 
-    placed: dict[tuple[int, Any], _Binding] = {}  # noqa: RUF012 - the registry of this class
+    made: ClassVar[dict[tuple[Any, ...], _Change]] = {}
+    place: tuple[Any, ...]
+    users: int
+
+    @classmethod
+    def of(cls, place: tuple[Any, ...], *arguments: Any) -> _Change:
+        """The change of a place: the one that is there, or one that is made with the arguments."""
+        change = cls.made.get(place)
+        if change is None:
+            change = cls.made[place] = cls(*arguments)
+            change.place, change.users = place, 0
+        change.users += 1
+        return change
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            del self.made[self.place]
+            self.undo()
+
+    def undo(self) -> None:
+        raise NotImplementedError
+
+
+class _Binding(_Change):
+    """A namespace or a table that holds a stand-in under one key."""
 
     def __init__(self, container: Any, key: Any, value: Any) -> None:
         self.container, self.key, self.before = container, key, value
@@ -100,24 +120,11 @@ class _Binding:
             self.after: Any = tuple(_stand_in(item, "") if _is_module_class(item) else item for item in value)
         else:
             self.after = _stand_in(value, name)
-        self.users = 0
         _put(container, key, self.after)
 
-    @classmethod
-    def of(cls, container: Any, key: Any, value: Any) -> _Binding:
-        place = (id(container), key)
-        binding = cls.placed.get(place)
-        if binding is None:
-            binding = cls.placed[place] = cls(container, key, value)
-        binding.users += 1
-        return binding
-
-    def release(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            del self.placed[(id(self.container), self.key)]
-            if _entry(self.container, self.key) is self.after:  # otherwise somebody else has put something there
-                _put(self.container, self.key, self.before)
+    def undo(self) -> None:
+        if _entry(self.container, self.key) is self.after:  # otherwise somebody else has put something there
+            _put(self.container, self.key, self.before)
 
 
 # A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
@@ -141,55 +148,31 @@ def _put(table: Any, key: Any, value: Any) -> None:
         table[key] = value
 
 
-class _View:
+class _View(_Change):
     """A module whose names read as what is in force in the reader's context."""
 
-    shown: dict[int, _View] = {}  # noqa: RUF012 - the registry of this class
-
     def __init__(self, module: ModuleType) -> None:
-        self.module, self.users = module, 0
-        self.before = type(module)
+        self.module, self.before = module, type(module)
         self.after = type(self.before.__name__, (self.before,), {"__getattribute__": _read, "__slots__": ()})
         module.__class__ = self.after
 
-    @classmethod
-    def of(cls, module: ModuleType) -> _View:
-        view = cls.shown.get(id(module))
-        if view is None:
-            view = cls.shown[id(module)] = cls(module)
-        view.users += 1
-        return view
-
-    def release(self) -> None:
-        self.users -= 1
-        if self.users == 0:
-            del self.shown[id(self.module)]
-            if type(self.module) is self.after:
-                self.module.__class__ = self.before
+    def undo(self) -> None:
+        if type(self.module) is self.after:
+            self.module.__class__ = self.before
 
 
 def _read(self: ModuleType, name: str) -> Any:
     value = ModuleType.__getattribute__(self, name)
     if isinstance(value, type) and not name.startswith("__"):
-        original = _unwrapped(value)
-        rules = _rules_here()
-        if rules is None or not issubclass(original, nn.Module):
-            return original
-        match = rules.match_bound(original, name)
+        original, construction = _unwrapped(value), current_construction()
+        rules = ClassRules(entered()) if construction is None else construction.rules
+        match = rules.match_bound(original, name) if _is_module_class(original) else None
         if match is None:
             return original
         # Modeling code goes on to build what it reads here: that must pass the stand-in, or the gate of the class.
         if match.entry.is_registry and not is_modeling_module(calling_module(1)):
             return match.replacement
     return value
-
-
-def _rules_here() -> ClassRules | None:
-    construction = current_construction()
-    if construction is not None:
-        return construction.rules
-    entries = entered()
-    return ClassRules(entries) if entries else None
 
 
 def _is_module_class(value: Any) -> bool:

@@ -8,20 +8,18 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from patcher.fusions.rewrite import known_of_class, methods_with
-from patcher.fusions.tracing import Assumptions
-from patcher.source.call_sites import calls_of_child, none_by_default
-
-__all__ = ["passes", "touches"]
+from patcher.fusions.rewrite import known_of_class, trees_of
+from patcher.fusions.tracing import Guards
+from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
 
 
-def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions, *, certainly: bool = False) -> str:
-    """Why the calls of a module don't meet the assumptions, as far as the source of its parent tells; "" if they may.
+def passes(modules: Mapping[str, nn.Module], path: str, guards: Guards, *, certainly: bool = False) -> str:
+    """Why the calls of a module don't meet the guards, as far as the source of its parent tells; "" if they may.
 
-    A rewritten method checks its assumptions itself, so this only decides whether it is worth having. With `certainly`
+    A rewritten method checks its guards itself, so this only decides whether it is worth having. With `certainly`
     a call has to be found.
     """
-    if not (assumptions.none or assumptions.same):
+    if not (guards.none or guards.same):
         return ""
     parent_path = _parent_of(modules, path)
     parent = modules.get(parent_path)
@@ -31,28 +29,25 @@ def passes(modules: Mapping[str, nn.Module], path: str, assumptions: Assumptions
     for call, caller in _calls(type(parent), name, bool(number)) if parent is not None else ():
         found = True
         given = _given(call, parameters)
-        for parameter in assumptions.none:
-            value = given.get(parameter)
-            if value is None and certainly and _may_pass(call, caller, parameter):
-                return f"nothing shows that {type(parent).__name__} doesn't pass {parameter}"
-            if value is None or (isinstance(value, ast.Constant) and value.value is None):
-                continue
-            passed_on = isinstance(value, ast.Name) and value.id in _optional(caller, call)
-            # It passes on what it is given: whether that is anything, its own parent says.
-            if passed_on and not passes(modules, parent_path, Assumptions(none=(value.id,)), certainly=True):  # type: ignore[attr-defined]
-                continue
-            return f"cross attention: {type(parent).__name__} passes {parameter}={ast.unparse(value)}"
-        if assumptions.same:
-            values = {ast.dump(given[one]) if one in given else "" for one in assumptions.same}
-            if len(values) > 1 or "" in values:
-                shown = ", ".join(
-                    f"{one}={ast.unparse(given[one])}" if one in given else f"no {one}" for one in assumptions.same
-                )
-                return f"its inputs differ: {type(parent).__name__} passes {shown}"
-            if not all(isinstance(given[one], ast.Name) for one in assumptions.same):
+        for parameter in guards.none:
+            match given.get(parameter):
+                case None if certainly and _may_pass(call, caller, parameter):
+                    return f"nothing shows that {type(parent).__name__} doesn't pass {parameter}"
+                case None | ast.Constant(value=None):
+                    continue
+                case ast.Name(id=name) if name in _optional(caller, call):
+                    # It passes on what it is given: whether that is anything, its own parent says.
+                    if not passes(modules, parent_path, Guards(none=(name,)), certainly=True):
+                        continue
+            return f"cross attention: {type(parent).__name__} passes {parameter}={ast.unparse(given[parameter])}"
+        if guards.same:
+            shown = [f"{one}={ast.unparse(given[one])}" if one in given else f"no {one}" for one in guards.same]
+            if len({ast.dump(given[one]) if one in given else one for one in guards.same}) > 1:
+                return f"its inputs differ: {type(parent).__name__} passes {', '.join(shown)}"
+            if not all(isinstance(given[one], ast.Name) for one in guards.same):
                 return f"its inputs are computed one by one: {type(parent).__name__} passes an expression"
-    if assumptions.same and not found:
-        return f"nothing shows that {', '.join(assumptions.same)} are one tensor"
+    if guards.same and not found:
+        return f"nothing shows that {', '.join(guards.same)} are one tensor"
     if certainly and not found:
         return "nothing shows how it is called"
     return ""
@@ -100,14 +95,7 @@ def _parent_of(modules: Mapping[str, nn.Module], path: str) -> str:
 @known_of_class
 def _calls(cls: type[nn.Module], name: str, listed: bool) -> list[tuple[ast.Call, ast.FunctionDef]]:
     """The calls of a child, or of the children in a list of that name, and the methods they are in."""
-    found: list[tuple[ast.Call, ast.FunctionDef]] = []
-
-    def collect(node: ast.FunctionDef) -> bool:
-        found.extend((call, node) for call in calls_of_child(node, name, listed))
-        return False
-
-    methods_with(cls, collect)
-    return found
+    return [(call, tree) for tree in trees_of(cls).values() for call in calls_of_child(tree, name, listed)]
 
 
 def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
@@ -125,7 +113,7 @@ def _may_pass(call: ast.Call, caller: ast.FunctionDef, parameter: str) -> bool:
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return True
     # What the caller has a name for isn't among the others that it was given.
-    names = [*caller.args.posonlyargs, *caller.args.args, *caller.args.kwonlyargs]
+    names = [*positional_parameters(caller), *caller.args.kwonlyargs]
     return any(keyword.arg is None for keyword in call.keywords) and parameter not in {one.arg for one in names}
 
 
@@ -147,22 +135,15 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
 def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[str]:
     """Where methods of a class use projections of its child as modules."""
     found: list[str] = []
-
-    def collect(node: ast.FunctionDef) -> bool:
-        held = {
-            id(child.value) for child in ast.walk(node) if isinstance(child, ast.Attribute) and child.attr in _HELD
-        }
-        held |= {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
-        found.extend(
-            ast.unparse(child)
-            for child in ast.walk(node)
-            if isinstance(child, ast.Attribute)
-            and child.attr in group
-            and isinstance(child.value, ast.Attribute)
-            and child.value.attr == name
-            and id(child) not in held
-        )
-        return False
-
-    methods_with(cls, collect)
+    for tree in trees_of(cls).values():
+        held: list[ast.expr] = []
+        for node in ast.walk(tree):  # a node comes before those inside of it
+            match node:
+                case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == name and attr in group:
+                    if node not in held:
+                        found.append(ast.unparse(node))
+                case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
+                    held.append(inner)
+                case ast.Call(func=inner):
+                    held.append(inner)
     return found

@@ -11,7 +11,7 @@ from torch import nn
 from patcher.compat.models import is_initialized, mark_initialized
 
 if TYPE_CHECKING:
-    from patcher.fusions.tracing import Assumptions
+    from patcher.fusions.tracing import Guards
 
 __all__ = ["Joined", "JoinedProjections", "join", "part_property"]
 
@@ -39,7 +39,7 @@ class JoinedProjections:
     """What the rewritten classes share: projections that are rows of one `nn.Linear`."""
 
     _joined: ClassVar[Joined]
-    _made_by: ClassVar[tuple[Any, type[nn.Module], Assumptions]]
+    _made_by: ClassVar[tuple[Any, type[nn.Module], Guards]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,12 +47,12 @@ class JoinedProjections:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time: another process makes it again.
-        fusion, original, assumptions = self._made_by
-        return (_bare, (fusion, original, self._joined, assumptions), self.__getstate__())
+        fusion, original, guards = self._made_by
+        return (_bare, (fusion, original, self._joined, guards), self.__getstate__())
 
 
-def _bare(fusion: Any, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> nn.Module:
-    cls: type[nn.Module] = fusion.subclass(original, joined, assumptions)
+def _bare(fusion: Any, original: type[nn.Module], joined: Joined, guards: Guards) -> nn.Module:
+    cls: type[nn.Module] = fusion.subclass(original, joined, guards)
     return cls.__new__(cls)
 
 

@@ -7,8 +7,6 @@ from torch import nn
 
 from patcher.compat.models import is_initialized, mark_initialized
 
-__all__ = ["listed"]
-
 
 def listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> nn.ModuleList:
     """One layer for each matrix of a stack.

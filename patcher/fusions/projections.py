@@ -17,8 +17,8 @@ from patcher.fusions.calls import passes, touches
 from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
 from patcher.fusions.joining import JoinRows
 from patcher.fusions.origins import Origins
-from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.tracing import Assumptions, Constant, NotUnderstoodError, clusters_of
+from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
+from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand
 from patcher.fusions.weight_layout import Layout
 
@@ -52,6 +52,14 @@ class Projections(Fusion):
 
     def refusal(self, module: nn.Module) -> str:
         return self._decide(module)[1]
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        """The subclass for modules whose projections all have a bias, or all have none."""
+        called = {name for method in methods_with(original_cls, lambda node: True) for name in names_in(method.node)}
+        for group in self.groups(sorted(called)):
+            joined = Joined(group, self._free_name(called))
+            return self.subclass(original_cls, joined, understand(original_cls, group, {}))
+        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
 
     def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
         plan, reason = self._decide(module)
@@ -102,7 +110,7 @@ class Projections(Fusion):
             name = f"fused_{name}"
         return name
 
-    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Assumptions] | None, str]:
+    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Guards] | None, str]:
         """How to fuse a module, or why not."""
         group = self._group_of(module)
         if group is None:
@@ -155,36 +163,36 @@ class Projections(Fusion):
         joined: Joined,
         attributes: tuple[tuple[str, Constant], ...],
         identities: tuple[str, ...],
-    ) -> tuple[tuple[Joined, Assumptions] | None, str]:
+    ) -> tuple[tuple[Joined, Guards] | None, str]:
         key = (type(self), joined, attributes, identities)
         plans = _plans.setdefault(original, {})
         if key not in plans:
             try:
-                assumptions = understand(original, joined.projections, dict(attributes), identities)
-                self.subclass(original, joined, assumptions)
-                plans[key] = (joined, assumptions), ""
+                guards = understand(original, joined.projections, dict(attributes), identities)
+                self.subclass(original, joined, guards)
+                plans[key] = (joined, guards), ""
             except NotUnderstoodError as error:
                 plans[key] = None, str(error)
-        plan: tuple[tuple[Joined, Assumptions] | None, str] = plans[key]
+        plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
         return plan
 
-    def subclass(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+    def subclass(self, original: type[nn.Module], joined: Joined, guards: Guards) -> type[nn.Module]:
         """The rewritten subclass; the same one for the same question."""
-        key = (type(self), joined, assumptions)
+        key = (type(self), joined, guards)
         with _lock:
             made = _classes.setdefault(original, {})
             if key not in made:
-                made[key] = self._compile(original, joined, assumptions)
+                made[key] = self._compile(original, joined, guards)
             return made[key]
 
-    def _compile(self, original: type[nn.Module], joined: Joined, assumptions: Assumptions) -> type[nn.Module]:
+    def _compile(self, original: type[nn.Module], joined: Joined, guards: Guards) -> type[nn.Module]:
         methods = joining_methods(original, joined.projections)
         sources = []
         for method in methods:
             try:
-                clusters = clusters_of(method.node, joined.projections, assumptions)
-                if clusters:
-                    sources.append((method, rewritten(method, joined, clusters, assumptions)))
+                shared = shared_inputs_of(method.node, joined.projections, guards)
+                if shared:
+                    sources.append((method, rewritten(method, joined, shared, guards)))
             except NotUnderstoodError as error:
                 raise located(error, method) from error
         listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
@@ -197,7 +205,7 @@ class Projections(Fusion):
         )
         cls.__qualname__ = f"Fused{original.__qualname__.rsplit('.', 1)[-1]}"
         cls._joined = joined
-        cls._made_by = (self, original, assumptions)
+        cls._made_by = (self, original, guards)
         for number, name in enumerate(joined.projections):
             setattr(cls, name, part_property(joined, number))
         return cls

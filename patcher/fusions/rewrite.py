@@ -24,31 +24,20 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
-import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.fusions.joined import Joined
-from patcher.fusions.tracing import Assumptions, Cluster, NotUnderstoodError, names_in, self_of
+from patcher.fusions.tracing import Guards, NotUnderstoodError, SharedInput, names_in, self_of
+from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import dedented, indented
-from patcher.source.reading import definition_of
 from patcher.source.synthetic import module_of_text
-
-__all__ = [
-    "Method",
-    "class_text",
-    "compile_subclass",
-    "known_of_class",
-    "method_of",
-    "methods_with",
-    "read_method",
-    "rewritten",
-]
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"
@@ -59,7 +48,6 @@ class Method:
     """A method of a model's class, with its source."""
 
     name: str
-    owner: type
     function: FunctionType
     source: str
     node: ast.FunctionDef
@@ -71,7 +59,7 @@ class Method:
         return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
 
 
-def read_method(name: str, owner: type, function: FunctionType) -> Method:
+def read_method(name: str, function: FunctionType) -> Method:
     """A function of a class with its source.
 
     Raises:
@@ -85,98 +73,75 @@ def read_method(name: str, owner: type, function: FunctionType) -> Method:
         raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
     if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
         raise NotUnderstoodError(f"the source of {name} is no method")
-    return Method(name, owner, function, source, node, inspect.getfile(function), first_line)
-
-
-def method_of(cls: type[nn.Module], name: str) -> Method:
-    """A method with its source.
-
-    Raises:
-        NotUnderstoodError: there is no source, or it isn't the code that runs.
-    """
-    owner = next(base for base in cls.__mro__ if name in base.__dict__)
-    found = owner.__dict__[name]
-    function = inspect.unwrap(found)
-    if not isinstance(function, FunctionType):
-        raise NotUnderstoodError(f"{name} is no plain method ({type(found).__name__})")
-    method = read_method(name, owner, function)
-    free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
-    if free:
-        raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-    if (found is not function) != bool(method.node.decorator_list):
-        raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
-        raise NotUnderstoodError(f"{name} is a generator", 1)
-    return method
+    return Method(name, function, source, node, inspect.getfile(function), first_line)
 
 
 # --- editing -------------------------------------------------------------------------------------------------------
 
 
-def rewritten(method: Method, joined: Joined, clusters: Sequence[Cluster], assumptions: Assumptions) -> str:
-    """The source of the method with the calls of each cluster joined.
+def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInput], guards: Guards) -> str:
+    """The source of the method with the calls of each shared input joined.
 
     Raises:
         NotUnderstoodError: it can't be written down safely.
     """
-    taken = set(names_in(method.node))
+    taken = names_in(method.node)
     outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
     this = self_of(method.node, "self")
-    before: dict[int, list[str]] = {}
-    for cluster in clusters:
-        line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(cluster.argument)})"
+    source = method.source.encode().split(b"\n")  # ast counts columns in bytes
+    #: (line, column) of the start, the same of the end, and what stands between them afterwards
+    edits: list[tuple[int, int, int, int, str]] = []
+    shared_inputs = sorted(shared_inputs, key=lambda shared: shared.anchor.lineno)
+    for one, other in pairwise(shared_inputs):  # their outputs go by the same names
+        if any(call.lineno >= other.anchor.lineno for call in one.calls):
+            raise NotUnderstoodError("the calls of two inputs alternate", other.anchor.lineno)
+    for shared in shared_inputs:
+        line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
         lines += [f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias" for name in joined.biased]
         # Pieces of a split must not be written into; a projection of its own may be.
-        own = _written_into(method.node, cluster) - set(joined.biased)
+        own = _written_into(method.node, shared) - set(joined.biased)
         lines += [f"{outputs[name]} = {outputs[name]}.clone()" for name in joined.projections if name in own]
-        before[cluster.anchor.lineno] = lines
-    replaced = {
-        (site.line, _characters(method.source, site.line, site.column)): outputs[site.name]
-        for cluster in clusters
-        for site in cluster.sites
-    }
-    wrapper = MetadataWrapper(cst.parse_module(method.source))
-    edit = _Edit(before, replaced, method)
-    module = wrapper.visit(edit)
-    if edit.inserted != len(before) or edit.replaced != len(replaced):
-        raise NotUnderstoodError("two statements share a line", clusters[0].anchor.lineno)
-    (function,) = module.body
-    assert isinstance(function, cst.FunctionDef)
-    guards = _guards(method, assumptions, this)
+        start, column = shared.anchor.lineno, shared.anchor.col_offset
+        indent = source[start - 1][:column].decode()
+        covered = range(start, (shared.anchor.end_lineno or start) + 1)
+        others = (node for node in ast.walk(method.node) if isinstance(node, ast.stmt) and node is not shared.anchor)
+        if indent.strip() or any(node.lineno in covered for node in others):
+            raise NotUnderstoodError("two statements share a line", start)
+        edits.append((start, column, start, column, "".join(f"{line}\n{indent}" for line in lines)))
+        for call, name in shared.calls.items():
+            end = call.end_lineno or call.lineno, call.end_col_offset or call.col_offset
+            edits.append((call.lineno, call.col_offset, *end, outputs[name]))
     if guards:
-        function = _with_guards(function, guards)
-    return module.with_changes(body=[function]).code
+        edits.append(_check_of(guards, method, source, this))
+    for first, column, last, end_column, text in sorted(edits, reverse=True):  # so that places before stay right
+        source[first - 1 : last] = [source[first - 1][:column] + text.encode() + source[last - 1][end_column:]]
+    return b"\n".join(source).decode()
 
 
-def _written_into(function: ast.FunctionDef, cluster: Cluster) -> set[str]:
+def _written_into(function: ast.FunctionDef, shared: SharedInput) -> set[str]:
     """The projections whose results the method changes in place, as far as names tell."""
     changed = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.AugAssign):
-            target: ast.expr = node.target
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if not node.func.attr.endswith("_") or node.func.attr.startswith("_"):
-                continue
-            target = node.func.value
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            target = node.targets[0]
-        else:
-            continue
-        while isinstance(target, ast.Subscript | ast.Attribute):
-            target = target.value
-        if isinstance(target, ast.Name):
-            changed.add(target.id)
-    sites = {(site.line, site.column): site.name for site in cluster.sites}
+        match node:
+            case ast.AugAssign(target=target) | ast.Assign(targets=[ast.Subscript() as target, *_]):
+                changed.add(_variable_of(target))
+            case ast.Call(func=ast.Attribute(value=target, attr=name)) if name.endswith("_") and name[0] != "_":
+                changed.add(_variable_of(target))
     written = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {child.id for one in targets for child in ast.walk(one) if isinstance(child, ast.Name)}
-            if names & changed:
-                places = {(c.lineno, c.col_offset) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-                written |= {name for place, name in sites.items() if place in places}
+            if any(isinstance(child, ast.Name) and child.id in changed for one in targets for child in ast.walk(one)):
+                written |= {shared.calls[child] for child in ast.walk(node.value) if child in shared.calls}
     return written
+
+
+def _variable_of(target: ast.expr) -> str:
+    """The variable of which an expression is a part, `x` of `x.data[0]`; empty if it is none."""
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -186,78 +151,37 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _characters(source: str, line: int, column: int) -> int:
-    """ast counts a column in bytes, libcst in characters."""
-    return len(source.splitlines()[line - 1].encode()[:column].decode())
+def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) -> tuple[int, int, int, int, str]:
+    """The edit that leaves a call that isn't as assumed to the original; the joined projection gives the parts.
 
-
-class _Edit(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self, before: dict[int, list[str]], replaced: dict[tuple[int, int], str], method: Method) -> None:
-        super().__init__()
-        self._before = before
-        self._calls = replaced
-        self._method = method
-        self.inserted = 0
-        self.replaced = 0
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
-        start = self.get_metadata(PositionProvider, original_node).start
-        name = self._calls.get((start.line, start.column))
-        # A chain of calls starts where its first call starts: the one that is meant has nothing but a name inside.
-        if name is None or not isinstance(original_node.func, cst.Attribute):
-            return updated_node
-        if not isinstance(original_node.func.value, cst.Name):
-            return updated_node
-        self.replaced += 1
-        return cst.Name(name, lpar=updated_node.lpar, rpar=updated_node.rpar)
-
-    def leave_SimpleStatementLine(  # noqa: N802
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        lines = self._before.get(self.get_metadata(PositionProvider, original_node).start.line)
-        if lines is None:
-            return updated_node
-        if len(original_node.body) != 1:
-            raise NotUnderstoodError(
-                "two statements share a line", self.get_metadata(PositionProvider, original_node).start.line
-            )
-        self.inserted += 1
-        statements = [cst.parse_statement(line) for line in lines]
-        first = statements[0].with_changes(leading_lines=updated_node.leading_lines)
-        return cst.FlattenSentinel([first, *statements[1:], updated_node.with_changes(leading_lines=[])])
-
-
-def _guards(method: Method, assumptions: Assumptions, this: str) -> list[str]:
-    """What leaves a call that isn't as assumed to the method as it was; the joined projection gives the parts."""
-    conditions = [f"{name} is not None" for name in assumptions.none]
-    conditions += [f"{name} is not {assumptions.same[0]}" for name in assumptions.same[1:]]
+    It comes behind the docstring, before the comments above the first statement.
+    """
+    first = method.node.body[0]
+    indent = source[first.lineno - 1][: first.col_offset].decode()
+    if indent.strip():
+        raise NotUnderstoodError("the body is on the line of its head", 1)
+    conditions = [f"{name} is not None" for name in guards.none]
+    conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
     conditions += [
         f"{this}.{name} is not {value}" if value is None or isinstance(value, bool) else f"{this}.{name} != {value!r}"
-        for name, value in assumptions.attributes
+        for name, value in guards.attributes
     ]
-    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in assumptions.identities]
-    if not conditions:
-        return []
+    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in guards.identities]
     arguments = method.node.args
-    passed = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args][1:]]
+    passed = [argument.arg for argument in positional_parameters(method.node)[1:]]
     if arguments.vararg is not None:
         passed.append(f"*{arguments.vararg.arg}")
     passed += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         passed.append(f"**{arguments.kwarg.arg}")
-    return [f"if {' or '.join(conditions)}:\n    return super().{method.name}({', '.join(passed)})\n"]
-
-
-def _with_guards(function: cst.FunctionDef, guards: Iterable[str]) -> cst.FunctionDef:
-    body = function.body
-    if not isinstance(body, cst.IndentedBlock):
-        raise NotUnderstoodError("the body is on the line of its head", 1)
-    statements = list(body.body)
-    at = 1 if function.get_docstring() is not None else 0
-    statements[at:at] = [cst.parse_statement(guard) for guard in guards]
-    return function.with_changes(body=body.with_changes(body=statements))
+    original = f"{indent}{indent}return super().{method.name}({', '.join(passed)})\n"
+    if ast.get_docstring(method.node) is not None:
+        line = (first.end_lineno or first.lineno) + 1
+    else:
+        line = first.lineno
+        while not source[line - 2].split(b"#")[0].strip():
+            line -= 1
+    return line, 0, line, 0, f"{indent}if {' or '.join(conditions)}:\n{original}"
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------
@@ -308,9 +232,22 @@ def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]
     """The methods of a class, as its objects have them, whose source `wanted` asks for.
 
     Raises:
-        NotUnderstoodError: one of them can't be read.
+        NotUnderstoodError: the source of one of them isn't the code that runs.
     """
-    return [method_of(cls, name) for name, tree in _trees(cls).items() if wanted(tree)]
+    found = []
+    for name in (name for name, tree in trees_of(cls).items() if wanted(tree)):
+        member = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
+        function = inspect.unwrap(member)
+        method = read_method(name, function)
+        free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
+        if free:
+            raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
+        if (member is not function) != bool(method.node.decorator_list):
+            raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
+        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
+            raise NotUnderstoodError(f"{name} is a generator", 1)
+        found.append(method)
+    return found
 
 
 _Answer = TypeVar("_Answer")
@@ -331,32 +268,19 @@ def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 @known_of_class
-def _trees(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of the methods that its objects have."""
+def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
+    """The trees of the methods that its objects have, those whose source can be read."""
     trees: dict[str, ast.FunctionDef] = {}
-    seen: set[str] = set()
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
+    members: dict[str, Any] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
-            if name in seen or not callable(value) or isinstance(value, type):
-                continue
-            seen.add(name)
-            # What builds and initialises the module meets the parts, or runs before they are joined.
-            if name.startswith("__") or name == "_init_weights":
-                continue
-            tree = _tree_of(value)
-            if tree is not None:
-                trees[name] = tree
+            members.setdefault(name, value)
+    for name, member in members.items():
+        # What builds and initialises the module meets the parts, or runs before they are joined.
+        if name.startswith("__") or name == "_init_weights" or not callable(member):
+            continue
+        function = inspect.unwrap(member)
+        if isinstance(function, FunctionType):
+            with suppress(NotUnderstoodError):
+                trees[name] = read_method(name, function).node
     return trees
-
-
-def _tree_of(value: Any) -> ast.FunctionDef | None:
-    function = inspect.unwrap(value)
-    if not isinstance(function, FunctionType):
-        return None
-    try:
-        node = definition_of(function)
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return node if isinstance(node, ast.FunctionDef) else None

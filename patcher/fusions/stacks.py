@@ -18,6 +18,7 @@ that isn't listed here is refused.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -31,8 +32,6 @@ from patcher.compat.models import EXPERTS_HOME
 from patcher.fusions.rewrite import Method, read_method
 from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.source.trees import code_of
-
-__all__ = ["Stack", "forward_of", "sequential"]
 
 _LINEAR = ("F.linear", "nn.functional.linear", "torch.nn.functional.linear", "functional.linear")
 
@@ -58,14 +57,13 @@ def forward_of(cls: type[nn.Module]) -> Method:
     Raises:
         NotUnderstoodError: there is no source, or something else is wrapped around it.
     """
-    owner = next(base for base in cls.__mro__ if "forward" in base.__dict__)
-    found = owner.__dict__["forward"]
+    found = next(base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
     function = found
     if getattr(found, "__globals__", {}).get("__name__") == EXPERTS_HOME:
         function = found.__wrapped__
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise NotUnderstoodError("forward is wrapped by something that its source doesn't show")
-    method = read_method("forward", owner, function)
+    method = read_method("forward", function)
     if method.node.decorator_list:
         raise NotUnderstoodError("forward is decorated", 1)
     if any(name != "__class__" for name in function.__code__.co_freevars):
@@ -85,19 +83,19 @@ def sequential(method: Method, weights: Mapping[str, str]) -> tuple[tuple[Stack,
     this = self_of(method.node, "self")
     edit = _Edit(this, weights)
     module = MetadataWrapper(cst.parse_module(method.source)).visit(edit)
-    used = {name for name, _ in edit.mentioned.values()}
-    if not used:
+    if not edit.mentioned:
         raise NotUnderstoodError("its forward uses no stacked weight")
-    for position, (name, line) in edit.mentioned.items():
-        if position not in edit.understood:
-            raise NotUnderstoodError(f"{this}.{name} is used as something else than the weight of one expert", line)
+    for place, name in edit.mentioned.items():
+        if place not in edit.understood:
+            why = f"{this}.{name} is used as something else than the weight of one expert"
+            raise NotUnderstoodError(why, place[0])
     stacks = []
     for name, bias in weights.items():
         if name not in edit.transposed:
             continue
         if len(edit.transposed[name]) > 1:
             raise NotUnderstoodError(f"{this}.{name} is multiplied from both sides")
-        if bias and edit.products.get(name, 0) != edit.with_bias.get(name, 0):
+        if bias and edit.products[name] != edit.with_bias[name]:
             raise NotUnderstoodError(f"{this}.{name} is used with and without {bias}")
         (transposed,) = edit.transposed[name]
         stacks.append(Stack(name, transposed, bias))
@@ -112,12 +110,12 @@ class _Edit(cst.CSTTransformer):
         self._this = this
         self._weights = dict(weights)
         self._names = {*weights, *(bias for bias in weights.values() if bias)}
-        #: position -> (name, line) of each mention of a stack, and the positions of those that were understood
-        self.mentioned: dict[tuple[int, int], tuple[str, int]] = {}
+        #: (line, column) -> name of each mention of a stack, and the places of those that were understood
+        self.mentioned: dict[tuple[int, int], str] = {}
         self.understood: set[tuple[int, int]] = set()
         self.transposed: dict[str, set[bool]] = {}
-        self.products: dict[str, int] = {}
-        self.with_bias: dict[str, int] = {}
+        self.products: Counter[str] = Counter()
+        self.with_bias: Counter[str] = Counter()
 
     # What is mentioned.
 
@@ -133,7 +131,7 @@ class _Edit(cst.CSTTransformer):
 
     def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
         if name := self._mention(node):
-            self.mentioned[self._at(node)] = (name, self._at(node)[0])
+            self.mentioned[self._at(node)] = name
 
     def _expert(self, node: cst.BaseExpression) -> tuple[cst.Subscript | None, str, str]:
         """`self.name[index]`: the node, the name and the index."""
@@ -148,7 +146,16 @@ class _Edit(cst.CSTTransformer):
     def _understand(self, node: cst.CSTNode, name: str, transposed: bool) -> None:
         self.understood.add(self._at(node))
         self.transposed.setdefault(name, set()).add(transposed)
-        self.products[name] = self.products.get(name, 0) + 1
+        self.products[name] += 1
+
+    def _understand_bias(self, node: cst.BaseExpression, name: str, index: str) -> bool:
+        """Whether `node` is the bias that belongs to `self.name[index]`."""
+        bias, bias_name, bias_index = self._expert(node)
+        if bias is None or bias_name != self._weights[name] or bias_index != index:
+            return False
+        self.understood.add(self._at(bias.value))
+        self.with_bias[name] += 1
+        return True
 
     # What is rewritten.
 
@@ -161,8 +168,10 @@ class _Edit(cst.CSTTransformer):
             return self._linear(original_node, updated_node)
         if function == "torch.bmm" and len(arguments) == 2 and not any(argument.keyword for argument in arguments):
             return self._all_at_once(original_node, updated_node)
-        if function == f"{self._this}.{self._stack_sized(original_node)}.size":
-            return self._length(original_node.func.value, updated_node)  # type: ignore[attr-defined]
+        if isinstance(original_node.func, cst.Attribute) and original_node.func.attr.value == "size":
+            stack = original_node.func.value  # of self.weight.size(0)
+            if self._mention(stack) and len(arguments) == 1 and code_of(arguments[0].value) == "0":
+                return self._length(stack, updated_node)
         return updated_node
 
     def _linear(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
@@ -172,12 +181,8 @@ class _Edit(cst.CSTTransformer):
         expert, name, index = self._expert(original.args[1].value)
         if expert is None or name not in self._weights:
             return updated
-        if len(original.args) == 3:
-            bias, bias_name, bias_index = self._expert(original.args[2].value)
-            if bias is None or bias_name != self._weights[name] or bias_index != index:
-                return updated
-            self.understood.add(self._at(bias.value))
-            self.with_bias[name] = self.with_bias.get(name, 0) + 1
+        if len(original.args) == 3 and not self._understand_bias(original.args[2].value, name, index):
+            return updated
         self._understand(expert.value, name, transposed=False)
         return _call(updated.args[1].value, updated.args[0].value, updated)
 
@@ -192,11 +197,8 @@ class _Edit(cst.CSTTransformer):
             return _call(updated_node.right, updated_node.left, updated_node)
         if isinstance(original_node.operator, cst.Add) and isinstance(original_node.left, cst.BinaryOperation):
             _, name, index = self._expert(original_node.left.right)
-            bias, bias_name, bias_index = self._expert(original_node.right)
             is_product = isinstance(original_node.left.operator, cst.MatrixMultiply) and name in self._weights
-            if is_product and bias is not None and bias_name == self._weights[name] and bias_index == index:
-                self.understood.add(self._at(bias.value))
-                self.with_bias[name] = self.with_bias.get(name, 0) + 1
+            if is_product and self._understand_bias(original_node.right, name, index):
                 return updated_node.left.with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
         return updated_node
 
@@ -224,13 +226,6 @@ class _Edit(cst.CSTTransformer):
             if isinstance(element.slice, cst.Index) and code_of(element.slice.value) == "0":
                 return self._length(value.value, updated_node)
         return updated_node
-
-    def _stack_sized(self, node: cst.Call) -> str:
-        """The stack of `self.weight.size(0)`, or "-"."""
-        function, arguments = node.func, node.args
-        if not isinstance(function, cst.Attribute) or function.attr.value != "size" or len(arguments) != 1:
-            return "-"
-        return (code_of(arguments[0].value) == "0" and self._mention(function.value)) or "-"
 
     def _length(self, stack: cst.BaseExpression, updated: Any) -> cst.BaseExpression:
         self.understood.add(self._at(stack))

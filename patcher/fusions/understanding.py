@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import nn
 
 from patcher.fusions.rewrite import Method, methods_with
 from patcher.fusions.tracing import (
-    Assumptions,
-    Cluster,
     Constant,
+    Guards,
     NotUnderstoodError,
-    clusters_of,
+    SharedInput,
+    called_projections,
     names_in,
-    written_calls,
+    shared_inputs_of,
 )
-from patcher.source.call_sites import none_by_default
-
-__all__ = ["compared_names", "joining_methods", "located", "understand", "used_names"]
-
-
-def used_names(method: Method) -> set[str]:
-    """Every name in the source of a method."""
-    return set(names_in(method.node))
+from patcher.source.call_sites import none_by_default, positional_parameters
 
 
 def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
@@ -35,7 +29,7 @@ def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
 
 def joining_methods(original: type[nn.Module], group: tuple[str, ...]) -> list[Method]:
     """The methods that call all the projections. Where another one calls some of them, it meets the parts."""
-    return methods_with(original, lambda node: {name for name, _ in written_calls(node, group)} == set(group))
+    return methods_with(original, lambda node: called_projections(node, group) == set(group))
 
 
 def compared_names(original: type[nn.Module], group: tuple[str, ...]) -> frozenset[str]:
@@ -55,7 +49,7 @@ def understand(
     group: tuple[str, ...],
     attributes: Mapping[str, Constant],
     identities: Iterable[str] = (),
-) -> Assumptions:
+) -> Guards:
     """What must be assumed of a call so that the projections provably share their input; nothing, if that will do.
 
     Args:
@@ -68,37 +62,43 @@ def understand(
     methods = joining_methods(original, group)
     if not methods:
         raise NotUnderstoodError(f"no method of {original.__qualname__} calls {', '.join(group)} by name")
-    used = {name for method in methods for name in used_names(method)}
-    known = Assumptions(
+    used = {name for method in methods for name in names_in(method.node)}
+    known = Guards(
         attributes=tuple(sorted((name, value) for name, value in attributes.items() if name in used)),
         identities=tuple(sorted(used.intersection(identities))),
     )
     first: NotUnderstoodError | None = None
-    fallback: Assumptions | None = None
-    for assumptions in _candidates(methods, known):
+    fallback: Guards | None = None
+    for guards in _candidates(methods, known):
         try:
-            clusters: list[Cluster] = []
-            for method in methods:
-                try:
-                    clusters += clusters_of(method.node, group, assumptions)
-                except NotUnderstoodError as error:
-                    raise located(error, method) from error
-            if not clusters:
-                raise NotUnderstoodError(f"{', '.join(group)} are never called")
+            conditional = _is_conditional(methods, group, guards)
         except NotUnderstoodError as error:
             first = first or error
             continue
-        if not any(cluster.conditional for cluster in clusters):
-            return _needed(assumptions, methods, group)
-        fallback = fallback or assumptions
+        if not conditional:
+            return _needed(guards, methods, group)
+        fallback = fallback or guards
     if fallback is not None:
         return fallback
     assert first is not None
     raise first
 
 
-def _candidates(methods: list[Method], known: Assumptions) -> Iterator[Assumptions]:
-    yield Assumptions()
+def _is_conditional(methods: list[Method], group: tuple[str, ...], guards: Guards) -> bool:
+    """Whether some of the calls that share an input run only under a condition that nothing decides."""
+    shared_inputs: list[SharedInput] = []
+    for method in methods:
+        try:
+            shared_inputs += shared_inputs_of(method.node, group, guards)
+        except NotUnderstoodError as error:
+            raise located(error, method) from error
+    if not shared_inputs:
+        raise NotUnderstoodError(f"{', '.join(group)} are never called")
+    return any(shared.conditional for shared in shared_inputs)
+
+
+def _candidates(methods: list[Method], known: Guards) -> Iterator[Guards]:
+    yield Guards()
     if known:
         yield known
     if len(methods) > 1:
@@ -106,25 +106,22 @@ def _candidates(methods: list[Method], known: Assumptions) -> Iterator[Assumptio
     node = methods[0].node
     optional = none_by_default(node)
     for name in optional:
-        yield Assumptions(none=(name,))
+        yield Guards(none=(name,))
     if known:
         for name in optional:
             yield replace(known, none=(name,))
-    names = [argument.arg for argument in [*node.args.posonlyargs, *node.args.args][1:]]
+    names = [argument.arg for argument in positional_parameters(node)[1:]]
     for start in range(len(names)):
         for end in range(start + 2, min(start + 4, len(names) + 1)):
-            yield Assumptions(same=tuple(names[start:end]))
+            yield Guards(same=tuple(names[start:end]))
 
 
-def _needed(assumptions: Assumptions, methods: list[Method], group: tuple[str, ...]) -> Assumptions:
-    """The assumptions without what is known of the module and proves nothing."""
+def _needed(guards: Guards, methods: list[Method], group: tuple[str, ...]) -> Guards:
+    """The guards without what is known of the module and proves nothing."""
     for name in ("attributes", "identities"):
-        for one in getattr(assumptions, name):
-            fewer = replace(assumptions, **{name: tuple(x for x in getattr(assumptions, name) if x is not one)})
-            try:
-                clusters = [cluster for method in methods for cluster in clusters_of(method.node, group, fewer)]
-            except NotUnderstoodError:
-                continue
-            if clusters and not any(cluster.conditional for cluster in clusters):
-                assumptions = fewer
-    return assumptions
+        for one in getattr(guards, name):
+            fewer = replace(guards, **{name: tuple(x for x in getattr(guards, name) if x is not one)})
+            with suppress(NotUnderstoodError):
+                if not _is_conditional(methods, group, fewer):
+                    guards = fewer
+    return guards

@@ -13,8 +13,6 @@ from typing import Any
 
 from patcher.source.scopes import top_level
 
-__all__ = ["CallSites", "calls_of_child", "none_by_default", "shortened", "signature_of", "why_unfit"]
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 #: a class, and whether it is one of a list
@@ -25,21 +23,15 @@ class CallSites:
     """What one file defines, and which classes its attributes and variables hold."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.classes: dict[str, ast.ClassDef] = {}
-        self.functions: dict[str, Function] = {}
-        for node in top_level(tree.body):
-            if isinstance(node, ast.ClassDef):
-                self.classes[node.name] = node
-            elif isinstance(node, _FUNCTIONS):
-                self.functions[node.name] = node
+        body = list(top_level(tree.body))
+        self.classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+        self.functions: dict[str, Function] = {node.name: node for node in body if isinstance(node, _FUNCTIONS)}
         self._children = {name: self._find_children(node) for name, node in self.classes.items()}
 
     def function(self, target: str) -> Function | None:
         """A function by its name, a method by `Class.name`."""
-        if "." not in target:
-            return self.functions.get(target)
         owner, _, name = target.rpartition(".")
-        return self.methods(owner).get(name)
+        return (self.methods(owner) if owner else self.functions).get(name)
 
     def methods(self, owner: str) -> dict[str, Function]:
         """The methods in the body of a class."""
@@ -134,14 +126,13 @@ def calls_of_child(function: Function, name: str, listed: bool) -> list[ast.Call
     elements = _elements(function, name) if listed else set()
     found = []
     for call in ast.walk(function):
-        if isinstance(call, ast.Call):
-            match call.func:
-                case ast.Attribute(value=ast.Name(), attr=called) if not listed and called == name:
-                    found.append(call)
-                case ast.Name(id=called) if called in elements:
-                    found.append(call)
-                case ast.Subscript(value=ast.Attribute(value=ast.Name(), attr=called)) if listed and called == name:
-                    found.append(call)
+        match call:
+            case ast.Call(func=ast.Name(id=called)) if called in elements:
+                found.append(call)
+            case ast.Call(func=ast.Attribute(value=ast.Name(), attr=called)) if called == name and not listed:
+                found.append(call)
+            case ast.Call(func=ast.Subscript(value=ast.Attribute(ast.Name(), called))) if called == name and listed:
+                found.append(call)
     return found
 
 
@@ -172,7 +163,7 @@ def why_unfit(call: ast.Call, original: Function | None, patched: Function | Non
 
 def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     arguments = function.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)][1 if bound else 0 :]
+    positional = [argument.arg for argument in positional_parameters(function)][1 if bound else 0 :]
     starred = any(isinstance(argument, ast.Starred) for argument in call.args)
     given = len(call.args)
     if not starred and given > len(positional) and arguments.vararg is None:
@@ -198,13 +189,16 @@ def _why_unfit(call: ast.Call, function: Function, bound: bool) -> str:
     return f"{missing[0]!r} is missing" if missing else ""
 
 
-def none_by_default(function: ast.FunctionDef) -> list[str]:
-    """The parameters of a function whose default is None."""
-    arguments = function.args
-    parameters = [*arguments.posonlyargs, *arguments.args]
-    pairs = [*zip(reversed(parameters), reversed(arguments.defaults), strict=False)]
-    pairs += [
-        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+def positional_parameters(function: Function) -> list[ast.arg]:
+    """The parameters of a function that can be given by position, `self` included."""
+    return [*function.args.posonlyargs, *function.args.args]
+
+
+def none_by_default(function: Function) -> list[str]:
+    """The parameters of a function whose default is None, from the last one that can be given by position."""
+    pairs = [
+        *zip(reversed(positional_parameters(function)), reversed(function.args.defaults), strict=False),
+        *zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True),
     ]
     return [one.arg for one, default in pairs if isinstance(default, ast.Constant) and default.value is None]
 

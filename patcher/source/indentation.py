@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 
-__all__ = ["dedented", "in_strings", "indented"]
-
 
 def in_strings(tree: ast.AST) -> set[int]:
     """The lines that start inside of a string: their indentation is text."""

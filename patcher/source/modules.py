@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import importlib.metadata
 import importlib.util
 import io
@@ -102,16 +103,11 @@ def _missing_part(name: str) -> str:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         if find_spec(".".join(parts[:depth])) is None:
-            inside = f" in {'.'.join(parts[: depth - 1])}" if depth > 1 else ""
-            return f"there is no {parts[depth - 1]!r}{inside}{_near_modules(parts[: depth - 1], parts[depth - 1])}"
+            package, wrong = ".".join(parts[: depth - 1]), parts[depth - 1]
+            spec = find_spec(package) if package else None
+            folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+            names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
+            near = difflib.get_close_matches(wrong, sorted(names), 3)
+            inside = f" in {package}" if package else ""
+            return f"there is no {wrong!r}{inside}" + (f" (nearest: {', '.join(near)})" if near else "")
     return "there is no such module"
-
-
-def _near_modules(package: list[str], wrong: str) -> str:
-    import difflib
-
-    spec = find_spec(".".join(package)) if package else None
-    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-    names = {entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir()}
-    near = difflib.get_close_matches(wrong, sorted(names), 3)
-    return f" (nearest: {', '.join(near)})" if near else ""

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,7 @@ class Source:
 
     def tree(self) -> Definition:
         """The syntax tree of the definition."""
-        (node,) = ast.parse(dedented(self.text)).body
-        assert isinstance(node, _DEFINITIONS)
-        return node
+        return _definition_in(self.text)
 
 
 _INSIDE = ("patcher.codegen.", "patcher.source.", "patcher.errors.")
@@ -104,9 +102,13 @@ def definition_of(obj: Any) -> Definition:
     Raises:
         OSError, TypeError, SyntaxError: its source can't be found or read.
     """
-    (node,) = ast.parse(dedented(inspect.getsource(obj))).body
+    return _definition_in(inspect.getsource(obj))
+
+
+def _definition_in(text: str) -> Definition:
+    (node,) = ast.parse(dedented(text)).body
     if not isinstance(node, _DEFINITIONS):
-        raise SyntaxError(f"the source of {obj!r} is no definition")
+        raise SyntaxError(f"no definition: {text}")
     return node
 
 
@@ -263,14 +265,13 @@ def _pick(tree: ast.Module, name: str, obj: Any) -> Definition | None:
         line = obj.__code__.co_firstlineno
         return next((node for node in candidates if first_line(node) == line), None)
     if len(candidates) > 1:
-        lines = [function.__code__.co_firstlineno for function in _methods(obj)]
-        candidates = [node for node in candidates if _spans(node, lines)]
+        lines = {function.__code__.co_firstlineno for function in _methods(obj)}
+        candidates = [
+            node
+            for node in candidates
+            if any(isinstance(child, _DEFINITIONS) and first_line(child) in lines for child in node.body)
+        ]
     return candidates[0] if len(candidates) == 1 else None
-
-
-def _spans(node: Definition, lines: Iterable[int]) -> bool:
-    starts = {first_line(child) for child in node.body if isinstance(child, _DEFINITIONS)}
-    return any(line in starts for line in lines)
 
 
 def _cut(node: Definition, lines: list[str], file: str) -> Source:
@@ -284,7 +285,8 @@ def _cut(node: Definition, lines: list[str], file: str) -> Source:
         line = lines[number]
         if not line.strip():
             continue
-        if not line.lstrip().startswith("#") or _width(line) <= len(indent.expandtabs()):
+        width = len(line.expandtabs()) - len(line.expandtabs().lstrip())
+        if not line.lstrip().startswith("#") or width <= len(indent.expandtabs()):
             break
         last = number + 1
     text = "".join(lines[start - 1 : last])
@@ -297,8 +299,3 @@ def _cut(node: Definition, lines: list[str], file: str) -> Source:
         decorators=tuple((d.lineno, d.end_lineno or d.lineno) for d in node.decorator_list),
         is_class=isinstance(node, ast.ClassDef),
     )
-
-
-def _width(line: str) -> int:
-    expanded = line.expandtabs()
-    return len(expanded) - len(expanded.lstrip())

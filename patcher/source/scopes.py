@@ -50,14 +50,12 @@ def imported_names(tree: ast.Module) -> dict[str, ImportedName]:
     """The names that import statements of the top level bind, guarded ones included."""
     found: dict[str, ImportedName] = {}
     for node in top_level(tree.body):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            for part in node.names:
-                module, attribute, level = part.name, "", 0
-                if isinstance(node, ast.ImportFrom):
-                    module, attribute, level = node.module or "", part.name, node.level
-                guarded = node not in tree.body
-                imported = ImportedName(module, attribute, level, part.asname or "", node.lineno, guarded)
-                found.setdefault(_alias(part), imported)
+        for part in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            origin = (part.name, "", 0)
+            if isinstance(node, ast.ImportFrom):
+                origin = (node.module or "", part.name, node.level)
+            imported = ImportedName(*origin, part.asname or "", node.lineno, node not in tree.body)
+            found.setdefault(_alias(part), imported)
     return found
 
 
@@ -65,12 +63,16 @@ def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run when the body does: those of `if`, `try`, `with` and loops included."""
     for node in body:
         yield node
-        if isinstance(node, _DEFINITIONS):
-            continue
-        for field in ("body", "orelse", "finalbody"):
-            yield from top_level(getattr(node, field, []))
-        for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
-            yield from top_level(part.body)
+        for block in () if isinstance(node, _DEFINITIONS) else _blocks(node):
+            yield from top_level(block)
+
+
+def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The blocks of a compound statement."""
+    for field in ("body", "orelse", "finalbody"):
+        yield getattr(node, field, [])
+    for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+        yield part.body
 
 
 def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
@@ -186,30 +188,23 @@ def _free(table: symtable.SymbolTable) -> Iterator[str]:
 
 def _at_import(body: Sequence[ast.stmt], *, lazy_annotations: bool) -> Iterator[tuple[str, int]]:
     """The names that are read while the statements run, those of function bodies left out."""
+    parts: list[ast.AST | None]
     for node in body:
         if isinstance(node, _FUNCTIONS):
-            parts: list[ast.AST | None] = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
+            parts = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults]
             if not lazy_annotations:
-                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
-                parts += [node.returns, *(a.annotation for a in arguments)]
+                parts += [node.returns, *(a.annotation for a in ast.walk(node.args) if isinstance(a, ast.arg))]
             yield from _loads(parts)
         elif isinstance(node, ast.ClassDef):
             yield from _loads([*node.decorator_list, *node.bases, *(k.value for k in node.keywords)])
             local = {name for name, _ in _bound(node.body)}
-            for name, line in _at_import(node.body, lazy_annotations=lazy_annotations):
-                if name not in local:
-                    yield name, line
+            inner = _at_import(node.body, lazy_annotations=lazy_annotations)
+            yield from ((name, line) for name, line in inner if name not in local)
         else:
-            lazy = lazy_annotations and isinstance(node, ast.AnnAssign)
-            children: list[ast.AST | None] = [
-                c for c in ast.iter_child_nodes(node) if not isinstance(c, (ast.stmt, ast.ExceptHandler))
-            ]
-            yield from _loads([node.value] if lazy and isinstance(node, ast.AnnAssign) else children)
-            for field in ("body", "orelse", "finalbody"):
-                yield from _at_import(getattr(node, field, []), lazy_annotations=lazy_annotations)
-            for part in getattr(node, "handlers", []):
-                yield from _at_import(part.body, lazy_annotations=lazy_annotations)
+            parts = [c for c in ast.iter_child_nodes(node) if not isinstance(c, (ast.stmt, ast.ExceptHandler))]
+            yield from _loads([node.value] if lazy_annotations and isinstance(node, ast.AnnAssign) else parts)
+            for block in _blocks(node):
+                yield from _at_import(block, lazy_annotations=lazy_annotations)
 
 
 def _loads(parts: Sequence[ast.AST | None]) -> Iterator[tuple[str, int]]:

@@ -6,8 +6,6 @@ import linecache
 import sys
 from types import ModuleType
 
-__all__ = ["module_of_text"]
-
 
 def module_of_text(name: str, text: str, file: str) -> ModuleType:
     """A module in `sys.modules` that has a source and has not been run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -26,21 +27,13 @@ def statements(body: Sequence[Any]) -> Iterator[Any]:
 def _statements(body: Sequence[Any], depth: int) -> Iterator[tuple[Any, int]]:
     for node in body:
         yield node, depth
-        if isinstance(node, _BLOCKS):
-            for part in node.children:
-                if isinstance(part, _PARTS):
-                    yield from _inner(part, depth)
-
-
-def _inner(part: cst.CSTNode, depth: int) -> Iterator[tuple[Any, int]]:
-    if isinstance(part, cst.BaseSuite):
-        yield from _statements(part.body, depth + 1)
-    elif isinstance(part, cst.If):  # an elif
-        yield from _statements([part], depth)
-    else:
-        for child in part.children:
-            if isinstance(child, cst.BaseSuite):
-                yield from _statements(child.body, depth + 1)
+        for part in node.children if isinstance(node, _BLOCKS) else ():
+            if isinstance(part, cst.If):  # an elif
+                yield from _statements([part], depth)
+            elif isinstance(part, _PARTS):
+                for suite in (part, *part.children):
+                    if isinstance(suite, cst.BaseSuite):
+                        yield from _statements(suite.body, depth + 1)
 
 
 def definitions(body: Sequence[Any]) -> list[Definition]:
@@ -77,13 +70,18 @@ class Rewriter(cst.CSTTransformer):
 
 
 class Rename(cst.CSTTransformer):
-    """Renames names wherever they stand for a value: not attributes, not keywords of a call, not imports."""
+    """Renames names wherever they stand for a value: not attributes, not keywords of a call, not imports.
+
+    Quoted annotations are renamed in, `-> "LlamaMLP"`; other strings keep every character.
+    """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()
         self.names = names
+        self._annotations = 0  # how many annotations what is visited stands in
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        self._annotations += isinstance(node, cst.Annotation)
         return not isinstance(node, (cst.Import, cst.ImportFrom))
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
@@ -94,23 +92,11 @@ class Rename(cst.CSTTransformer):
             return updated_node.with_changes(attr=original_node.attr)
         if isinstance(original_node, cst.Arg):
             return updated_node.with_changes(keyword=original_node.keyword)
-        if isinstance(original_node, cst.Annotation):
-            return updated_node.visit(_RenameQuoted(self.names))
+        if isinstance(original_node, cst.SimpleString) and self._annotations:
+            value = re.sub(r"[^\W\d]\w*", lambda m: self.names.get(m.group(), m.group()), original_node.value)
+            return updated_node.with_changes(value=value)
+        self._annotations -= isinstance(original_node, cst.Annotation)
         return updated_node
-
-
-class _RenameQuoted(cst.CSTTransformer):
-    """Renames in quoted annotations, `-> "LlamaMLP"`."""
-
-    def __init__(self, names: Mapping[str, str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if not isinstance(original_node, cst.SimpleString):
-            return updated_node
-        value = re.sub(r"[^\W\d]\w*", lambda m: self.names.get(m.group(), m.group()), original_node.value)
-        return updated_node.with_changes(value=value)
 
 
 class _Reindent(cst.CSTTransformer):
@@ -254,8 +240,7 @@ def why(description: str) -> str:
 
 def without_blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
     """Leading lines from the first comment on."""
-    first = next((number for number, line in enumerate(lines) if line.comment is not None), len(lines))
-    return list(lines[first:])
+    return list(itertools.dropwhile(lambda line: line.comment is None, lines))
 
 
 def without_copied_from(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:

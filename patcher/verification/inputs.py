@@ -22,8 +22,6 @@ from transformers import PreTrainedModel
 
 from patcher.verification.numerics import floating_tensors, noting_calls
 
-__all__ = ["NoInputsError", "Pass", "chosen_passes", "parameters_of", "seeded"]
-
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:

@@ -15,16 +15,6 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "PRECISION",
-    "Difference",
-    "difference",
-    "first_difference",
-    "floating_tensors",
-    "noting_calls",
-    "precisions",
-]
-
 
 class Difference(NamedTuple):
     """How far a list of tensors is from another, as the largest over all elements."""
@@ -130,12 +120,15 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[N
 
 def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value
+    if _is_floating(value):
+        yield value
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from floating_tensors(item)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _copies(value: Any) -> list[torch.Tensor]:
@@ -204,10 +197,7 @@ def precisions(
 
 
 def _double(value: Any) -> Any:
-    def is_floating(item: Any) -> bool:
-        return isinstance(item, torch.Tensor) and item.is_floating_point()
-
-    return recursively_apply(torch.Tensor.double, value, test_type=is_floating)
+    return recursively_apply(torch.Tensor.double, value, test_type=_is_floating)
 
 
 def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:

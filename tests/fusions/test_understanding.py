@@ -16,7 +16,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM, PvtV2Config, Pvt
 from patcher import Patcher
 from patcher.fusions.calls import passes
 from patcher.fusions.qkv import QKV
-from patcher.fusions.tracing import Assumptions
+from patcher.fusions.tracing import Guards
 from tests.support.tiny import randomize
 
 PROJECTIONS = "q, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)"
@@ -103,6 +103,32 @@ def test_modules_that_say_different_things_share_a_class_where_it_decides_nothin
     assert QKV().fused_class_of(one) is QKV().fused_class_of(two)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        'y = x\ntry:\n    self.kind = "rotary"\nfinally:\n    pass\n'
+        f'if self.kind == "rotary":\n    y = x + 1\n{PROJECTIONS}',
+        "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x[0] = 1",
+        "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x.add_(1)",
+    ],
+)
+def test_what_code_that_is_not_followed_writes_into_is_another_value_after_it(body: str, tmp_path: Path) -> None:
+    stock = attention(body, tmp_path)
+    say(stock, {"kind": "relative"})
+
+    assert not QKV().is_fusable(stock)
+
+
+def test_inputs_whose_calls_alternate_are_refused(tmp_path: Path) -> None:
+    stock = attention(
+        "y = x + 1\nq = self.q_proj(x)\nother = self.q_proj(y)\nk, v = self.k_proj(x), self.v_proj(x)\n"
+        "q = q + other + self.k_proj(y).sum() + self.v_proj(y).sum()",
+        tmp_path,
+    )
+
+    assert "the calls of two inputs alternate" in QKV().refusal(stock)
+
+
 #: how the layers of a list are called, with `state` as the parameter in question -> whether None may be expected
 CALLED = {
     "one after the other": ("for layer in self.layers:\n    x = layer(x)", True),
@@ -147,7 +173,7 @@ def test_how_the_layers_of_a_list_are_called_is_followed(name: str, tmp_path: Pa
     )
     modules = dict(module_of(source, tmp_path).Model().named_modules())
 
-    reason = passes(modules, "encoder.layers.1", Assumptions(none=("state",)), certainly=True)
+    reason = passes(modules, "encoder.layers.1", Guards(none=("state",)), certainly=True)
 
     assert (reason == "") is is_none, reason
 
@@ -167,7 +193,7 @@ def test_a_model_that_is_given_whatever_comes_may_be_given_anything(tmp_path: Pa
     )
     modules = dict(module_of(source, tmp_path).Wrapper().named_modules())
 
-    reason = passes(modules, "decoder", Assumptions(none=("state",)), certainly=True)
+    reason = passes(modules, "decoder", Guards(none=("state",)), certainly=True)
 
     assert reason == "nothing shows that Wrapper doesn't pass state"
 
