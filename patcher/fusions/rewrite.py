@@ -1,12 +1,12 @@
 """A method's own source with some calls joined, compiled into a subclass whose source can be read.
 
-```python
+```text
 query_states = self.q_proj(hidden_states).view(shape)
 ```
 
 becomes, before the statement of the first of the calls and in their places,
 
-```python
+```text
 q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)
 query_states = q_proj_output.view(shape)
 ```

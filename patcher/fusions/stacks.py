@@ -1,13 +1,13 @@
 """How a forward uses stacked weights, and the same forward with a list of linear layers in the place of each stack.
 
-```python
+```text
 gate_up = current_state @ self.gate_up_proj[expert_idx] + self.gate_up_proj_bias[expert_idx]
 out = F.linear(gated, self.down_proj[expert_idx])
 ```
 
 becomes
 
-```python
+```text
 gate_up = self.gate_up_proj[expert_idx](current_state)
 out = self.down_proj[expert_idx](gated)
 ```
