@@ -60,17 +60,11 @@ def as_stock(model: Any) -> Any:
 
     Nothing is written to the model, which others may be running.
     """
-    if any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
-        return _AsStock(model)
-    return model
+    if not any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
+        return model
 
-
-class _AsStock:
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self._model.named_modules(*args, **kwargs):
+    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in model.named_modules(*args, **kwargs):
             original = original_class(module)
             if isinstance(module, PreTrainedModel) and original is not None:
                 shown = object.__new__(original)
@@ -78,6 +72,16 @@ class _AsStock:
                 yield name, shown
             else:
                 yield name, module
+
+    return ModelView(model, named_modules=named_modules)
+
+
+class ModelView:
+    """A model with other attributes, for code that only looks at it: nothing is written to the model."""
+
+    def __init__(self, model: Any, **attributes: Any) -> None:
+        self._model = model
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -18,8 +18,6 @@ from patcher.loading.record import PatchRecord, record_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Report", "report", "rows_of_classes"]
-
 
 @dataclass(frozen=True)
 class Report(Shown):

@@ -15,8 +15,6 @@ from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
 from patcher.spec.patcher import Patcher
 
-__all__ = ["apply"]
-
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""

@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -30,12 +29,11 @@ from patcher.construction.init_hooks import cover_new_classes, covering
 from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
-from patcher.loading.checks import Diagnostics, check_matches
+from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.load import (
     Constructed,
     DryRun,
-    Load,
     Loaded,
     Request,
     Selected,
@@ -54,14 +52,12 @@ from patcher.resolution.fused_modules import convert_modules, fuse_modules, prep
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
-__all__ = ["applied", "dry_run", "install"]
-
 #: The load that this thread or task is in: the result of its last step.
-_LOAD: ContextVar[Load | None] = ContextVar("patcher_load", default=None)
+_LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)
 #: What the call of `from_pretrained` around this code was given, patched or not.
 _CALL: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_call", default=(None, {}))
 #: What makes the next load a dry run, and where its last result goes.
-_DRY_RUN: ContextVar[tuple[DryRun, list[Load]] | None] = ContextVar("patcher_dry_run", default=None)
+_DRY_RUN: ContextVar[tuple[DryRun, list[Request]] | None] = ContextVar("patcher_dry_run", default=None)
 
 _install_lock = threading.Lock()
 _installed = False
@@ -111,7 +107,7 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
     with entering(entries, block), covering(ClassRules(entries)):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding(check_matches(entry, block.matched), strict=patcher.strict).warn()
+    Diagnostics().adding_matches([entry], block.matched).warn()
 
 
 # --- a load --------------------------------------------------------------------------------------------------------
@@ -142,14 +138,14 @@ def _from_pretrained(
 
 def dry_run(
     model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], asked: DryRun, **options: Any
-) -> tuple[Load | None, PatcherError | None]:
+) -> tuple[Request | None, PatcherError | None]:
     """Take a load to where it would read: how far it came, and what it would raise on its way there.
 
     Raises:
         Exception: what transformers raises there, of its own.
     """
     install()
-    results: list[Load] = []
+    results: list[Request] = []
     token = _DRY_RUN.set((asked, results))
     error: PatcherError | None = None
     try:
@@ -182,7 +178,9 @@ def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], con
         check_supported((entry,), path, options)
         load = _LOAD.get()
         before = (
-            load if isinstance(load, Request) else Request(cls, (), (), path, options, started=time.perf_counter())
+            load
+            if load is not None and type(load) is Request
+            else Request(model_class=cls, path=path, options=options)
         )
         _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
     if rest:
@@ -192,7 +190,7 @@ def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], con
 def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
-    inner = [construct(load, _LOAD.set)] if isinstance(load, Request) else []
+    inner = [construct(load, _LOAD.set)] if load is not None and type(load) is Request else []
     return [_entered([construction_lock, *contexts, *inner])]
 
 
@@ -214,7 +212,7 @@ def _conversion_mapping(
     **kwargs: Any,
 ) -> Any:
     load = _LOAD.get()
-    if not isinstance(load, Constructed):
+    if type(load) is not Constructed:
         return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
     found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
@@ -231,7 +229,7 @@ def _convert_and_load(
     **kwargs: Any,
 ) -> Any:
     load = _LOAD.get()
-    if not isinstance(load, Selected):  # unpatched, or an adapter that is read after the model
+    if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
     loaded, info, disk_index = read(
         load, state_dict, load_config, lambda: stock(model, state_dict, load_config, *args, **kwargs)
@@ -243,11 +241,11 @@ def _convert_and_load(
 def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
     with construction_lock:
-        if not isinstance(load, Loaded) or load.selected.constructed.model is not model:
+        if not isinstance(load, Loaded) or load.model is not model:
             return stock(model, load_config, loading_info)
-        if load.selected.constructed.request.dry_run is not None:
+        if load.dry_run is not None:
             return loading_info
-        values = InitialValues(load.selected.constructed, load.info, load.disk_index)
+        values = InitialValues(load)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
         return info
@@ -277,11 +275,7 @@ def _from_config(
         construction = Construction(rules, by_hand=True)
         with entering(entries), covering(rules), constructing(construction):
             model = stock(cls, config, *args, **kwargs)
-    diagnostics = Diagnostics()
-    for entry in own:
-        error = check_matches(entry, construction.matched, model_name=cls.__name__)
-        diagnostics = diagnostics.adding(error, strict=entry.patcher.strict)
-    diagnostics.warn()
+    Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
     return model
 
 

@@ -16,8 +16,6 @@ from patcher.errors import PatchConstructionError
 from patcher.fusions.base import fusion_named
 from patcher.resolution.resolution import Resolution, resolve_in_force
 
-__all__ = ["convert_modules", "fuse_modules", "prepare_fusions"]
-
 
 def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""

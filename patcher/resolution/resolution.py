@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -24,12 +23,11 @@ from patcher.construction.in_force import InForce, entering
 from patcher.construction.init_hooks import covering
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
+from patcher.display import folded
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
-from patcher.patterns import compress
+from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
-
-__all__ = ["Resolution", "resolve", "resolve_in_force", "skeleton"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,19 +78,12 @@ class Resolution:
     fusion_plan: FusionPlan = field(repr=False)
 
     def __str__(self) -> str:
-        lines = [f"{name}: {cls.__qualname__}" for name, cls in _folded(self.replaced)]
-        lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in _folded(self.fused)]
-        lines += [f"{name}: not fused, {reason}" for name, reason in _folded(self.refused)]
+        lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
+        lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
+        lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
         lines += [f"drops {describe(transform)}" for transform in self.dropped]
         lines += [f"adds {describe(transform)}" for transform in self.added]
         return "\n".join(lines) or "changes nothing"
-
-
-def _folded(paths: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    by_value: dict[Any, list[str]] = {}
-    for path, value in paths.items():
-        by_value.setdefault(value, []).append(path)
-    return [(path or "(root)", value) for value, listed in by_value.items() for path in compress(listed)]
 
 
 def skeleton(
@@ -173,9 +164,9 @@ def resolve_in_force(
             converted=frozenset(converted),
             shapes=MappingProxyType(
                 {
-                    f"{path}.{name}" if path else name: tensor.shape
+                    name: tensor.shape
                     for path in fused
-                    for name, tensor in modules[path].state_dict().items()
+                    for name, tensor in modules[path].state_dict(prefix=inside(path)).items()
                 }
             ),
             transforms=tuple(transforms),
