@@ -278,10 +278,8 @@ def _judgement(
             "\n".join(["Conversions fail, for which transformers would raise a RuntimeError:", *reasons[:8]])
         )
     if not problems and info is not None and info.mismatched_keys and not any_size:
-        shapes = [
-            f"  {name}: found {tuple(found)}, expected {tuple(expected)}"
-            for name, found, expected in sorted(info.mismatched_keys)
-        ]
+        mismatched = sorted(info.mismatched_keys)
+        shapes = [f"  {name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
         problems.append("\n".join(["Shapes differ, and transformers would raise a RuntimeError:", *shapes[:8]]))
     problems += map(_misfit_text, misfits_found)
     return {"problems": tuple(problems), "warnings": diagnostics.warnings}

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.conversions import dot_natural_key, source_patterns, stock_conversions
+from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.compat.models import original_class, tied_keys
 from patcher.construction.in_force import InForce, Matched
-from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.simulation import Outcome
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.loading.record import Replaced
@@ -183,22 +183,23 @@ def check_weights(
     model: PreTrainedModel,
     replaced: Iterable[Replaced],
     entries: Iterable[InForce],
+    info: Any,
     *,
     missing: set[str],
-    mismatched: Mapping[str, str],
-    unexpected: set[str],
     stock_outcome: Callable[[], Outcome],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
 
     Args:
-        missing: parameters that no tensor of the checkpoint has reached.
-        mismatched: parameter -> what shape was found in its place.
-        unexpected: checkpoint keys, as the load renamed them, that no parameter takes.
+        info: what transformers knows of the load.
+        missing: of the keys that it misses, those that are no other names of what was read.
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
     """
     patchers = [entry.patcher for entry in entries if not entry.is_registry]
+    mismatched = {
+        name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
+    }
     paths = [item.path for item in replaced if item.chosen]
     everywhere = "" in paths
     prefixes = tuple(f"{path}." for path in paths if path)
@@ -220,7 +221,7 @@ def check_weights(
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         absent &= parameters
-    left_over = {key for key in unexpected if under_replaced(key)}
+    left_over = {key for key in info.unexpected_keys if under_replaced(key)}
     new = ordered(key for key in absent if declared(key, "new_weights"))
     dropped = ordered(key for key in left_over if declared(key, "dropped_weights"))
     absent.difference_update(new)
@@ -262,11 +263,8 @@ def _weights_text(
     if left_over:
         lines.append("In the checkpoint, and used by nobody:")
         lines += [f"  {key}" for key in _folded(left_over)]
-    additions = []
-    if absent:
-        additions.append(f"new_weights={_expressions(absent, parameters)}")
-    if left_over:
-        additions.append(f"dropped_weights={_expressions(left_over, ())}")
+    additions = [f"new_weights={_expressions(absent, parameters)}"] if absent else []
+    additions += [f"dropped_weights={_expressions(left_over, ())}"] if left_over else []
     lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
     lines.append(
         "If not, a conversion is missing: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
@@ -295,17 +293,6 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
                 break
         result[expression] = None
     return list(result)
-
-
-def stock_outcome(
-    model: PreTrainedModel,
-    key_mapping: Mapping[str, str] | None,
-    checkpoint: Mapping[str, torch.Tensor],
-    unknown: Set[str] = frozenset(),
-) -> Outcome:
-    """What the unpatched model would make of a checkpoint, by names and shapes."""
-    conversions = stock_conversions(model, dict(key_mapping) if key_mapping else None)
-    return simulate(model, conversions, checkpoint, unknown, going_on=True)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -84,8 +84,7 @@ def install() -> None:
             stock = inspect.getattr_static(owner, name)
             function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
             wrapped = functools.wraps(function)(_bound(hook, function))
-            kind = type(stock) if isinstance(stock, classmethod | staticmethod) else None
-            setattr(owner, name, kind(wrapped) if kind is not None else wrapped)
+            setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
         follow_earlier_imports()
         _installed = True
 
@@ -231,9 +230,8 @@ def _convert_and_load(
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
-    loaded, info, disk_index = read(
-        load, state_dict, load_config, lambda: stock(model, state_dict, load_config, *args, **kwargs)
-    )
+    read_weights = functools.partial(stock, model, state_dict, load_config, *args, **kwargs)
+    loaded, info, disk_index = read(load, state_dict, load_config, read_weights)
     _LOAD.set(loaded)
     return info, disk_index
 
@@ -373,9 +371,11 @@ def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 
 def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan = _SAVING.get()
-    if plan is not None and plan.model is model and plan.record is not None:
+    if record_of(model) is None:
+        return stock(model, state_dict)
+    if plan is not None and plan.model is model:
         return plan.original_state_dict(state_dict)
-    return original_state_dict(model, state_dict) if record_of(model) is not None else stock(model, state_dict)  # type: ignore[arg-type]
+    return original_state_dict(model, state_dict)  # type: ignore[arg-type]
 
 
 # What stands at each place that `HOOKED` names.

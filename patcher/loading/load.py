@@ -182,11 +182,10 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
 
 def _told(construction: Construction, model: PreTrainedModel) -> Matched:
     """What the construction has matched, and what there was to match; the blocks around it are told as well."""
-    resolution: Resolution | None = construction.resolution
-    refused = resolution.refused if resolution is not None else {}
+    resolution: Resolution = construction.resolution or Resolution()
     matched = construction.matched | Matched(
         classes=frozenset(class_names(model)),
-        refused=frozenset(f"{path} ({reason})" for path, reason in refused.items()),
+        refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
     tell_blocks(matched)
     return matched
@@ -194,39 +193,27 @@ def _told(construction: Construction, model: PreTrainedModel) -> Matched:
 
 def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
-    resolution: Resolution | None = construction.resolution
-    fused = resolution.fused if resolution is not None else {}
-    replaced, fused_as = [], {}
+    resolution: Resolution = construction.resolution or Resolution()
+    replaced = []
     for path, module in model.named_modules(remove_duplicate=False):
         original = original_class(module)
         if original is not None:
-            if path in fused:
-                fused_as[path] = (original, type(module))
             replaced.append(Replaced(path, original, type(module), chosen.get(id(module), True)))
-    record = PatchRecord(
+    return PatchRecord(
         model_class=original_class(model) or type(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
         replaced=tuple(replaced),
-        fused=fused_as,
-    )
-    if resolution is None:
-        return record
-    return replace(
-        record,
+        fused={item.path: (item.original, item.replacement) for item in replaced if item.path in resolution.fused},
+        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
+        fused_parameters=frozenset(
+            name
+            for path in resolution.fused
+            for name, tensor in model.get_submodule(path).state_dict(prefix=inside(path)).items()
+            if resolution.fusion_plan.shapes.get(name) != tensor.shape
+        ),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
-        fused_parameters=_fused_parameters(model, resolution),
-        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
     )
-
-
-def _fused_parameters(model: PreTrainedModel, resolution: Resolution) -> frozenset[str]:
-    names = set()
-    for path in resolution.fused:
-        for name, tensor in model.get_submodule(path).state_dict(prefix=inside(path)).items():
-            if resolution.fusion_plan.shapes.get(name) != tensor.shape:
-                names.add(name)
-    return frozenset(names)
 
 
 # --- select --------------------------------------------------------------------------------------------------------

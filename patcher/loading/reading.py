@@ -12,6 +12,7 @@ from patcher.compat.conversions import (
     leave_alone,
     set_used_conversions,
     source_patterns,
+    stock_conversions,
     take_over_use,
     target_patterns,
     was_used,
@@ -22,7 +23,7 @@ from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checks import Diagnostics, check_weights, shape_of, shapes_of, stock_outcome
+from patcher.loading.checks import Diagnostics, check_weights, shape_of, shapes_of
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.loading.record import PatchRecord
 from patcher.resolution.resolution import skeleton
@@ -177,17 +178,9 @@ def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str,
         selected.model,
         record.replaced,
         selected.in_force,
+        info,
         missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
-        mismatched={
-            name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
-        },
-        unexpected=set(info.unexpected_keys),
-        stock_outcome=lambda: stock_outcome(
-            skeleton(record.model_class, selected.model.config),
-            selected.key_mapping,
-            shapes_of(checkpoint),
-            _unknown(selected),
-        ),
+        stock_outcome=lambda: _stock_outcome(selected, checkpoint),
     )
     record = replace(record, new_weights=selected.traits.with_aliases(found.new), dropped_weights=found.dropped)
     return _loaded(selected, record, info, diagnostics.adding(found.error, strict=selected.strict))
@@ -199,6 +192,13 @@ def _loaded(selected: Selected, record: PatchRecord, info: Any, diagnostics: Dia
 
 def _unknown(selected: Selected) -> frozenset[str]:
     return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
+
+
+def _stock_outcome(selected: Selected, checkpoint: Mapping[str, Any]) -> Outcome:
+    """What the unpatched model would make of a checkpoint, by names and shapes."""
+    stock = skeleton(selected.record.model_class, selected.model.config)
+    conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
+    return simulate(stock, conversions, shapes_of(checkpoint), _unknown(selected), going_on=True)
 
 
 def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:

@@ -50,17 +50,13 @@ class SavePlan:
         model = self.model
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         restored, rest = reverse_conversions(traces, state_dict, model)
-        renamings: list[Any] = []
         reversible: list[Any] = []
         for item in self.conversions:
-            if isinstance(item, ConversionTrace):
-                if item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
-                    renamings.append(ReversibleRenaming(item, model.base_model_prefix))
-                    reversible.append(renamings[-1])
-            else:
+            if not isinstance(item, ConversionTrace):
                 reversible.append(item)
-                if isinstance(item, WeightRenaming):
-                    renamings.append(item)
+            elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
+                reversible.append(ReversibleRenaming(item, model.base_model_prefix))
+        renamings = [item for item in reversible if isinstance(item, WeightRenaming | ReversibleRenaming)]
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
@@ -89,10 +85,9 @@ def plan_saving(
             describes it.
     """
     record = record_of(model)
-    if record is None:
-        return SavePlan(model, None, original_format)
-    if not original_format:
+    if record is not None and not original_format:
         _check_runtime_layout(model, record)
+    if record is None or not original_format:
         return SavePlan(model, record, original_format)
     plan = _plan_original_format(model, record)
     given = model.state_dict() if state_dict is None else state_dict

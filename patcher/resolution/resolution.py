@@ -68,14 +68,14 @@ class Resolution:
         original_classes: path -> the class that stood there, of what is replaced or fused.
     """
 
-    classes: Mapping[type[nn.Module], type[nn.Module]]
-    replaced: Mapping[str, type[nn.Module]]
-    fused: Mapping[str, type[nn.Module]]
-    refused: Mapping[str, str]
-    dropped: tuple[WeightTransform, ...]
-    added: tuple[WeightTransform, ...]
-    original_classes: Mapping[str, type[nn.Module]] = field(repr=False)
-    fusion_plan: FusionPlan = field(repr=False)
+    classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    replaced: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    fused: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[WeightTransform, ...] = ()
+    added: tuple[WeightTransform, ...] = ()
+    original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
+    fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
