@@ -150,12 +150,16 @@ def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> N
             model.__dict__[name] = deepcopy(theirs)
 
 
-def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]]) -> None:
+def follow_no_split_names(model: PreTrainedModel) -> None:
     """Where a device map may not split the original class, it may not split the replacement."""
     listed = model._no_split_modules
     if listed:
         # Set by `post_init` on the instance; older models may not have got there.
-        model._no_split_modules = set(listed).union(*(new for old, new in names.items() if old in listed))
+        model._no_split_modules = set(listed).union(
+            type(module).__name__
+            for module in model.modules()
+            if (original := original_class(module)) is not None and original.__name__ in listed
+        )
 
 
 def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:

@@ -271,16 +271,16 @@ def _judgement(
     """What the load would raise, the first error first, and what it would warn of."""
     diagnostics = load.diagnostics if isinstance(load, Constructed) else Diagnostics()
     problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
-    info = load.info if isinstance(load, Loaded) else None
-    if not problems and info is not None and info.conversion_errors:
-        reasons = [f"  {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
-        problems.append(
-            "\n".join(["Conversions fail, for which transformers would raise a RuntimeError:", *reasons[:8]])
-        )
-    if not problems and info is not None and info.mismatched_keys and not any_size:
-        mismatched = sorted(info.mismatched_keys)
-        shapes = [f"  {name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
-        problems.append("\n".join(["Shapes differ, and transformers would raise a RuntimeError:", *shapes[:8]]))
+    if isinstance(load, Loaded) and not problems:
+        errors, mismatched = load.info.conversion_errors, sorted(load.info.mismatched_keys)
+        if errors:
+            head = "Conversions fail, for which transformers would raise a RuntimeError:"
+            reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in errors.items()]
+        else:
+            head = "Shapes differ, and transformers would raise a RuntimeError:"
+            reasons = [f"{name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
+        if errors or (mismatched and not any_size):
+            problems.append("\n  ".join([head, *reasons[:8]]))
     problems += map(_misfit_text, misfits_found)
     return {"problems": tuple(problems), "warnings": diagnostics.warnings}
 
@@ -310,8 +310,7 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
         text = ""
         if route.conversion is not None:
             trace = trace_of(route.conversion)
-            transform = route.conversion if trace is None else trace.transform
-            text = describe(transform)
+            text = describe(route.conversion if trace is None else trace.transform)
         alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
         keys, parameters = groups.setdefault((*alike, text), ([], []))
         keys += route.keys

@@ -52,6 +52,9 @@ from patcher.resolution.fused_modules import convert_modules, fuse_modules, prep
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
+
 #: The load that this thread or task is in: the result of its last step.
 _LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)
 #: What the call of `from_pretrained` around this code was given, patched or not.
@@ -89,7 +92,7 @@ def install() -> None:
         _installed = True
 
 
-def _bound(hook: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(hook: Callable[..., Any], stock: Stock) -> Callable[..., Any]:
     def hooked(*args: Any, **kwargs: Any) -> Any:
         return hook(stock, *args, **kwargs)
 
@@ -113,7 +116,7 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
 
 
 def _from_pretrained(
-    stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
+    stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     dry = _DRY_RUN.get()
@@ -160,7 +163,7 @@ def dry_run(
     return (results[-1] if results else None), error
 
 
-def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
+def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
     asked, rest = split_fusion_config(fusion_config)
     path, options = _CALL.get()
@@ -176,20 +179,16 @@ def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], con
         entry = InForce(Patcher(fusions=names), "fusion_config")
         check_supported((entry,), path, options)
         load = _LOAD.get()
-        before = (
-            load
-            if load is not None and type(load) is Request
-            else Request(model_class=cls, path=path, options=options)
-        )
+        before = load if type(load) is Request else Request(model_class=cls, path=path, options=options)
         _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
     if rest:
         stock(cls, config, rest)
 
 
-def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+def _get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
-    inner = [construct(load, _LOAD.set)] if load is not None and type(load) is Request else []
+    inner = [construct(load, _LOAD.set)] if type(load) is Request else []
     return [_entered([construction_lock, *contexts, *inner])]
 
 
@@ -203,12 +202,7 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def _conversion_mapping(
-    stock: Callable[..., Any],
-    model: PreTrainedModel,
-    key_mapping: dict[str, str] | None = None,
-    hf_quantizer: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    stock: Stock, model: PreTrainedModel, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
     if type(load) is not Constructed:
@@ -220,12 +214,7 @@ def _conversion_mapping(
 
 
 def _convert_and_load(
-    stock: Callable[..., Any],
-    model: PreTrainedModel,
-    state_dict: dict[str, Any],
-    load_config: Any,
-    *args: Any,
-    **kwargs: Any,
+    stock: Stock, model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
@@ -236,7 +225,7 @@ def _convert_and_load(
     return info, disk_index
 
 
-def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+def _finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
     with construction_lock:
         if not isinstance(load, Loaded) or load.model is not model:
@@ -253,12 +242,7 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
 
 
 def _from_config(
-    stock: Callable[..., Any],
-    cls: type[PreTrainedModel],
-    config: Any,
-    *args: Any,
-    patcher: Patcher | None = None,
-    **kwargs: Any,
+    stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     if patcher is None and current_construction() is not None:
         cover_new_classes()  # a part of the model under construction, whose code may just have been imported
@@ -277,7 +261,7 @@ def _from_config(
     return model
 
 
-def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
     construction = current_construction() or begin_by_hand(self)
     if construction is not None and not construction.is_skeleton and construction.root in (None, self):
         construction.root = self
@@ -285,7 +269,7 @@ def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: 
     stock(self, config, *args, **kwargs)
 
 
-def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
+def _post_init(stock: Stock, self: PreTrainedModel) -> None:
     construction = current_construction()
     if construction is None or construction.is_skeleton:
         return stock(self)  # type: ignore[no-any-return]
@@ -301,12 +285,7 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
         stock(self)
     if is_root:
         convert_modules(construction, self)
-    names: dict[str, set[str]] = {}
-    for module in self.modules():
-        original = original_class(module)
-        if original is not None:
-            names.setdefault(original.__name__, set()).add(type(module).__name__)
-    follow_no_split_names(self, names)
+    follow_no_split_names(self)
     if is_root and construction.by_hand:
         if original_class(self) is None:
             finish_by_hand(construction, self)
@@ -318,7 +297,7 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
 # --- a model that stands -------------------------------------------------------------------------------------------
 
 
-def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The conversions of a model that stands, as whoever loads an adapter into it asks for them."""
     record = record_of(model)
     if record is None:
@@ -332,7 +311,7 @@ def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **k
 _SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
 
 
-def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if record_of(self) is None and not names_fusions(self.config):
         return stock(self, *args, **kwargs)
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
@@ -345,7 +324,7 @@ def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: An
         _SAVING.reset(token)
 
 
-def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = _SAVING.get()
     if plan is None or plan.model.config is not self:
         return stock(self, *args, **kwargs)
@@ -369,7 +348,7 @@ def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
             self.fusion_config = before
 
 
-def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any]) -> Any:
+def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan = _SAVING.get()
     if record_of(model) is None:
         return stock(model, state_dict)
