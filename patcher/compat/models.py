@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device
 from transformers.integrations.accelerate import offload_weight
+from transformers.modeling_utils import local_torch_dtype as local_torch_dtype
 from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.

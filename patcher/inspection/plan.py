@@ -196,15 +196,9 @@ def _completed(
         return dict(headers.tensors), headers.unknown
     stock = skeleton(cls, config)
     saved = stock_revert(stock, dict(stock.state_dict()))
-    tensors = dict(headers.tensors)
-    unknown = set()
-    for key in headers.unknown:
-        known = saved.get(with_model_prefix(key, stock, saved))
-        if known is None:
-            unknown.add(key)
-        else:
-            tensors[key] = known
-    return tensors, frozenset(unknown)
+    found = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
+    known = {key: tensor for key, tensor in found.items() if tensor is not None}
+    return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
 
 
 def _modules(
@@ -243,10 +237,8 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
     }
     if not isinstance(load, Loaded):
         return fields
-    info = load.info
-    kept = [
-        describe(item.transform if isinstance(item, ConversionTrace) else item) for item in load.record.conversions
-    ]
+    info, conversions = load.info, load.record.conversions
+    kept = [describe(item.transform if isinstance(item, ConversionTrace) else item) for item in conversions]
     return fields | {
         "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
         "weights": weights,

@@ -160,11 +160,9 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
         close = [tails[tail] for tail in nearest(name, tails)]
     if close:
         return f"nearest: {', '.join(close)}"
-    return (
-        f"the model has no {what}"
-        if not known
-        else f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-    )
+    if not known:
+        return f"the model has no {what}"
+    return f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ here what a replacement has computed is kept and put back, on the device where i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from patcher.compat.models import (
     forget_initialized,
     get_device,
     is_initialized,
+    local_torch_dtype,
     mark_initialized,
     offload,
     tied_keys,
@@ -116,7 +117,8 @@ class InitialValues:
             if key in self.missing and load_config.offload_buffers:
                 self._offload(key, value, device_map, load_config.disk_offload_folder)
         for built, wanted in self.wanted:
-            with _default_dtype(load_config.dtype):
+            dtype = load_config.dtype
+            with local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext():
                 initial = _initial(self.rules, built, wanted, self.model)
             for key, value in initial.items():
                 self._put(key, value, device_map, load_config.disk_offload_folder)
@@ -246,17 +248,6 @@ def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _is_saved(model: nn.Module, key: str) -> bool:
     path, _, name = key.rpartition(".")
     return name not in model.get_submodule(path)._non_persistent_buffers_set
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype is not None and dtype.is_floating_point:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _move_plain_tensors(module: nn.Module, device: Any) -> None:

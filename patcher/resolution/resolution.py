@@ -145,15 +145,13 @@ def resolve_in_force(
             transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
             if type(fusion).convert is not Fusion.convert:
                 converted.update(found.matches)
-    for path in fused:
-        refused.pop(path, None)
 
     selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
         classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
-        refused=MappingProxyType(refused),
+        refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(selected.added),
         original_classes=MappingProxyType(
@@ -177,6 +175,5 @@ def resolve_in_force(
 def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str, type[nn.Module]]:
     if type(fusion).fused_class_of is not Fusion.fused_class_of:
         return {path: fusion.fused_class_of(module) for path, module in matches.items()}
-    classes = dict.fromkeys(type(module) for module in matches.values())
-    made = {cls: fusion.make_fused_class(cls) for cls in classes}
+    made = {cls: fusion.make_fused_class(cls) for cls in dict.fromkeys(map(type, matches.values()))}
     return {path: made[type(module)] for path, module in matches.items()}
