@@ -273,13 +273,11 @@ def _judgement(
             reasons = [f"{name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
         if errors or (mismatched and not any_size):
             problems.append("\n  ".join([head, *reasons[:8]]))
-    problems += map(_misfit_text, misfits_found)
+    problems += [
+        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        for name, method, where, problem in misfits_found
+    ]
     return {"problems": tuple(problems), "warnings": diagnostics.warnings}
-
-
-def _misfit_text(misfit: tuple[str, str, str, str]) -> str:
-    name, method, where, problem = misfit
-    return f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
 
 
 def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:

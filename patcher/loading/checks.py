@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
-from patcher.compat.models import original_class, tied_keys
+from patcher.compat.models import tied_keys
 from patcher.construction.in_force import InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.transforms import describe, identity
@@ -304,8 +303,3 @@ def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         key: value if getattr(value, "is_meta", False) else torch.empty(shape_of(value), device="meta")
         for key, value in checkpoint.items()
     }
-
-
-def class_names(model: nn.Module) -> set[str]:
-    """The names of all classes in the model, replaced ones by the names that they had."""
-    return {(original_class(module) or type(module)).__name__ for module in model.modules()}

@@ -179,8 +179,6 @@ def keep_new_weights(
     model: PreTrainedModel, rules: ClassRules, outermost: Iterable[Built], expressions: list[str]
 ) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
-    if not expressions:
-        return
     for path, built in _replaced(model, outermost):
         wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
         wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}

@@ -31,7 +31,7 @@ from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.loading.checks import Diagnostics, class_names
+from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import ParameterTraits, forget_indices, keep_new_weights
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.patterns import inside
@@ -184,7 +184,7 @@ def _told(construction: Construction, model: PreTrainedModel) -> Matched:
     """What the construction has matched, and what there was to match; the blocks around it are told as well."""
     resolution: Resolution = construction.resolution or Resolution()
     matched = construction.matched | Matched(
-        classes=frozenset(class_names(model)),
+        classes=frozenset((original_class(module) or type(module)).__name__ for module in model.modules()),
         refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
     tell_blocks(matched)

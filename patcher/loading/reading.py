@@ -103,8 +103,7 @@ def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
         for path in paths
         for name, parameter in selected.model.get_submodule(path).named_parameters(remove_duplicate=False)
     }
-    found = {key: value for key, value in checkpoint.items() if key.startswith(under)}
-    return found.keys() == expected.keys() and all(expected[key] == shape_of(value) for key, value in found.items())
+    return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
 
 def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> Loaded | None:
