@@ -83,9 +83,9 @@ def patched_tables(
     """
     if len(told.patchers) > 1:  # who wins: the first row
         yield Table("Patchers", ("in force by", "patcher"), [(origin, text) for text, origin in told.patchers])
-    yield Table("Replaced", ("module", "was", "is"), _folded(told.replaced))
-    yield Table("Fused", ("module", "was", "is"), _folded(told.fused))
-    yield Table("Not fused", ("module", "reason"), _folded(told.refused))
+    yield Table("Replaced", ("module", "was", "is"), folded(told.replaced))
+    yield Table("Fused", ("module", "was", "is"), folded(told.fused))
+    yield Table("Not fused", ("module", "reason"), folded(told.refused))
     dropped = [
         ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
         for text, filtered in told.conversions_dropped
@@ -94,12 +94,12 @@ def patched_tables(
     yield Table("Weights", ("", "name"), [(what, name) for what, names in weights for name in compress(names)])
 
 
-def _folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:
     """Rows that begin with a path and say the same of several layers, as one."""
-    by_rest: dict[tuple[str, ...], list[str]] = {}
+    by_rest: dict[tuple[Any, ...], list[str]] = {}
     for path, *rest in rows:
         by_rest.setdefault(tuple(rest), []).append(path)
-    return [(path or "(the model)", *rest) for rest, paths in by_rest.items() for path in compress(paths)]
+    return [(path or root, *rest) for rest, paths in by_rest.items() for path in compress(paths)]
 
 
 def _plain(value: Any) -> Any:

@@ -71,6 +71,19 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
 
 
+def inside(path: str) -> str:
+    """What the names of all that is inside of the module at a path begin with; "" is the path of the model."""
+    return f"{path}." if path else ""
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def without_numbers(name: str) -> str:
+    """A name with `#` for each number in it: what the names of layers that are alike have in common."""
+    return _NUMBER.sub("#", name)
+
+
 def common_prefix(names: list[str]) -> str:
     """The longest beginning, up to a dot, that the names share and that is the whole of none."""
     shared: list[str] = []

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import dot_natural_key as dot_natural_key
 
-from patcher.compat.models import as_stock
+from patcher.compat.models import ModelView, as_stock
 
 # What a transform collects while it runs, and what follows from its patterns.
 _RUNTIME_SLOTS = frozenset(
@@ -179,18 +179,8 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
         conversions = stock_conversions_from_scratch(model) or None
         if conversions is None:
             return dict(state_dict)
-    return dict(_stock_revert(model if conversions is None else _Converted(model, conversions), state_dict))
-
-
-class _Converted:
-    """A model as transformers' reversal sees it, with other conversions to reverse."""
-
-    def __init__(self, model: Any, conversions: list[Any]) -> None:
-        self._model = model
-        self._weight_conversions = conversions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    shown = model if conversions is None else ModelView(model, _weight_conversions=conversions)
+    return dict(_stock_revert(shown, state_dict))
 
 
 def adapted_to_quantizer(

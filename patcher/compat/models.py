@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device
 from transformers.integrations.accelerate import offload_weight
+from transformers.modeling_utils import local_torch_dtype as local_torch_dtype
 from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
@@ -60,17 +61,11 @@ def as_stock(model: Any) -> Any:
 
     Nothing is written to the model, which others may be running.
     """
-    if any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
-        return _AsStock(model)
-    return model
+    if not any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
+        return model
 
-
-class _AsStock:
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in self._model.named_modules(*args, **kwargs):
+    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in model.named_modules(*args, **kwargs):
             original = original_class(module)
             if isinstance(module, PreTrainedModel) and original is not None:
                 shown = object.__new__(original)
@@ -78,6 +73,16 @@ class _AsStock:
                 yield name, shown
             else:
                 yield name, module
+
+    return ModelView(model, named_modules=named_modules)
+
+
+class ModelView:
+    """A model with other attributes, for code that only looks at it: nothing is written to the model."""
+
+    def __init__(self, model: Any, **attributes: Any) -> None:
+        self._model = model
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -146,12 +151,16 @@ def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> N
             model.__dict__[name] = deepcopy(theirs)
 
 
-def follow_no_split_names(model: PreTrainedModel, names: Mapping[str, set[str]]) -> None:
+def follow_no_split_names(model: PreTrainedModel) -> None:
     """Where a device map may not split the original class, it may not split the replacement."""
     listed = model._no_split_modules
     if listed:
         # Set by `post_init` on the instance; older models may not have got there.
-        model._no_split_modules = set(listed).union(*(new for old, new in names.items() if old in listed))
+        model._no_split_modules = set(listed).union(
+            type(module).__name__
+            for module in model.modules()
+            if (original := original_class(module)) is not None and original.__name__ in listed
+        )
 
 
 def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:

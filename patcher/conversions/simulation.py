@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import dot_natural_key, rename_key
 from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
-from patcher.patterns import common_prefix
+from patcher.patterns import common_prefix, without_numbers
 
 __all__ = ["Outcome", "Route", "simulate"]
 
@@ -141,7 +140,7 @@ class _Load:
 
     def kind(self, first: str) -> Any:
         """What loads have in common that make the same shapes: layers that are alike."""
-        return self._origin, _NUMBER.sub("#", first), tuple(self._inputs)
+        return self._origin, without_numbers(first), tuple(self._inputs)
 
     def run(self, first: str, model: PreTrainedModel, info: Any) -> dict[str, torch.Size]:
         assert self.converter is not None
@@ -157,6 +156,3 @@ class _Load:
             trace.entries.append(LayerTrace(first, {"": [(key, torch.Size()) for key in self.keys]}, {}, []))
         targets = self.converter.target_patterns
         return {first.replace(targets[0], target): torch.Size() for target in targets}
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

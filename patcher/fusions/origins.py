@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key, stock_conversions, stock_revert
+from patcher.compat.models import ModelView
 from patcher.conversions.transforms import describe
 
-__all__ = ["AsStock", "NotConvertibleError", "Origins", "ParameterSource", "origins_of"]
+__all__ = ["NotConvertibleError", "Origins", "ParameterSource", "as_separate", "origins_of"]
 
 
 class NotConvertibleError(Exception):
@@ -112,7 +113,7 @@ def _by_pattern(first: str, made: list[str], patterns: list[str]) -> tuple[tuple
     return tuple((name, name) for name in made)
 
 
-class AsStock:
+def as_separate(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> ModelView:
     """A fused model as stock's operations expect it, which look at parameters: with the parts of what is joined.
 
     Args:
@@ -120,16 +121,11 @@ class AsStock:
         shapes: parameters that it doesn't have in any form, and their shapes.
     """
 
-    def __init__(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._model = model
-        self._shapes = shapes
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        if name in self._shapes:
-            return torch.empty(self._shapes[name], device="meta")
+    def get_parameter(name: str) -> torch.Tensor:
+        if name in shapes:
+            return torch.empty(shapes[name], device="meta")
         # Not `Module.get_parameter`, for which a joined part is no module.
-        found: torch.Tensor = functools.reduce(getattr, name.split("."), self._model)
+        found: torch.Tensor = functools.reduce(getattr, name.split("."), model)
         return found
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    return ModelView(model, get_parameter=get_parameter)

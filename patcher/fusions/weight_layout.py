@@ -19,7 +19,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import single
 from patcher.fusions.anchoring import anchored
-from patcher.fusions.origins import AsStock, NotConvertibleError, Origins, ParameterSource
+from patcher.fusions.origins import NotConvertibleError, Origins, ParameterSource, as_separate
 from patcher.patterns import common_prefix
 
 __all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "converters_for", "plan_of"]
@@ -203,7 +203,7 @@ class LayoutConversion(ConversionOps):
         **kwargs: Any,
     ) -> dict[str, torch.Tensor]:
         head = full_layer_name.removesuffix(self.tail)
-        shown = AsStock(model, self.shapes(full_layer_name))
+        shown = as_separate(model, self.shapes(full_layer_name))
         pieces: dict[int, torch.Tensor] = {}
         for step in self.steps:
             outer = source_patterns[step.first : step.first + step.taken]
@@ -247,7 +247,7 @@ class ReverseLayoutConversion(ConversionOps):
     ) -> dict[str, Any]:
         forwards = self.forwards
         head = full_layer_name.removesuffix(forwards.tail)
-        shown = AsStock(model, forwards.shapes(full_layer_name))
+        shown = as_separate(model, forwards.shapes(full_layer_name))
         others = [single(input_dict[f"{head}{name}"]) for name in forwards.others]
         pieces = dict(enumerate([*forwards.separate(input_dict, full_layer_name), *others]))
         result: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
-from patcher.compat.conversions import dot_natural_key, stock_revert, with_model_prefix
+from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.conversions.simulation import Outcome, Route
@@ -23,15 +22,13 @@ from patcher.display import Shown, Table, patched_tables
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.inspection.report import rows_of_classes
 from patcher.inspection.signatures import misfits
-from patcher.loading.checks import Diagnostics
+from patcher.loading.checks import Diagnostics, ordered
 from patcher.loading.hooks import dry_run
-from patcher.loading.load import Constructed, DryRun, Load, Loaded, Request, Selected, constructed_of
+from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.record import PatchRecord
-from patcher.patterns import compress
+from patcher.patterns import compress, without_numbers
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
-
-__all__ = ["Plan", "plan"]
 
 
 @dataclass(frozen=True)
@@ -165,10 +162,10 @@ def plan(
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
     asked = DryRun(unknown, has_checkpoint=headers is not None)
-    load, error = dry_run(cls, patcher, tensors, asked, config=config, **_for_the_load(options))
-    constructed = constructed_of(load)
-    asked_for = constructed.request if constructed is not None else load
-    in_force = asked_for.in_force if isinstance(asked_for, Request) else in_force_for(patcher)[0]
+    for_the_load = {name: value for name, value in options.items() if name not in PLACES}
+    load, error = dry_run(cls, patcher, tensors, asked, config=config, **for_the_load)
+    constructed = load if isinstance(load, Constructed) else None
+    in_force = load.in_force if load is not None else in_force_for(patcher)[0]
     modules = _modules(constructed, cls, config, ClassRules(in_force))
     return Plan(
         model=(type(constructed.model) if constructed is not None else cls).__name__,
@@ -178,10 +175,6 @@ def plan(
         **_conversions_and_weights(load, unknown),
         **_judgement(load, error, modules["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
     )
-
-
-def _for_the_load(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in PLACES}
 
 
 def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> Headers | None:
@@ -203,15 +196,9 @@ def _completed(
         return dict(headers.tensors), headers.unknown
     stock = skeleton(cls, config)
     saved = stock_revert(stock, dict(stock.state_dict()))
-    tensors = dict(headers.tensors)
-    unknown = set()
-    for key in headers.unknown:
-        known = saved.get(with_model_prefix(key, stock, saved))
-        if known is None:
-            unknown.add(key)
-        else:
-            tensors[key] = known
-    return tensors, frozenset(unknown)
+    found = {key: saved.get(with_model_prefix(key, stock, saved)) for key in headers.unknown}
+    known = {key: tensor for key, tensor in found.items() if tensor is not None}
+    return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
 
 
 def _modules(
@@ -232,34 +219,31 @@ def _modules(
     }
 
 
-def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict[str, Any]:
+def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> dict[str, Any]:
     """The fields of a plan that say what becomes of the checkpoint."""
-    selected = load.selected if isinstance(load, Loaded) else load
-    if not isinstance(selected, Selected):
+    if not isinstance(load, Selected):
         return {}
     outcome = load.outcome if isinstance(load, Loaded) else Outcome()
     weights = _collapsed(outcome.routes)
     keys_of: dict[str, tuple[str, ...]] = {}
     for keys, _, text in weights:
         keys_of[text] = (*keys_of.get(text, ()), *keys)
-    added = {describe(trace.transform): trace for item in selected.traced if (trace := trace_of(item))}
+    added = {describe(trace.transform): trace for item in load.traced if (trace := trace_of(item))}
     fields: dict[str, Any] = {
-        "conversions_dropped": tuple((describe(transform), text) for transform, text in selected.conversions.dropped),
+        "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
         "conversions_added": tuple(
             (text, keys_of.get(text) or tuple(compress(trace.renamed))) for text, trace in added.items()
         ),
     }
     if not isinstance(load, Loaded):
         return fields
-    info = load.info
-    kept = [
-        describe(item.transform if isinstance(item, ConversionTrace) else item) for item in load.record.conversions
-    ]
+    info, conversions = load.info, load.record.conversions
+    kept = [describe(item.transform if isinstance(item, ConversionTrace) else item) for item in conversions]
     return fields | {
         "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
         "weights": weights,
-        "missing": _ordered(info.missing_keys),
-        "left_over": _ordered(info.unexpected_keys),
+        "missing": ordered(info.missing_keys),
+        "left_over": ordered(info.unexpected_keys),
         "wrong_shape": tuple(
             (name, str(tuple(found)), str(tuple(expected))) for name, found, expected in sorted(info.mismatched_keys)
         ),
@@ -270,37 +254,30 @@ def _conversions_and_weights(load: Load | None, unknown: frozenset[str]) -> dict
 
 
 def _judgement(
-    load: Load | None,
+    load: Request | None,
     error: PatcherError | None,
     misfits_found: Iterable[tuple[str, str, str, str]],
     *,
     any_size: bool,
 ) -> dict[str, Any]:
     """What the load would raise, the first error first, and what it would warn of."""
-    diagnostics = load.diagnostics if isinstance(load, Loaded) else None
-    constructed = constructed_of(load)
-    if diagnostics is None:
-        diagnostics = constructed.diagnostics if constructed is not None else Diagnostics()
-    problems = [str(each) for each in (*diagnostics.errors, *([error] if error is not None else []))]
-    info = load.info if isinstance(load, Loaded) else None
-    if not problems and info is not None and info.conversion_errors:
-        reasons = [f"  {name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
-        problems.append(
-            "\n".join(["Conversions fail, for which transformers would raise a RuntimeError:", *reasons[:8]])
-        )
-    if not problems and info is not None and info.mismatched_keys and not any_size:
-        shapes = [
-            f"  {name}: found {tuple(found)}, expected {tuple(expected)}"
-            for name, found, expected in sorted(info.mismatched_keys)
-        ]
-        problems.append("\n".join(["Shapes differ, and transformers would raise a RuntimeError:", *shapes[:8]]))
-    problems += map(_misfit_text, misfits_found)
+    diagnostics = load.diagnostics if isinstance(load, Constructed) else Diagnostics()
+    problems = [str(each) for each in (*diagnostics.errors, error) if each is not None]
+    if isinstance(load, Loaded) and not problems:
+        errors, mismatched = load.info.conversion_errors, sorted(load.info.mismatched_keys)
+        if errors:
+            head = "Conversions fail, for which transformers would raise a RuntimeError:"
+            reasons = [f"{name}: {text.strip().splitlines()[-1]}" for name, text in errors.items()]
+        else:
+            head = "Shapes differ, and transformers would raise a RuntimeError:"
+            reasons = [f"{name}: found {tuple(found)}, expected {tuple(wanted)}" for name, found, wanted in mismatched]
+        if errors or (mismatched and not any_size):
+            problems.append("\n  ".join([head, *reasons[:8]]))
+    problems += [
+        f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
+        for name, method, where, problem in misfits_found
+    ]
     return {"problems": tuple(problems), "warnings": diagnostics.warnings}
-
-
-def _misfit_text(misfit: tuple[str, str, str, str]) -> str:
-    name, method, where, problem = misfit
-    return f"{name}.{method} doesn't fit a call of it, {where}: {problem}. Give it the parameters of what it replaces."
 
 
 def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
@@ -323,26 +300,11 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
         text = ""
         if route.conversion is not None:
             trace = trace_of(route.conversion)
-            transform = route.conversion if trace is None else trace.transform
-            text = describe(transform)
-        shape = (
-            tuple(dict.fromkeys(map(_template, route.keys))),
-            tuple(dict.fromkeys(map(_template, route.parameters))),
-        )
-        keys, parameters = groups.setdefault((*shape, text), ([], []))
+            text = describe(route.conversion if trace is None else trace.transform)
+        alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
+        keys, parameters = groups.setdefault((*alike, text), ([], []))
         keys += route.keys
         parameters += route.parameters
     return tuple(
         (tuple(compress(keys)), tuple(compress(parameters)), group[-1]) for group, (keys, parameters) in groups.items()
     )
-
-
-def _template(name: str) -> str:
-    return _NUMBER.sub("#", name)
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def _ordered(keys: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(keys, key=dot_natural_key))

@@ -18,8 +18,6 @@ from patcher.loading.record import PatchRecord, record_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Report", "report", "rows_of_classes"]
-
 
 @dataclass(frozen=True)
 class Report(Shown):
@@ -113,12 +111,10 @@ def report(model: PreTrainedModel) -> Report:
 def _report(model: nn.Module, record: PatchRecord) -> Report:
     fired: list[tuple[str, int]] = []
     for item in record.conversions:
-        if isinstance(item, ConversionTrace):
-            count = sum(len(entry.produced) for entry in item.entries) or len(item.renamed)
-            if count:
-                fired.append((describe(item.transform), count))
-        else:
+        if not isinstance(item, ConversionTrace):
             fired.append((describe(item), 0))
+        elif count := sum(len(entry.produced) for entry in item.entries) or len(item.renamed):
+            fired.append((describe(item.transform), count))
     added = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
     return Report(
         model=type(model).__name__,

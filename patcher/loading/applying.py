@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from patcher.compat.models import kept_in_fp32
 from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError
 from patcher.loading.hooks import install
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
+from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-
-__all__ = ["apply"]
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -51,7 +52,26 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     result: PreTrainedModel = unpatched(
         lambda: model_class.from_pretrained(None, config=model.config, state_dict=weights, patcher=patcher, **options)
     )
+    _keep_dtypes(model, result, weights)
     if getattr(model, "generation_config", None) is not None:
         result.generation_config = deepcopy(model.generation_config)
     result.train(model.training)
     return result
+
+
+def _keep_dtypes(model: PreTrainedModel, result: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """A load casts everything to one dtype: give back what had another one."""
+    others = {key for key, value in weights.items() if value.is_floating_point() and value.dtype != model.dtype}
+    for name, tensor in result.state_dict(keep_vars=True).items():
+        if name in others and tensor.shape == weights[name].shape:
+            tensor.data = weights[name]
+            others.remove(name)
+    record = record_of(result)
+    others.difference_update(record.dropped_weights if record is not None else ())
+    # A load keeps them itself, some in float16 alone.
+    converted = [key for key in others if not kept_in_fp32(model, key)[model.dtype != torch.float16]]
+    if converted:
+        raise InvalidPatcherError(
+            f"Patcher.apply can't convert weights of several dtypes: {', '.join(compress(sorted(converted))[:3])} "
+            f"would become {model.dtype}. Cast the model to one dtype first, with model.to(...)."
+        )

@@ -8,28 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.conversions import dot_natural_key, source_patterns, stock_conversions
-from patcher.compat.models import original_class, tied_keys
+from patcher.compat.conversions import dot_natural_key, source_patterns
+from patcher.compat.models import tied_keys
 from patcher.construction.in_force import InForce, Matched
-from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.simulation import Outcome
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.loading.record import Replaced
 from patcher.patterns import compress, is_expression, nearest, search
-
-__all__ = [
-    "Diagnostics",
-    "WeightsFound",
-    "check_matches",
-    "check_weights",
-    "class_names",
-    "shape_of",
-    "shapes_of",
-    "stock_outcome",
-]
 
 
 @dataclass(frozen=True)
@@ -61,6 +49,26 @@ class Diagnostics:
         if self.errors and isinstance(error, PatchedWeightsError):
             return self  # which weights don't fit follows from what didn't match
         return replace(self, errors=(*self.errors, error))
+
+    def adding_matches(
+        self,
+        entries: Iterable[InForce],
+        matched: Matched,
+        model_name: str = "",
+        *,
+        classes: bool = True,
+        conversions: bool = True,
+    ) -> Diagnostics:
+        """With what of these patchers has matched nothing, see `check_matches`.
+
+        Raises:
+            UnmatchedPatchError: something of a strict one.
+        """
+        result = self
+        for entry in entries:
+            error = check_matches(entry, matched, classes=classes, conversions=conversions, model_name=model_name)
+            result = result.adding(error, strict=entry.patcher.strict)
+        return result
 
     def warn(self) -> None:
         """Say it, at the line of whoever asked for the load."""
@@ -95,21 +103,18 @@ def check_matches(
                 )
         for transform in patcher.extra_weight_conversions:
             if identity(transform) not in matched.of(entry, "extra_weight_conversions"):
-                known = compress(sorted(matched.checkpoint_keys, key=dot_natural_key))
-                wanted = source_patterns(transform)
                 problems.append(
                     f"extra_weight_conversions: {describe(transform)} took no tensor; "
-                    f"{_suggest(wanted[0], known, 'checkpoint keys')}"
+                    f"{_suggest(source_patterns(transform)[0], _folded(matched.checkpoint_keys), 'checkpoint keys')}"
                 )
     if not problems:
         return None
-    listed = "\n".join(f"  {problem}" for problem in problems)
-    where = f" in {model_name}" if model_name else ""
-    text = (
-        f"The patcher{f' {patcher.name!r}' if patcher.name else ''} asks for what it can't do{where}:\n{listed}\n"
-        "Correct it or take it out; with strict=False this is a warning."
+    name, where = (f" {patcher.name!r}" if patcher.name else ""), (f" in {model_name}" if model_name else "")
+    return UnmatchedPatchError(
+        f"The patcher{name} asks for what it can't do{where}:\n"
+        + "".join(f"  {problem}\n" for problem in problems)
+        + "Correct it or take it out; with strict=False this is a warning."
     )
-    return UnmatchedPatchError(text)
 
 
 def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
@@ -154,11 +159,9 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
         close = [tails[tail] for tail in nearest(name, tails)]
     if close:
         return f"nearest: {', '.join(close)}"
-    return (
-        f"the model has no {what}"
-        if not known
-        else f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-    )
+    if not known:
+        return f"the model has no {what}"
+    return f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -177,22 +180,23 @@ def check_weights(
     model: PreTrainedModel,
     replaced: Iterable[Replaced],
     entries: Iterable[InForce],
+    info: Any,
     *,
     missing: set[str],
-    mismatched: Mapping[str, str],
-    unexpected: set[str],
     stock_outcome: Callable[[], Outcome],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
 
     Args:
-        missing: parameters that no tensor of the checkpoint has reached.
-        mismatched: parameter -> what shape was found in its place.
-        unexpected: checkpoint keys, as the load renamed them, that no parameter takes.
+        info: what transformers knows of the load.
+        missing: of the keys that it misses, those that are no other names of what was read.
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
     """
     patchers = [entry.patcher for entry in entries if not entry.is_registry]
+    mismatched = {
+        name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
+    }
     paths = [item.path for item in replaced if item.chosen]
     everywhere = "" in paths
     prefixes = tuple(f"{path}." for path in paths if path)
@@ -214,9 +218,9 @@ def check_weights(
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         absent &= parameters
-    left_over = {key for key in unexpected if under_replaced(key)}
-    new = sorted((key for key in absent if declared(key, "new_weights")), key=dot_natural_key)
-    dropped = sorted((key for key in left_over if declared(key, "dropped_weights")), key=dot_natural_key)
+    left_over = {key for key in info.unexpected_keys if under_replaced(key)}
+    new = ordered(key for key in absent if declared(key, "new_weights"))
+    dropped = ordered(key for key in left_over if declared(key, "dropped_weights"))
     absent.difference_update(new)
     left_over.difference_update(dropped)
     if absent or left_over:
@@ -227,7 +231,7 @@ def check_weights(
     if patchers and (absent or left_over):
         elsewhere = {key for key in absent if not under_replaced(key)}
         error = PatchedWeightsError(_weights_text(absent - elsewhere, left_over, elsewhere, mismatched, parameters))
-    return WeightsFound(tuple(new), tuple(dropped), error)
+    return WeightsFound(new, dropped, error)
 
 
 def _weights_text(
@@ -240,7 +244,7 @@ def _weights_text(
     lines = []
     if elsewhere:
         lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
-        lines += [f"  {key}" for key in compress(sorted(elsewhere, key=dot_natural_key))]
+        lines += [f"  {key}" for key in _folded(elsewhere)]
         lines.append(
             "Bind their patterns to the modules that are meant: "
             r"r'(text_model\.layers\.\d+\.self_attn\.)q_proj\.weight' "
@@ -251,19 +255,13 @@ def _weights_text(
     lines.append("The replaced modules and the checkpoint don't fit together.")
     if absent:
         lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
-        for key in compress(sorted(absent, key=dot_natural_key)):
-            lines.append(f"  {key}")
-        for key in sorted(absent & set(mismatched), key=dot_natural_key)[:5]:
-            lines.append(f"  ({key}: {mismatched[key]})")
+        lines += [f"  {key}" for key in _folded(absent)]
+        lines += [f"  ({key}: {mismatched[key]})" for key in ordered(absent & set(mismatched))[:5]]
     if left_over:
         lines.append("In the checkpoint, and used by nobody:")
-        for key in compress(sorted(left_over, key=dot_natural_key)):
-            lines.append(f"  {key}")
-    additions = []
-    if absent:
-        additions.append(f"new_weights={_expressions(absent, parameters)}")
-    if left_over:
-        additions.append(f"dropped_weights={_expressions(left_over, ())}")
+        lines += [f"  {key}" for key in _folded(left_over)]
+    additions = [f"new_weights={_expressions(absent, parameters)}"] if absent else []
+    additions += [f"dropped_weights={_expressions(left_over, ())}"] if left_over else []
     lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
     lines.append(
         "If not, a conversion is missing: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
@@ -271,36 +269,27 @@ def _weights_text(
     return "\n".join(lines)
 
 
+def ordered(keys: Iterable[str]) -> tuple[str, ...]:
+    """Names in the order of the layers."""
+    return tuple(sorted(keys, key=dot_natural_key))
+
+
+def _folded(keys: Iterable[str]) -> list[str]:
+    return compress(ordered(keys))
+
+
 def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
     """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
     rest = [key for key in others if key not in keys]
     result: dict[str, None] = {}
-    for key in sorted(keys, key=dot_natural_key):
-        parts = key.split(".")
-        for length in range(min(2, len(parts)), len(parts) + 1):
-            tail = parts[-length:]
-            expression = (
-                ("^" if length == len(parts) else r"\.")
-                + r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in tail)
-                + "$"
-            )
+    for key in ordered(keys):
+        parts = [r"\d+" if part.isdigit() else re.escape(part) for part in key.split(".")]
+        tails = [r"\." + r"\.".join(parts[-length:]) + "$" for length in range(2, len(parts))]
+        for expression in [*tails, "^" + r"\.".join(parts) + "$", f"^{re.escape(key)}$"]:
             if not any(search(expression, other) for other in rest):
                 break
-        else:
-            expression = f"^{re.escape(key)}$"
         result[expression] = None
     return list(result)
-
-
-def stock_outcome(
-    model: PreTrainedModel,
-    key_mapping: Mapping[str, str] | None,
-    checkpoint: Mapping[str, torch.Tensor],
-    unknown: Set[str] = frozenset(),
-) -> Outcome:
-    """What the unpatched model would make of a checkpoint, by names and shapes."""
-    conversions = stock_conversions(model, dict(key_mapping) if key_mapping else None)
-    return simulate(model, conversions, checkpoint, unknown, going_on=True)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -314,8 +303,3 @@ def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         key: value if getattr(value, "is_meta", False) else torch.empty(shape_of(value), device="meta")
         for key, value in checkpoint.items()
     }
-
-
-def class_names(model: nn.Module) -> set[str]:
-    """The names of all classes in the model, replaced ones by the names that they had."""
-    return {(original_class(module) or type(module)).__name__ for module in model.modules()}

@@ -10,7 +10,6 @@ import functools
 import inspect
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -30,12 +29,11 @@ from patcher.construction.init_hooks import cover_new_classes, covering
 from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
-from patcher.loading.checks import Diagnostics, check_matches
+from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.load import (
     Constructed,
     DryRun,
-    Load,
     Loaded,
     Request,
     Selected,
@@ -54,14 +52,15 @@ from patcher.resolution.fused_modules import convert_modules, fuse_modules, prep
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
-__all__ = ["applied", "dry_run", "install"]
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
 
 #: The load that this thread or task is in: the result of its last step.
-_LOAD: ContextVar[Load | None] = ContextVar("patcher_load", default=None)
+_LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)
 #: What the call of `from_pretrained` around this code was given, patched or not.
 _CALL: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_call", default=(None, {}))
 #: What makes the next load a dry run, and where its last result goes.
-_DRY_RUN: ContextVar[tuple[DryRun, list[Load]] | None] = ContextVar("patcher_dry_run", default=None)
+_DRY_RUN: ContextVar[tuple[DryRun, list[Request]] | None] = ContextVar("patcher_dry_run", default=None)
 
 _install_lock = threading.Lock()
 _installed = False
@@ -88,13 +87,12 @@ def install() -> None:
             stock = inspect.getattr_static(owner, name)
             function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
             wrapped = functools.wraps(function)(_bound(hook, function))
-            kind = type(stock) if isinstance(stock, classmethod | staticmethod) else None
-            setattr(owner, name, kind(wrapped) if kind is not None else wrapped)
+            setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
         follow_earlier_imports()
         _installed = True
 
 
-def _bound(hook: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(hook: Callable[..., Any], stock: Stock) -> Callable[..., Any]:
     def hooked(*args: Any, **kwargs: Any) -> Any:
         return hook(stock, *args, **kwargs)
 
@@ -111,14 +109,14 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
     with entering(entries, block), covering(ClassRules(entries)):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding(check_matches(entry, block.matched), strict=patcher.strict).warn()
+    Diagnostics().adding_matches([entry], block.matched).warn()
 
 
 # --- a load --------------------------------------------------------------------------------------------------------
 
 
 def _from_pretrained(
-    stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
+    stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     dry = _DRY_RUN.get()
@@ -142,14 +140,14 @@ def _from_pretrained(
 
 def dry_run(
     model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], asked: DryRun, **options: Any
-) -> tuple[Load | None, PatcherError | None]:
+) -> tuple[Request | None, PatcherError | None]:
     """Take a load to where it would read: how far it came, and what it would raise on its way there.
 
     Raises:
         Exception: what transformers raises there, of its own.
     """
     install()
-    results: list[Load] = []
+    results: list[Request] = []
     token = _DRY_RUN.set((asked, results))
     error: PatcherError | None = None
     try:
@@ -165,7 +163,7 @@ def dry_run(
     return (results[-1] if results else None), error
 
 
-def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
+def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
     asked, rest = split_fusion_config(fusion_config)
     path, options = _CALL.get()
@@ -181,18 +179,16 @@ def _register_fusions(stock: Callable[..., Any], cls: type[PreTrainedModel], con
         entry = InForce(Patcher(fusions=names), "fusion_config")
         check_supported((entry,), path, options)
         load = _LOAD.get()
-        before = (
-            load if isinstance(load, Request) else Request(cls, (), (), path, options, started=time.perf_counter())
-        )
+        before = load if type(load) is Request else Request(model_class=cls, path=path, options=options)
         _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
     if rest:
         stock(cls, config, rest)
 
 
-def _get_init_context(stock: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+def _get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
-    inner = [construct(load, _LOAD.set)] if isinstance(load, Request) else []
+    inner = [construct(load, _LOAD.set)] if type(load) is Request else []
     return [_entered([construction_lock, *contexts, *inner])]
 
 
@@ -206,15 +202,10 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def _conversion_mapping(
-    stock: Callable[..., Any],
-    model: PreTrainedModel,
-    key_mapping: dict[str, str] | None = None,
-    hf_quantizer: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    stock: Stock, model: PreTrainedModel, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
-    if not isinstance(load, Constructed):
+    if type(load) is not Constructed:
         return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
     found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
@@ -223,31 +214,25 @@ def _conversion_mapping(
 
 
 def _convert_and_load(
-    stock: Callable[..., Any],
-    model: PreTrainedModel,
-    state_dict: dict[str, Any],
-    load_config: Any,
-    *args: Any,
-    **kwargs: Any,
+    stock: Stock, model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
-    if not isinstance(load, Selected):  # unpatched, or an adapter that is read after the model
+    if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
-    loaded, info, disk_index = read(
-        load, state_dict, load_config, lambda: stock(model, state_dict, load_config, *args, **kwargs)
-    )
+    read_weights = functools.partial(stock, model, state_dict, load_config, *args, **kwargs)
+    loaded, info, disk_index = read(load, state_dict, load_config, read_weights)
     _LOAD.set(loaded)
     return info, disk_index
 
 
-def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+def _finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
     with construction_lock:
-        if not isinstance(load, Loaded) or load.selected.constructed.model is not model:
+        if not isinstance(load, Loaded) or load.model is not model:
             return stock(model, load_config, loading_info)
-        if load.selected.constructed.request.dry_run is not None:
+        if load.dry_run is not None:
             return loading_info
-        values = InitialValues(load.selected.constructed, load.info, load.disk_index)
+        values = InitialValues(load)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
         return info
@@ -257,12 +242,7 @@ def _finalize(stock: Callable[..., Any], model: PreTrainedModel, load_config: An
 
 
 def _from_config(
-    stock: Callable[..., Any],
-    cls: type[PreTrainedModel],
-    config: Any,
-    *args: Any,
-    patcher: Patcher | None = None,
-    **kwargs: Any,
+    stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     if patcher is None and current_construction() is not None:
         cover_new_classes()  # a part of the model under construction, whose code may just have been imported
@@ -277,15 +257,11 @@ def _from_config(
         construction = Construction(rules, by_hand=True)
         with entering(entries), covering(rules), constructing(construction):
             model = stock(cls, config, *args, **kwargs)
-    diagnostics = Diagnostics()
-    for entry in own:
-        error = check_matches(entry, construction.matched, model_name=cls.__name__)
-        diagnostics = diagnostics.adding(error, strict=entry.patcher.strict)
-    diagnostics.warn()
+    Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
     return model
 
 
-def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
     construction = current_construction() or begin_by_hand(self)
     if construction is not None and not construction.is_skeleton and construction.root in (None, self):
         construction.root = self
@@ -293,7 +269,7 @@ def _init(stock: Callable[..., Any], self: PreTrainedModel, config: Any, *args: 
     stock(self, config, *args, **kwargs)
 
 
-def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
+def _post_init(stock: Stock, self: PreTrainedModel) -> None:
     construction = current_construction()
     if construction is None or construction.is_skeleton:
         return stock(self)  # type: ignore[no-any-return]
@@ -309,12 +285,7 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
         stock(self)
     if is_root:
         convert_modules(construction, self)
-    names: dict[str, set[str]] = {}
-    for module in self.modules():
-        original = original_class(module)
-        if original is not None:
-            names.setdefault(original.__name__, set()).add(type(module).__name__)
-    follow_no_split_names(self, names)
+    follow_no_split_names(self)
     if is_root and construction.by_hand:
         if original_class(self) is None:
             finish_by_hand(construction, self)
@@ -326,7 +297,7 @@ def _post_init(stock: Callable[..., Any], self: PreTrainedModel) -> None:
 # --- a model that stands -------------------------------------------------------------------------------------------
 
 
-def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The conversions of a model that stands, as whoever loads an adapter into it asks for them."""
     record = record_of(model)
     if record is None:
@@ -340,7 +311,7 @@ def _conversions_of(stock: Callable[..., Any], model: nn.Module, *args: Any, **k
 _SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
 
 
-def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if record_of(self) is None and not names_fusions(self.config):
         return stock(self, *args, **kwargs)
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
@@ -353,7 +324,7 @@ def _save_pretrained(stock: Callable[..., Any], self: PreTrainedModel, *args: An
         _SAVING.reset(token)
 
 
-def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = _SAVING.get()
     if plan is None or plan.model.config is not self:
         return stock(self, *args, **kwargs)
@@ -377,11 +348,13 @@ def _save_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
             self.fusion_config = before
 
 
-def _revert(stock: Callable[..., Any], model: nn.Module, state_dict: dict[str, Any]) -> Any:
+def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan = _SAVING.get()
-    if plan is not None and plan.model is model and plan.record is not None:
+    if record_of(model) is None:
+        return stock(model, state_dict)
+    if plan is not None and plan.model is model:
         return plan.original_state_dict(state_dict)
-    return original_state_dict(model, state_dict) if record_of(model) is not None else stock(model, state_dict)  # type: ignore[arg-type]
+    return original_state_dict(model, state_dict)  # type: ignore[arg-type]
 
 
 # What stands at each place that `HOOKED` names.

@@ -6,8 +6,8 @@ here what a replacement has computed is kept and put back, on the device where i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from patcher.compat.models import (
     forget_initialized,
     get_device,
     is_initialized,
+    local_torch_dtype,
     mark_initialized,
     offload,
     tied_keys,
@@ -31,12 +32,10 @@ from patcher.construction.in_force import entering
 from patcher.construction.init_hooks import covering
 from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
-from patcher.patterns import search
+from patcher.patterns import inside, search
 
 if TYPE_CHECKING:
-    from patcher.loading.load import Constructed
-
-__all__ = ["InitialValues", "ParameterTraits", "forget_indices", "keep_new_weights", "keeping_computed"]
+    from patcher.loading.load import Loaded
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ class ParameterTraits:
             for name, parameter in built.module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(name)
                 if parameter.is_floating_point() and not parameter.requires_grad:
-                    frozen.add(_join(path, name))
+                    frozen.add(inside(path) + name)
             several = [group for group in names.values() if len(group) > 1]
             for group in several:
-                keys = tuple(_join(path, name) for name in group)
+                keys = tuple(inside(path) + name for name in group)
                 if not tied.intersection(keys):
                     shared.append(keys)
             if several:
@@ -91,34 +90,23 @@ class ParameterTraits:
 class InitialValues:
     """The computed values of a model's replacements, taken before transformers finishes the load."""
 
-    def __init__(self, constructed: Constructed, loading_info: Any, disk_index: dict[str, Any] | None) -> None:
-        self.model = model = constructed.model
-        self.rules = constructed.rules
-        self.traits = constructed.traits
-        self.disk_index = disk_index
-        self.missing = set(loading_info.missing_keys) | {name for name, *_ in loading_info.mismatched_keys}
-        self.replaced = _replaced(model, constructed.outermost_built)
+    def __init__(self, load: Loaded) -> None:
+        self.model = model = load.model
+        self.rules = load.rules
+        self.traits = load.traits
+        self.disk_index = load.disk_index
+        self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
+        self.replaced = _replaced(model, load.outermost_built)
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
+        absent = self.traits.without_aliases(self.missing) - tied_keys(model)
         for path, built in self.replaced:
             for key, buffer in _buffers(path, built.module):
                 if key in self.missing or not _is_saved(model, key):
                     self.buffers[key] = buffer
                     mark_initialized(buffer)
-            wanted = self._missing_parameters(path, built)
-            if wanted:
+            if wanted := _indices(path, built, absent.__contains__):
                 self.wanted.append((built, wanted))
-
-    def _missing_parameters(self, path: str, built: Built) -> dict[str, int]:
-        tied = tied_keys(self.model)
-        missing = self.traits.without_aliases(self.missing)
-        wanted = {}
-        for name, parameter in built.module.named_parameters(remove_duplicate=False):
-            key = _join(path, name)
-            index = parameter_index(parameter)
-            if key in missing and key not in tied and index is not None:
-                wanted[key] = index
-        return wanted
 
     def put_back(self, load_config: Any) -> None:
         """After transformers has filled in what it takes for missing."""
@@ -129,7 +117,8 @@ class InitialValues:
             if key in self.missing and load_config.offload_buffers:
                 self._offload(key, value, device_map, load_config.disk_offload_folder)
         for built, wanted in self.wanted:
-            with _default_dtype(load_config.dtype):
+            dtype = load_config.dtype
+            with local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext():
                 initial = _initial(self.rules, built, wanted, self.model)
             for key, value in initial.items():
                 self._put(key, value, device_map, load_config.disk_offload_folder)
@@ -146,9 +135,8 @@ class InitialValues:
                 _move_plain_tensors(module, get_device(device_map, f"{name}.", valid_torch_device=True))
 
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
-        parent, _, name = key.rpartition(".")
         value = like(value, value.data.to(get_device(device_map, key, valid_torch_device=True)))
-        setattr(self.model.get_submodule(parent), name, value)
+        _set(self.model, key, value)
         self._offload(key, value.data, device_map, folder)
 
     def _offload(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
@@ -168,8 +156,7 @@ class InitialValues:
         parameter = self.model.get_parameter(source)
         for key in keys:
             if key != source and (key in self.missing or _equal(self.model.get_parameter(key), parameter)):
-                parent, _, name = key.rpartition(".")
-                setattr(self.model.get_submodule(parent), name, parameter)
+                _set(self.model, key, parameter)
                 if self.disk_index is not None and source in self.disk_index:
                     self.disk_index[key] = self.disk_index[source]
 
@@ -192,19 +179,9 @@ def keep_new_weights(
     model: PreTrainedModel, rules: ClassRules, outermost: Iterable[Built], expressions: list[str]
 ) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
-    if not expressions:
-        return
     for path, built in _replaced(model, outermost):
-        wanted = {}
-        for name, parameter in built.module.named_parameters(remove_duplicate=False):
-            key = _join(path, name)
-            index = parameter_index(parameter)
-            if (
-                index is not None
-                and parameter.device.type != "meta"
-                and any(search(text, key) for text in expressions)
-            ):
-                wanted[key] = index
+        wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
+        wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}
         if wanted:
             with torch.no_grad():
                 for key, value in _initial(rules, built, wanted, model).items():
@@ -215,6 +192,15 @@ def forget_indices(model: nn.Module) -> None:
     """Leave no mark on the parameters of a finished model."""
     for parameter in model.parameters():
         forget_index(parameter)
+
+
+def _indices(path: str, built: Built, is_wanted: Callable[[str], bool]) -> dict[str, int]:
+    """The wanted parameters of a replacement, and their places among those that it registers."""
+    return {
+        key: index
+        for key, parameter in built.module.named_parameters(prefix=path, remove_duplicate=False)
+        if is_wanted(key) and (index := parameter_index(parameter)) is not None
+    }
 
 
 def _initial(
@@ -246,8 +232,9 @@ def _replaced(model: nn.Module, outermost: Iterable[Built]) -> list[tuple[str, B
     return [(paths[id(built.module)], built) for built in outermost if id(built.module) in paths]
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    path, _, name = key.rpartition(".")
+    setattr(model.get_submodule(path), name, parameter)
 
 
 def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -259,17 +246,6 @@ def _buffers(path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _is_saved(model: nn.Module, key: str) -> bool:
     path, _, name = key.rpartition(".")
     return name not in model.get_submodule(path)._non_persistent_buffers_set
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype is not None and dtype.is_floating_point:
-        torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _move_plain_tensors(module: nn.Module, device: Any) -> None:

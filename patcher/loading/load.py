@@ -1,6 +1,8 @@
 """One load as five steps, each a function from the frozen result before it to its own.
 
-    Request -> constructed -> selected -> loaded -> the record on the model
+    Request -> Constructed -> Selected -> Loaded -> the record on the model
+
+Each result has all that those before it have. Where a load is, its exact class says.
 
 `request` is made when `from_pretrained` is called, `construct` ends when the modules stand on the meta device,
 `select` has the conversions, `read` checks names and shapes and then has the weights read, `finish` puts down what was
@@ -18,9 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import (
-    distributed_checkpoint,
-)
+from patcher.compat.conversions import distributed_checkpoint
 from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction, constructing
@@ -31,36 +31,12 @@ from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.loading.checks import (
-    Diagnostics,
-    check_matches,
-    class_names,
-)
-from patcher.loading.initial_values import (
-    ParameterTraits,
-    forget_indices,
-    keep_new_weights,
-)
+from patcher.loading.checks import Diagnostics
+from patcher.loading.initial_values import ParameterTraits, forget_indices, keep_new_weights
 from patcher.loading.record import PatchRecord, Replaced, keep_record
+from patcher.patterns import inside
 from patcher.resolution.resolution import Resolution
 from patcher.spec.fingerprints import check_pins
-
-__all__ = [
-    "Constructed",
-    "DryRun",
-    "Load",
-    "Loaded",
-    "Request",
-    "Selected",
-    "check_supported",
-    "construct",
-    "constructed_of",
-    "finish",
-    "finish_by_hand",
-    "request",
-    "select",
-]
-
 
 # --- request -------------------------------------------------------------------------------------------------------
 
@@ -78,7 +54,7 @@ class DryRun:
     has_checkpoint: bool = True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
     """What a call of `from_pretrained` asks for.
 
@@ -90,12 +66,12 @@ class Request:
     """
 
     model_class: type[PreTrainedModel]
-    in_force: tuple[InForce, ...]
-    own: tuple[InForce, ...]
+    in_force: tuple[InForce, ...] = ()
+    own: tuple[InForce, ...] = ()
     path: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dry_run: DryRun | None = None
-    started: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
 
     @property
     def strict(self) -> bool:
@@ -117,7 +93,7 @@ def request(
     for entry in own:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
-    return Request(model_class, in_force, own, path, options, dry_run, time.perf_counter())
+    return Request(model_class=model_class, in_force=in_force, own=own, path=path, options=options, dry_run=dry_run)
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
@@ -148,11 +124,10 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
 # --- construct -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Constructed:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Constructed(Request):
     """The modules stand, on meta; no weight has been read."""
 
-    request: Request
     rules: ClassRules
     model: PreTrainedModel
     outermost_built: tuple[Built, ...]
@@ -185,34 +160,32 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
     matched = _told(construction, model)
-    diagnostics = Diagnostics(goes_on=asked.dry_run is not None)
-    for entry in asked.own:
-        if entry.patcher.strict:  # of the others all is said at the end, in one warning
-            error = check_matches(entry, matched, conversions=False, model_name=asked.model_class.__name__)
-            diagnostics = diagnostics.adding(error, strict=True)
+    strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
+    diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
+        strict, matched, asked.model_class.__name__, conversions=False
+    )
     outermost = tuple(construction.outermost_built)
     done(
         Constructed(
-            asked,
-            rules,
-            model,
-            outermost,
-            _record(model, construction),
-            ParameterTraits.of(model, outermost),
-            matched,
-            diagnostics,
-            time.perf_counter() - started,
+            **vars(asked),
+            rules=rules,
+            model=model,
+            outermost_built=outermost,
+            record=_record(model, construction),
+            traits=ParameterTraits.of(model, outermost),
+            matched=matched,
+            diagnostics=diagnostics,
+            seconds=time.perf_counter() - started,
         )
     )
 
 
 def _told(construction: Construction, model: PreTrainedModel) -> Matched:
     """What the construction has matched, and what there was to match; the blocks around it are told as well."""
-    resolution: Resolution | None = construction.resolution
-    refused = resolution.refused if resolution is not None else {}
+    resolution: Resolution = construction.resolution or Resolution()
     matched = construction.matched | Matched(
-        classes=frozenset(class_names(model)),
-        refused=frozenset(f"{path} ({reason})" for path, reason in refused.items()),
+        classes=frozenset((original_class(module) or type(module)).__name__ for module in model.modules()),
+        refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
     tell_blocks(matched)
     return matched
@@ -220,46 +193,34 @@ def _told(construction: Construction, model: PreTrainedModel) -> Matched:
 
 def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
-    resolution: Resolution | None = construction.resolution
-    fused = resolution.fused if resolution is not None else {}
-    replaced, fused_as = [], {}
+    resolution: Resolution = construction.resolution or Resolution()
+    replaced = []
     for path, module in model.named_modules(remove_duplicate=False):
         original = original_class(module)
         if original is not None:
-            if path in fused:
-                fused_as[path] = (original, type(module))
             replaced.append(Replaced(path, original, type(module), chosen.get(id(module), True)))
-    record = PatchRecord(
+    return PatchRecord(
         model_class=original_class(model) or type(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
         replaced=tuple(replaced),
-        fused=fused_as,
-    )
-    if resolution is None:
-        return record
-    return replace(
-        record,
+        fused={item.path: (item.original, item.replacement) for item in replaced if item.path in resolution.fused},
+        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
+        fused_parameters=frozenset(
+            name
+            for path in resolution.fused
+            for name, tensor in model.get_submodule(path).state_dict(prefix=inside(path)).items()
+            if resolution.fusion_plan.shapes.get(name) != tensor.shape
+        ),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
-        fused_parameters=_fused_parameters(model, resolution),
-        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
     )
-
-
-def _fused_parameters(model: PreTrainedModel, resolution: Resolution) -> frozenset[str]:
-    names = set()
-    for path in resolution.fused:
-        for name, tensor in model.get_submodule(path).state_dict(prefix=f"{path}." if path else "").items():
-            if resolution.fusion_plan.shapes.get(name) != tensor.shape:
-                names.add(name)
-    return frozenset(names)
 
 
 # --- select --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Selected:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Selected(Constructed):
     """The conversions of the load are known.
 
     Attributes:
@@ -267,7 +228,6 @@ class Selected:
         followed: the kept ones that keep a trace because they join: transformers would cut into equal pieces.
     """
 
-    constructed: Constructed
     conversions: SelectedConversions
     traced: tuple[Any, ...] = ()
     followed: tuple[Any, ...] = ()
@@ -283,73 +243,53 @@ def select(
     traced = tuple(with_trace(transform) for transform in conversions.added)
     kept = [with_trace(item) if joins(item) else item for item in conversions.kept]
     followed = tuple(item for item in kept if trace_of(item) is not None)
-    selected = Selected(constructed, conversions, traced, followed, key_mapping)
+    selected = Selected(
+        **vars(constructed), conversions=conversions, traced=traced, followed=followed, key_mapping=key_mapping
+    )
     return selected, [*stock[:asked], *traced, *kept]
 
 
 # --- read ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Loaded(Selected):
     """The weights have been read, or would have been.
 
     Attributes:
-        routes: where each tensor of the checkpoint goes, in a dry run.
         info: what transformers knows of the load: missing, unexpected and mismatched keys, errors of conversions.
+        outcome: where each tensor of the checkpoint goes, in a dry run.
         disk_index: where transformers finds what the device map puts on the disk.
     """
 
-    selected: Selected
-    record: PatchRecord
     info: Any
-    diagnostics: Diagnostics
     outcome: Outcome = field(default_factory=Outcome)
     disk_index: dict[str, Any] | None = None
-
-
-#: Where a load is.
-Load = Request | Constructed | Selected | Loaded
-
-
-def constructed_of(load: Load | None) -> Constructed | None:
-    """The model as it was built, of a load that has come as far as that."""
-    selected = load.selected if isinstance(load, Loaded) else load
-    constructed = selected.constructed if isinstance(selected, Selected) else selected
-    return constructed if isinstance(constructed, Constructed) else None
 
 
 # --- finish --------------------------------------------------------------------------------------------------------
 
 
-def finish(load: Load, model: PreTrainedModel) -> None:
+def finish(load: Request, model: PreTrainedModel) -> None:
     """Put down on the model what was done, and warn of what is not as it was asked for."""
-    constructed = constructed_of(load)
-    if constructed is None:
+    if not isinstance(load, Constructed):
         return
-    asked, diagnostics = constructed.request, constructed.diagnostics
-    record = constructed.record
-    if isinstance(load, Loaded):
-        record, diagnostics = load.record, load.diagnostics
-    else:  # transformers has read it in a way of its own
-        for entry in (entry for entry in asked.own if not entry.patcher.strict):
-            error = check_matches(entry, constructed.matched, model_name=asked.model_class.__name__)
-            diagnostics = diagnostics.adding(error, strict=False)
-    total = time.perf_counter() - asked.started
-    seconds = {"construction": constructed.seconds, "reading": total - constructed.seconds, "total": total}
-    keep_record(model, replace(record, seconds=seconds, warnings=diagnostics.warnings))
+    diagnostics = load.diagnostics
+    if not isinstance(load, Loaded):  # transformers has read it in a way of its own
+        lenient = [entry for entry in load.own if not entry.patcher.strict]
+        diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
+    total = time.perf_counter() - load.started
+    seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
+    keep_record(model, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
     forget_indices(model)
     diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    outermost = construction.outermost_built
-    entries = construction.rules.entries
+    outermost, rules = construction.outermost_built, construction.rules
     construction.matched = _told(construction, model)
-    keep_new_weights(
-        model, construction.rules, outermost, [text for entry in entries for text in entry.patcher.new_weights]
-    )
+    keep_new_weights(model, rules, outermost, [text for entry in rules.entries for text in entry.patcher.new_weights])
     ParameterTraits.of(model, outermost)
     forget_indices(model)
     keep_record(model, _record(model, construction))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,24 +12,20 @@ from patcher.compat.conversions import (
     leave_alone,
     set_used_conversions,
     source_patterns,
+    stock_conversions,
     take_over_use,
     target_patterns,
     was_used,
 )
 from patcher.compat.models import mark_initialized, settle_keys
-from patcher.construction.in_force import Matched, tell_blocks
+from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checks import (
-    check_matches,
-    check_weights,
-    shape_of,
-    shapes_of,
-    stock_outcome,
-)
+from patcher.loading.checks import Diagnostics, check_weights, shape_of, shapes_of
 from patcher.loading.load import DryRun, Loaded, Selected
+from patcher.loading.record import PatchRecord
 from patcher.resolution.resolution import skeleton
 
 
@@ -61,10 +57,9 @@ def read(
         UnmatchedPatchError: a filter or a conversion had no effect.
         PatchedWeightsError: parameters of replaced modules are missing, tensors are left over, a conversion failed.
     """
-    constructed = selected.constructed
     mapping = load_config.weight_mapping or []
-    if constructed.request.dry_run is not None:
-        expected = _dry_run(selected, mapping, checkpoint, constructed.request.dry_run)
+    if selected.dry_run is not None:
+        expected = _dry_run(selected, mapping, checkpoint, selected.dry_run)
         return expected, expected.info, None
     if _can_be_simulated(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
@@ -72,21 +67,20 @@ def read(
     loaded = replace(_check_read(selected, mapping, checkpoint, info), disk_index=disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
-    set_used_conversions(constructed.model, own)
+    set_used_conversions(selected.model, own)
     return loaded, info, disk_index
 
 
 def _dry_run(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
-    constructed = selected.constructed
     if not asked.has_checkpoint:
-        return Loaded(selected, constructed.record, _Info(Outcome()), constructed.diagnostics)
-    expected = _simulate_read(selected, mapping, checkpoint, asked.unknown, is_dry_run=True)
+        return Loaded(**vars(selected), info=_Info(Outcome()))
+    expected = _simulate_read(selected, mapping, checkpoint)
     assert expected is not None
     # Take from the keys what transformers doesn't mind, as a load does at its end.
-    parameters = dict(constructed.model.named_parameters(remove_duplicate=False))
+    parameters = dict(selected.model.named_parameters(remove_duplicate=False))
     for name in expected.outcome.loaded & set(parameters):
         mark_initialized(parameters[name])
-    settle_keys(constructed.model, expected.info)
+    settle_keys(selected.model, expected.info)
     return expected
 
 
@@ -98,31 +92,21 @@ def _can_be_simulated(load_config: Any) -> bool:
 
 def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> bool:
     """Whether every tensor of the replaced modules plainly goes where its name says: nothing to judge, as usual."""
-    constructed = selected.constructed
-    patchers = [entry.patcher for entry in constructed.request.in_force]
-    if selected.traced or any(patcher.filtered_weight_conversion_patterns for patcher in patchers):
+    if selected.traced or any(entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force):
         return False
-    paths = [item.path for item in constructed.record.replaced]
+    paths = [item.path for item in selected.record.replaced]
     if "" in paths or not leave_alone(mapping, checkpoint):
         return False
     under = tuple(f"{path}." for path in paths)
     expected = {
         f"{path}.{name}": parameter.shape
         for path in paths
-        for name, parameter in constructed.model.get_submodule(path).named_parameters(remove_duplicate=False)
+        for name, parameter in selected.model.get_submodule(path).named_parameters(remove_duplicate=False)
     }
-    found = {key: value for key, value in checkpoint.items() if key.startswith(under)}
-    return found.keys() == expected.keys() and all(expected[key] == shape_of(value) for key, value in found.items())
+    return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
 
-def _simulate_read(
-    selected: Selected,
-    mapping: list[Any],
-    checkpoint: Mapping[str, Any],
-    unknown: frozenset[str] = frozenset(),
-    *,
-    is_dry_run: bool = False,
-) -> Loaded | None:
+def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> Loaded | None:
     """What the load will come to, by names and shapes; None if it can't be told.
 
     On copies of the conversions, since they collect what passes through them.
@@ -141,8 +125,8 @@ def _simulate_read(
         followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
     )
     copied = [copies[id(item)] for item in mapping]
-    outcome = simulate(selected.constructed.model, copied, shapes_of(checkpoint), unknown, going_on=True)
-    if outcome.conversion_errors and not is_dry_run and not _fails_for_sure(copied, outcome):
+    outcome = simulate(selected.model, copied, shapes_of(checkpoint), _unknown(selected), going_on=True)
+    if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
         return None
     return replace(_check_read(alone, copied, checkpoint, _Info(outcome)), outcome=outcome)
 
@@ -159,16 +143,15 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
 
 def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
     """Put down what was done with the weights, and see whether it is what was asked for."""
-    constructed = selected.constructed
-    model, diagnostics = constructed.model, constructed.diagnostics
+    diagnostics = selected.diagnostics
     traces: list[ConversionTrace] = [item.trace for item in selected.traced]
     for trace, item in zip(traces, selected.traced, strict=True):
         # A quantizer that has rewritten a conversion has made one that nobody can follow.
         trace.lost = not any(item is other for other in mapping)
-    lost = [item for item, trace in zip(selected.traced, traces, strict=True) if trace.lost]
+    lost = [item for item in selected.traced if item.trace.lost]
     ran = [*lost, *(_plain_if_even(item, selected.followed) for item in mapping)]
     record = replace(
-        constructed.record,
+        selected.record,
         read=True,
         conversions=tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
         dropped=selected.conversions.dropped,
@@ -176,37 +159,45 @@ def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str,
     for trace in traces:
         if trace.failed:
             failure = _failure(trace, info)
-            if diagnostics.goes_on:
-                return Loaded(selected, record, info, replace(diagnostics, errors=(*diagnostics.errors, failure)))
-            raise failure
-    matched = constructed.matched | _matched_by_reading(selected, traces, checkpoint)
-    if constructed.request.dry_run is None:
+            if not diagnostics.goes_on:
+                raise failure
+            return _loaded(selected, record, info, replace(diagnostics, errors=(*diagnostics.errors, failure)))
+    matched = selected.matched | _matched_by_reading(selected, traces, checkpoint)
+    if selected.dry_run is None:
         tell_blocks(matched)
-    for entry in constructed.request.own:
-        strict = entry.patcher.strict  # then what the model doesn't have was said when it was built
-        error = check_matches(entry, matched, classes=not strict, model_name=constructed.request.model_class.__name__)
-        diagnostics = diagnostics.adding(error, strict=strict)
-    expressions = [text for entry in constructed.request.in_force for text in entry.patcher.new_weights]
+    for entry in selected.own:
+        diagnostics = diagnostics.adding_matches(
+            [entry],
+            matched,
+            selected.model_class.__name__,
+            classes=not entry.patcher.strict,  # then what the model doesn't have was said when it was built
+        )
+    expressions = [text for entry in selected.in_force for text in entry.patcher.new_weights]
     found = check_weights(
-        model,
+        selected.model,
         record.replaced,
-        constructed.request.in_force,
-        missing=constructed.traits.without_aliases(set(info.missing_keys), expressions),
-        mismatched={
-            name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
-        },
-        unexpected=set(info.unexpected_keys),
-        stock_outcome=lambda: stock_outcome(
-            skeleton(record.model_class, model.config), selected.key_mapping, shapes_of(checkpoint), _unknown(selected)
-        ),
+        selected.in_force,
+        info,
+        missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
+        stock_outcome=lambda: _stock_outcome(selected, checkpoint),
     )
-    record = replace(record, new_weights=constructed.traits.with_aliases(found.new), dropped_weights=found.dropped)
-    return Loaded(selected, record, info, diagnostics.adding(found.error, strict=constructed.request.strict))
+    record = replace(record, new_weights=selected.traits.with_aliases(found.new), dropped_weights=found.dropped)
+    return _loaded(selected, record, info, diagnostics.adding(found.error, strict=selected.strict))
+
+
+def _loaded(selected: Selected, record: PatchRecord, info: Any, diagnostics: Diagnostics) -> Loaded:
+    return Loaded(**{**vars(selected), "record": record, "info": info, "diagnostics": diagnostics})
 
 
 def _unknown(selected: Selected) -> frozenset[str]:
-    dry_run = selected.constructed.request.dry_run
-    return dry_run.unknown if dry_run is not None else frozenset()
+    return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
+
+
+def _stock_outcome(selected: Selected, checkpoint: Mapping[str, Any]) -> Outcome:
+    """What the unpatched model would make of a checkpoint, by names and shapes."""
+    stock = skeleton(selected.record.model_class, selected.model.config)
+    conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
+    return simulate(stock, conversions, shapes_of(checkpoint), _unknown(selected), going_on=True)
 
 
 def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
@@ -230,25 +221,23 @@ def _failure(trace: ConversionTrace, info: Any) -> PatchedWeightsError:
 
 def _matched_by_reading(selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any]) -> Matched:
     """Which filters and conversions had an effect, and what there was for them."""
-    constructed = selected.constructed
     entries = [
         entry
-        for entry in constructed.request.in_force
+        for entry in selected.in_force
         if entry.patcher.filtered_weight_conversion_patterns or entry.patcher.extra_weight_conversions
     ]
     if not entries:
         return Matched(has_read=True)
-    parameters = set(constructed.model.state_dict()) if traces else set()
-    prefix = constructed.model.base_model_prefix
-    filters = {text for _, text in selected.conversions.dropped}
-    fired = {identity(trace.transform) for trace in traces if trace.had_effect(parameters, prefix)}
-    keys: set[Any] = set()
+    parameters = set(selected.model.state_dict()) if traces else set()
+    prefix = selected.model.base_model_prefix
+    keys: set[tuple[InForce, str, Hashable]] = set()
     for entry in entries:
-        for field_name, effective in (
-            ("filtered_weight_conversion_patterns", filters),
-            ("extra_weight_conversions", fired),
-        ):
-            keys.update((entry, field_name, each) for each in effective)
+        keys |= {(entry, "filtered_weight_conversion_patterns", text) for _, text in selected.conversions.dropped}
+        keys |= {
+            (entry, "extra_weight_conversions", identity(trace.transform))
+            for trace in traces
+            if trace.had_effect(parameters, prefix)
+        }
     stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
     return Matched(frozenset(keys), patterns=frozenset(patterns), checkpoint_keys=frozenset(checkpoint), has_read=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -14,9 +14,8 @@ from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
 from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
+from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
-
-__all__ = ["PatchRecord", "Replaced", "keep_record", "record_of"]
 
 RECORD = "_patcher_record"
 
@@ -83,27 +82,24 @@ def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
     """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and path:
-            prefix = f"{path}."
-            module.__dict__[RECORD] = PatchRecord(
-                model_class=_model_class(original_class(module) or type(module)),
-                in_force=record.in_force,
-                replaced=tuple(
-                    Replaced(item.path.removeprefix(prefix), item.original, item.replacement, item.chosen)
-                    for item in record.replaced
-                    if item.path.startswith(prefix)
-                ),
-                fused={
-                    name.removeprefix(prefix): cls for name, cls in record.fused.items() if name.startswith(prefix)
-                },
-                fusions={
-                    fusion: inside
-                    for fusion, paths in record.fusions.items()
-                    if (inside := tuple(name.removeprefix(prefix) for name in paths if name.startswith(prefix)))
-                },
-            )
+            module.__dict__[RECORD] = _part(record, inside(path), original_class(module) or type(module))
     model.__dict__[RECORD] = record
 
 
-def _model_class(cls: type[nn.Module]) -> type[PreTrainedModel]:
-    assert issubclass(cls, PreTrainedModel)
-    return cls
+def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
+    def within(paths: Iterable[str]) -> dict[str, str]:
+        return {path: path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+
+    fused = within(record.fused)
+    fusions = {fusion: tuple(within(paths).values()) for fusion, paths in record.fusions.items()}
+    return PatchRecord(
+        model_class=model_class,
+        in_force=record.in_force,
+        replaced=tuple(
+            replace(item, path=item.path.removeprefix(prefix))
+            for item in record.replaced
+            if item.path.startswith(prefix)
+        ),
+        fused={name: record.fused[path] for path, name in fused.items()},
+        fusions={fusion: paths for fusion, paths in fusions.items() if paths},
+    )

@@ -17,8 +17,6 @@ from patcher.compat.models import original_class
 from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
 from patcher.loading.record import record_of
 
-__all__ = ["RecordOutput", "install_output_hooks"]
-
 
 class RecordOutput:
     """A forward hook that records one output of a module, and that can be pickled with it."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
+from patcher.compat.models import ModelView
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.simulation import simulate
@@ -20,10 +21,8 @@ from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.loading.record import PatchRecord, record_of
-from patcher.patterns import compress
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
-
-__all__ = ["SavePlan", "original_state_dict", "plan_saving"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +50,13 @@ class SavePlan:
         model = self.model
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         restored, rest = reverse_conversions(traces, state_dict, model)
-        renamings: list[Any] = []
         reversible: list[Any] = []
         for item in self.conversions:
-            if isinstance(item, ConversionTrace):
-                if item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
-                    renamings.append(ReversibleRenaming(item, model.base_model_prefix))
-                    reversible.append(renamings[-1])
-            else:
+            if not isinstance(item, ConversionTrace):
                 reversible.append(item)
-                if isinstance(item, WeightRenaming):
-                    renamings.append(item)
+            elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
+                reversible.append(ReversibleRenaming(item, model.base_model_prefix))
+        renamings = [item for item in reversible if isinstance(item, WeightRenaming | ReversibleRenaming)]
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
@@ -90,10 +85,9 @@ def plan_saving(
             describes it.
     """
     record = record_of(model)
-    if record is None:
-        return SavePlan(model, None, original_format)
-    if not original_format:
+    if record is not None and not original_format:
         _check_runtime_layout(model, record)
+    if record is None or not original_format:
         return SavePlan(model, record, original_format)
     plan = _plan_original_format(model, record)
     given = model.state_dict() if state_dict is None else state_dict
@@ -110,11 +104,8 @@ def plan_saving(
 def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
     # Not patched, by nothing that may be in force around us either; and built once.
     stock = functools.cache(lambda: skeleton(record.model_class, model.config))
-    conversions = record.conversions
-    if record.read:
-        conversions = _conversions_as_read(model, record, stock)
-    else:
-        conversions = _conversions_from_scratch(model, record, stock)
+    find = _conversions_as_read if record.read else _conversions_from_scratch
+    conversions = find(model, record, stock)
     order: dict[str, int] = {}
     if record.dropped or any(item.entries for item in conversions if isinstance(item, ConversionTrace)):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
@@ -161,23 +152,11 @@ def _conversions_from_scratch(
     traced = [with_trace(transform) for transform in selected.added]
     if not traced and len(selected.kept) == len(conversions):
         return selected.kept
-    simulate(_OnMeta(model), [*traced, *selected.kept], checkpoint)  # type: ignore[arg-type]
+    shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+    on_meta: Any = ModelView(model, state_dict=lambda: shapes)
+    simulate(on_meta, [*traced, *selected.kept], checkpoint)
     traces = [trace for transform in traced if (trace := trace_of(transform)) is not None]
     return (*traces, *(transform for transform in selected.kept if was_used(transform)))
-
-
-class _OnMeta:
-    """The names and shapes of a model, for `simulate`."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._shapes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
@@ -210,10 +189,10 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
 
     Loaded by name, what only the stock form has would be random.
     """
-    replaced = tuple(_inside(item.path) for item in record.replaced if item.path not in record.fused)
+    replaced = tuple(inside(item.path) for item in record.replaced if item.path not in record.fused)
     if not replaced:
         return []
-    fused = tuple(_inside(path) for path in record.fused)
+    fused = tuple(inside(path) for path in record.fused)
     found, stock = (
         {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
         for each in (model, skeleton(record.model_class, model.config))
@@ -222,7 +201,3 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
     return [f"new: {key}" for key in compress(sorted(only_here))] + [
         f"without {key}" for key in compress(sorted(stock - found))
     ]
-
-
-def _inside(path: str) -> str:
-    return f"{path}." if path else ""

@@ -16,8 +16,6 @@ from patcher.errors import PatchConstructionError
 from patcher.fusions.base import fusion_named
 from patcher.resolution.resolution import Resolution, resolve_in_force
 
-__all__ = ["convert_modules", "fuse_modules", "prepare_fusions"]
-
 
 def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
@@ -33,9 +31,7 @@ def prepare_fusions(construction: Construction, model_class: type[PreTrainedMode
 
 def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Put the fused modules in place of those that were built, before the model looks at its parts."""
-    resolution: Resolution | None = construction.resolution
-    if resolution is None:
-        return
+    resolution: Resolution = construction.resolution or Resolution()
     fused: dict[int, nn.Module] = {}
     # The outer ones first: building those builds what is inside of them once more.
     for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
@@ -64,9 +60,7 @@ def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
 
 def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Convert the modules that stand and have their initial values, where a fusion can do that."""
-    resolution: Resolution | None = construction.resolution
-    if resolution is None:
-        return
+    resolution: Resolution = construction.resolution or Resolution()
     matched: set[tuple[InForce, str, Any]] = set()
     for path in resolution.fusion_plan.converted:
         module = model.get_submodule(path)

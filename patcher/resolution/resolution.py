@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -24,12 +23,11 @@ from patcher.construction.in_force import InForce, entering
 from patcher.construction.init_hooks import covering
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
+from patcher.display import folded
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import Fusion, fusion_named
-from patcher.patterns import compress
+from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
-
-__all__ = ["Resolution", "resolve", "resolve_in_force", "skeleton"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,29 +68,22 @@ class Resolution:
         original_classes: path -> the class that stood there, of what is replaced or fused.
     """
 
-    classes: Mapping[type[nn.Module], type[nn.Module]]
-    replaced: Mapping[str, type[nn.Module]]
-    fused: Mapping[str, type[nn.Module]]
-    refused: Mapping[str, str]
-    dropped: tuple[WeightTransform, ...]
-    added: tuple[WeightTransform, ...]
-    original_classes: Mapping[str, type[nn.Module]] = field(repr=False)
-    fusion_plan: FusionPlan = field(repr=False)
+    classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    replaced: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    fused: Mapping[str, type[nn.Module]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    dropped: tuple[WeightTransform, ...] = ()
+    added: tuple[WeightTransform, ...] = ()
+    original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
+    fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
 
     def __str__(self) -> str:
-        lines = [f"{name}: {cls.__qualname__}" for name, cls in _folded(self.replaced)]
-        lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in _folded(self.fused)]
-        lines += [f"{name}: not fused, {reason}" for name, reason in _folded(self.refused)]
+        lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
+        lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
+        lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
         lines += [f"drops {describe(transform)}" for transform in self.dropped]
         lines += [f"adds {describe(transform)}" for transform in self.added]
         return "\n".join(lines) or "changes nothing"
-
-
-def _folded(paths: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    by_value: dict[Any, list[str]] = {}
-    for path, value in paths.items():
-        by_value.setdefault(value, []).append(path)
-    return [(path or "(root)", value) for value, listed in by_value.items() for path in compress(listed)]
 
 
 def skeleton(
@@ -154,15 +145,13 @@ def resolve_in_force(
             transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
             if type(fusion).convert is not Fusion.convert:
                 converted.update(found.matches)
-    for path in fused:
-        refused.pop(path, None)
 
     selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
         classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
-        refused=MappingProxyType(refused),
+        refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(selected.added),
         original_classes=MappingProxyType(
@@ -173,9 +162,9 @@ def resolve_in_force(
             converted=frozenset(converted),
             shapes=MappingProxyType(
                 {
-                    f"{path}.{name}" if path else name: tensor.shape
+                    name: tensor.shape
                     for path in fused
-                    for name, tensor in modules[path].state_dict().items()
+                    for name, tensor in modules[path].state_dict(prefix=inside(path)).items()
                 }
             ),
             transforms=tuple(transforms),
@@ -186,6 +175,5 @@ def resolve_in_force(
 def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str, type[nn.Module]]:
     if type(fusion).fused_class_of is not Fusion.fused_class_of:
         return {path: fusion.fused_class_of(module) for path, module in matches.items()}
-    classes = dict.fromkeys(type(module) for module in matches.values())
-    made = {cls: fusion.make_fused_class(cls) for cls in classes}
+    made = {cls: fusion.make_fused_class(cls) for cls in dict.fromkeys(map(type, matches.values()))}
     return {path: made[type(module)] for path, module in matches.items()}

@@ -105,6 +105,25 @@ def test_what_the_model_was_set_to_is_kept(smollm2_small: Path) -> None:
     assert not JOINED.apply(model).training
 
 
+def test_weights_of_several_dtypes_keep_them() -> None:
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    stock.lm_head.float()
+    nn.init.normal_(stock.lm_head.weight)
+    patched = Patcher(fusions="gate_up").apply(stock)
+    assert torch.equal(patched.lm_head.weight, stock.lm_head.weight)
+    assert patched.lm_head.weight.dtype == torch.float32
+    assert patched.model.layers[0].mlp.gate_up_proj.weight.dtype == torch.bfloat16
+
+    stock.model.layers[1].mlp.float()
+    with pytest.raises(
+        InvalidPatcherError,
+        match=r"can't convert weights of several dtypes: model\.layers\.1\.mlp\.gate_proj\.weight, "
+        r"model\.layers\.1\.mlp\.up_proj\.weight would become torch\.bfloat16",
+    ):
+        Patcher(fusions="gate_up").apply(stock)
+
+
 def test_offloaded_and_quantized_models_are_refused(smollm2_small: Path, tmp_path: Path) -> None:
     quantized = AutoModelForCausalLM.from_pretrained(
         smollm2_small, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
