@@ -14,8 +14,6 @@ from patcher.compat.modeling_code import module_subclasses
 from patcher.compat.models import class_in, remote_class
 from patcher.errors import InvalidPatcherError
 
-__all__ = ["PLACES", "config_of", "model_class_of"]
-
 #: The options of `from_pretrained` that say where files are, and no more.
 PLACES = frozenset(
     "cache_dir code_revision force_download local_files_only proxies revision subfolder token trust_remote_code "

@@ -24,8 +24,6 @@ from patcher.patterns import nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.patcher import Patcher
 
-__all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_of", "without_pins"]
-
 
 def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
     """The config of a repo or a folder."""

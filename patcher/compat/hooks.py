@@ -13,9 +13,7 @@ from typing import Any
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
-from transformers.core_model_loading import (
-    WeightTransform,
-)
+from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
 from transformers.utils import output_capturing
 
@@ -25,7 +23,6 @@ from patcher.errors import PatcherError
 # Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
 # at once make each other wrong, without any patcher. Every load holds this while it constructs and initialises.
 construction_lock = threading.RLock()
-
 
 if hasattr(os, "register_at_fork"):
     # The child of a fork has only the thread that forked; another one may have held the lock.

@@ -28,16 +28,6 @@ from patcher.errors import PatchConstructionError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "Built",
-    "Construction",
-    "begin_by_hand",
-    "build_replacement",
-    "constructing",
-    "current_construction",
-    "under_construction",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Built:

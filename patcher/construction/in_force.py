@@ -16,20 +16,6 @@ from typing import Any, TypeVar
 from patcher.errors import InvalidPatcherError
 from patcher.spec.patcher import Patcher
 
-__all__ = [
-    "REGISTRY",
-    "Block",
-    "InForce",
-    "Matched",
-    "entered",
-    "entering",
-    "in_force_for",
-    "registered_patcher",
-    "set_registered_patcher",
-    "tell_blocks",
-    "unpatched",
-]
-
 T = TypeVar("T")
 
 REGISTRY = "monkey_patching"

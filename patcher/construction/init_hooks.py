@@ -30,8 +30,6 @@ from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 
-__all__ = ["cover_new_classes", "covering"]
-
 _MISSING = object()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import threading
 
-__all__ = ["process_lock"]
-
 #: Held for moments only: a fork waits for it, so that the child never inherits it held, or what it guards half done.
 process_lock = threading.RLock()
 

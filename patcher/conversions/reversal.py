@@ -15,8 +15,6 @@ from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.conversions.transforms import describe
 from patcher.errors import PatchedWeightsError
 
-__all__ = ["ReversibleRenaming", "reverse_conversions"]
-
 
 def reverse_conversions(
     traces: Iterable[ConversionTrace], state_dict: Mapping[str, torch.Tensor], model: nn.Module

@@ -16,8 +16,6 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from patcher.compat.conversions import copy_transform
 from patcher.conversions.concatenate import ReversibleConcatenate
 
-__all__ = ["ConversionTrace", "LayerTrace", "trace_of", "with_trace"]
-
 
 @dataclass
 class LayerTrace:
