@@ -91,25 +91,18 @@ def compress(keys: Iterable[str]) -> list[str]:
     # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
     depth = max((key.count(".") for key in current), default=0) + 1
     for position in range(depth, -1, -1):
-        groups: dict[tuple[str, str], list[int]] = {}
-        order: list[tuple[str, str] | str] = []
+        groups: dict[tuple[str, ...], list[int]] = {}  # what is before and after the number, or a key without one
         for key in current:
             parts = key.split(".")
             if position < len(parts) and parts[position].isdigit():
-                group = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
-                if group not in groups:
-                    groups[group] = []
-                    order.append(group)
-                groups[group].append(int(parts[position]))
+                around = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
+                groups.setdefault(around, []).append(int(parts[position]))
             else:
-                order.append(key)
-        current = []
-        for entry in order:
-            if isinstance(entry, str):
-                current.append(entry)
-            else:
-                head, tail = entry
-                current.append(".".join(part for part in (head, _ranges(groups[entry]), tail) if part))
+                groups[(key,)] = []
+        current = [
+            ".".join(filter(None, (around[0], _ranges(numbers), around[1]))) if numbers else around[0]
+            for around, numbers in groups.items()
+        ]
     return current
 
 

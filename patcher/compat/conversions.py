@@ -18,7 +18,11 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import dot_natural_key as dot_natural_key
 
-from patcher.compat.models import as_stock
+from patcher.compat.models import ModelView, as_stock
+
+# Before the hook stands in for them.
+_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
+_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
 # What a transform collects while it runs, and what follows from its patterns.
 _RUNTIME_SLOTS = frozenset(
@@ -165,32 +169,16 @@ def stock_conversions(
     return _stock_conversion_mapping(as_stock(model), key_mapping, None, add_legacy=legacy)
 
 
-# Before the hook stands in for them.
-_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
-
-
-_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
-
-
 def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] | None = None) -> dict[str, Any]:
     """Reverse the conversions of the model's load as transformers does, or these instead."""
-    if conversions is None and used_conversions(model) is None:
+    if conversions is None and getattr(model, "_weight_conversions", None) is None:
         # It would ask for them itself, by the classes that the sub-models have now.
         conversions = stock_conversions_from_scratch(model) or None
         if conversions is None:
             return dict(state_dict)
-    return dict(_stock_revert(model if conversions is None else _Converted(model, conversions), state_dict))
-
-
-class _Converted:
-    """A model as transformers' reversal sees it, with other conversions to reverse."""
-
-    def __init__(self, model: Any, conversions: list[Any]) -> None:
-        self._model = model
-        self._weight_conversions = conversions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    if conversions is not None:
+        model = ModelView(model, _weight_conversions=conversions)
+    return dict(_stock_revert(model, state_dict))
 
 
 def adapted_to_quantizer(
@@ -212,12 +200,8 @@ def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransfo
     ]
 
 
-def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
-    """The conversions of the model's load, as transformers remembers them for saving."""
-    return getattr(model, "_weight_conversions", None)
-
-
 def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
+    """Set the conversions of the model's load, as transformers remembers them for saving."""
     model.__dict__["_weight_conversions"] = conversions
 
 

@@ -113,7 +113,7 @@ class Construction:
         Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
         replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
         """
-        if module is not None and any(module is each for each in self._building):
+        if any(module is each for each in self._building):
             return False
         return not self._building or is_modeling_module(calling_module(depth + 1))
 

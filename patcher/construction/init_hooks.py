@@ -30,8 +30,6 @@ from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 
-_MISSING = object()
-
 
 class _Gate:
     """The `__init__` of one class, as long as something in force names it; whoever needs it shares it."""
@@ -41,14 +39,14 @@ class _Gate:
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls = cls
         self.users = 0
-        self.before = cls.__dict__.get("__init__", _MISSING)
-        self.function = _gate_function(cls, None if self.before is _MISSING else self.before)
+        self.before = cls.__dict__.get("__init__")
+        self.function = _gate_function(cls, self.before)
         cls.__init__ = self.function  # type: ignore[method-assign]
 
     def remove(self) -> None:
         # Somebody who has replaced `__init__` meanwhile keeps theirs; what they wrapped goes on passing through.
         if self.cls.__dict__.get("__init__") is self.function:
-            if self.before is _MISSING:
+            if self.before is None:
                 del self.cls.__init__
             else:
                 self.cls.__init__ = self.before  # type: ignore[method-assign]
@@ -209,17 +207,14 @@ class _CoveringLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        with process_lock:
-            covers = list(_Cover.active)
         classes = [
             value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)
         ]
-        for cover in covers:
-            for cls in classes:
-                cover.add(cls)
-            with process_lock:
-                if cover in _Cover.active:
-                    cover.namespaces.add(module)
+        with process_lock:
+            for cover in _Cover.active:
+                for cls in classes:
+                    cover.add(cls)
+                cover.namespaces.add(module)
 
 
 _watcher = _ImportWatcher()
