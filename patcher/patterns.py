@@ -38,20 +38,15 @@ def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bo
     """
     if name in mapping:
         return name
-    found: str | None = None
-    for key, replacement in mapping.items():
-        if (names_too or is_expression(key)) and search(key, name):
-            if found is None:
-                found = key
-                if names_too:
-                    break
-            elif mapping[found] is not replacement:
-                raise PatchConflictError(
-                    f"The expressions {found!r} and {key!r} both match the class {name}, and they ask for different "
-                    f"replacements, {mapping[found].__qualname__} and {replacement.__qualname__}. Narrow one of the "
-                    f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
-                )
-    return found
+    found = hits(name, mapping, names_too=names_too)
+    for key in () if names_too else found[1:]:
+        if mapping[key] is not mapping[found[0]]:
+            raise PatchConflictError(
+                f"The expressions {found[0]!r} and {key!r} both match the class {name}, and they ask for different "
+                f"replacements, {mapping[found[0]].__qualname__} and {mapping[key].__qualname__}. Narrow one of the "
+                f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
+            )
+    return found[0] if found else None
 
 
 def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:

@@ -12,12 +12,18 @@ import threading
 from typing import Any
 
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    conversion_mapping,
+    core_model_loading,
+    fusion_mapping,
+    modeling_utils,
+)
 from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
 from transformers.utils import output_capturing
 
-from patcher.compat.conversions import _slots
 from patcher.errors import PatcherError
 
 # Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
@@ -48,8 +54,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
-
-# What is called or read besides.
+#: What is called or read besides.
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
@@ -60,8 +65,10 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (WeightTransform, "rename_source_key", ("source_key",)),
     (WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern", "future")),
     (WeightTransform, "reverse_transform", ()),
+    (WeightTransform, "_original_source_patterns", ()),
+    (WeightTransform, "_was_used", ()),
+    (core_model_loading, "rename_source_key", ("base_model_prefix", "meta_state_dict")),
 )
-
 
 _checked = False
 
@@ -80,9 +87,6 @@ def check() -> None:
             known = inspect.signature(seam).parameters
             if missing := [parameter for parameter in parameters if parameter not in known]:
                 raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
-    missing = [slot for slot in ("_original_source_patterns", "_was_used") if slot not in _slots(WeightTransform)]
-    if missing:
-        raise _gone(f"WeightTransform has no {', '.join(missing)}")
     _checked = True
 
 

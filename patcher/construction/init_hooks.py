@@ -15,7 +15,7 @@ import importlib.machinery
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -39,9 +39,18 @@ class _Gate:
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls = cls
         self.users = 0
-        self.before = cls.__dict__.get("__init__")
-        self.function = _gate_function(cls, self.before)
-        cls.__init__ = self.function  # type: ignore[method-assign]
+        self.before = before = cls.__dict__.get("__init__")
+
+        @functools.wraps(cls.__init__)
+        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
+                return
+            if before is None:
+                super(cls, self).__init__(*args, **kwargs)
+            else:
+                before(self, *args, **kwargs)
+
+        self.function = cls.__init__ = __init__  # type: ignore[method-assign]
 
     def remove(self) -> None:
         # Somebody who has replaced `__init__` meanwhile keeps theirs; what they wrapped goes on passing through.
@@ -50,19 +59,6 @@ class _Gate:
                 del self.cls.__init__
             else:
                 self.cls.__init__ = self.before  # type: ignore[method-assign]
-
-
-def _gate_function(cls: type[nn.Module], before: Any) -> Callable[..., None]:
-    @functools.wraps(cls.__init__)
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
-            return
-        if before is None:
-            super(cls, self).__init__(*args, **kwargs)
-        else:
-            before(self, *args, **kwargs)
-
-    return __init__
 
 
 class _Cover:
@@ -89,10 +85,8 @@ class _Cover:
             The other classes that are named.
         """
         named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
-        if all(is_modeling_module(cls.__module__) for cls in named):
-            self._custom = set()
-        else:
-            self._custom = custom_modeling_modules()
+        of_transformers = all(is_modeling_module(cls.__module__) for cls in named)
+        self._custom = set() if of_transformers else custom_modeling_modules()
         for cls in named:
             self.add(cls)
         return [cls for cls in named if cls not in self.gated]

@@ -63,7 +63,3 @@ class SplitBySizes(ConversionOps):
         for (pattern, _), piece in zip(self.sizes, pieces, strict=True):
             result.setdefault(pattern, []).append(piece.contiguous())
         return result
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return Concatenate(self.dim)
