@@ -7,33 +7,15 @@ loading wrong weights.
 from __future__ import annotations
 
 import inspect
-import os
-import threading
 from typing import Any
 
 import transformers
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    conversion_mapping,
-    core_model_loading,
-    fusion_mapping,
-    modeling_utils,
-)
+from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
 from transformers.utils import output_capturing
 
 from patcher.errors import PatcherError
-
-# Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
-# at once make each other wrong, without any patcher. Every load holds this while it constructs and initialises.
-construction_lock = threading.RLock()
-
-if hasattr(os, "register_at_fork"):
-    # The child of a fork has only the thread that forked; another one may have held the lock.
-    os.register_at_fork(after_in_child=lambda: construction_lock._at_fork_reinit())  # type: ignore[attr-defined]
-
 
 #: Where the hook goes: place -> the owner, the name, and the parameters that the hook relies on.
 HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
@@ -67,7 +49,6 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (WeightTransform, "reverse_transform", ()),
     (WeightTransform, "_original_source_patterns", ()),
     (WeightTransform, "_was_used", ()),
-    (core_model_loading, "rename_source_key", ("base_model_prefix", "meta_state_dict")),
 )
 
 _checked = False

@@ -180,16 +180,11 @@ def with_trace(transform: WeightTransform) -> Any:
     copy.trace = ConversionTrace(transform)
     if isinstance(copy, WeightConverter):
         copy.collected = []
-        copy.operations = [_reversible(operation) for operation in copy.operations]
+        copy.operations = [
+            ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else operation
+            for operation in copy.operations
+        ]
     return copy
-
-
-def _reversible(operation: ConversionOps) -> ConversionOps:
-    if type(operation) is Concatenate:
-        remembering = ReversibleConcatenate.__new__(ReversibleConcatenate)
-        remembering.__dict__.update(operation.__dict__)
-        return remembering
-    return operation
 
 
 def trace_of(transform: WeightTransform) -> ConversionTrace | None:
