@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from patcher.patterns import compress
 
-__all__ = ["Shown", "Table", "patched_tables"]
-
 
 class Table(NamedTuple):
     """One titled table: the heads of its columns, and its rows."""

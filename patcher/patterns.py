@@ -38,20 +38,15 @@ def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bo
     """
     if name in mapping:
         return name
-    found: str | None = None
-    for key, replacement in mapping.items():
-        if (names_too or is_expression(key)) and search(key, name):
-            if found is None:
-                found = key
-                if names_too:
-                    break
-            elif mapping[found] is not replacement:
-                raise PatchConflictError(
-                    f"The expressions {found!r} and {key!r} both match the class {name}, and they ask for different "
-                    f"replacements, {mapping[found].__qualname__} and {replacement.__qualname__}. Narrow one of the "
-                    f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
-                )
-    return found
+    found = hits(name, mapping, names_too=names_too)
+    for key in () if names_too else found[1:]:
+        if mapping[key] is not mapping[found[0]]:
+            raise PatchConflictError(
+                f"The expressions {found[0]!r} and {key!r} both match the class {name}, and they ask for different "
+                f"replacements, {mapping[found[0]].__qualname__} and {mapping[key].__qualname__}. Narrow one of the "
+                f"expressions, or add the exact name, which wins over expressions: {name!r}: ..."
+            )
+    return found[0] if found else None
 
 
 def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:
@@ -104,25 +99,18 @@ def compress(keys: Iterable[str]) -> list[str]:
     # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
     depth = max((key.count(".") for key in current), default=0) + 1
     for position in range(depth, -1, -1):
-        groups: dict[tuple[str, str], list[int]] = {}
-        order: list[tuple[str, str] | str] = []
+        groups: dict[tuple[str, ...], list[int]] = {}  # what is before and after the number, or a key without one
         for key in current:
             parts = key.split(".")
             if position < len(parts) and parts[position].isdigit():
-                group = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
-                if group not in groups:
-                    groups[group] = []
-                    order.append(group)
-                groups[group].append(int(parts[position]))
+                around = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
+                groups.setdefault(around, []).append(int(parts[position]))
             else:
-                order.append(key)
-        current = []
-        for entry in order:
-            if isinstance(entry, str):
-                current.append(entry)
-            else:
-                head, tail = entry
-                current.append(".".join(part for part in (head, _ranges(groups[entry]), tail) if part))
+                groups[(key,)] = []
+        current = [
+            ".".join(filter(None, (around[0], _ranges(numbers), around[1]))) if numbers else around[0]
+            for around, numbers in groups.items()
+        ]
     return current
 
 

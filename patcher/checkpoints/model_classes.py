@@ -14,8 +14,6 @@ from patcher.compat.modeling_code import module_subclasses
 from patcher.compat.models import class_in, remote_class
 from patcher.errors import InvalidPatcherError
 
-__all__ = ["PLACES", "config_of", "model_class_of"]
-
 #: The options of `from_pretrained` that say where files are, and no more.
 PLACES = frozenset(
     "cache_dir code_revision force_download local_files_only proxies revision subfolder token trust_remote_code "
@@ -56,9 +54,8 @@ def model_class_of(
         return model_class
     options = options or {}
     if model_class is not None:
-        found = _brought(getattr(model_class, "__name__", ""), config, model, options)
-        if found is None:
-            found = class_in(model_class, config)
+        auto = getattr(model_class, "__name__", "")
+        found = _brought(auto, config, model, options) or class_in(model_class, config)
         if found is None:
             raise InvalidPatcherError(
                 f"model_class= takes a class of model, or an Auto class that knows {type(config).__name__}, found "

@@ -18,8 +18,6 @@ import typer
 if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
 
-__all__ = ["diff", "fingerprint", "plan", "presets", "verify"]
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A repo on the hub, or a folder.")]
 Preset = Annotated[list[str] | None, typer.Option("--preset", metavar="NAME", help="A preset; may be repeated.")]
 Fusion = Annotated[

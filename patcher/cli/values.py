@@ -24,8 +24,6 @@ from patcher.patterns import nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.patcher import Patcher
 
-__all__ = ["Listing", "Pin", "combined", "config_of", "listing", "named", "pin_of", "without_pins"]
-
 
 def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
     """The config of a repo or a folder."""
@@ -189,13 +187,11 @@ def pin_of(name: str) -> Pin:
 def _meant(patcher: Patcher, homes: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Of namesakes in several files those in the file of a model that the preset is for; all where none is."""
     times = Counter(cls for cls, _ in homes)
-    meant = [(cls, module) for cls, module in homes if times[cls] == 1 or _is_for(patcher, module.split(".")[-2])]
+    meant = [(cls, module) for cls, module in homes if times[cls] == 1 or _is_for(patcher, module)]
     return meant + [(cls, module) for cls, module in homes if cls not in dict(meant)]
 
 
-def _is_for(patcher: Patcher, model_type: str) -> bool:
-    try:
-        config = transformers.AutoConfig.for_model(model_type)
-    except ValueError:  # a folder that is named otherwise
-        return False
+def _is_for(patcher: Patcher, module: str) -> bool:
+    config = transformers.PretrainedConfig()
+    config.model_type = module.split(".")[-2]  # type: ignore[misc]  # the folder of a model is named as its type
     return patcher in importlib.import_module("patcher.presets").for_model(config)

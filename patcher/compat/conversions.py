@@ -15,10 +15,15 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    rename_source_key,
 )
 from transformers.core_model_loading import dot_natural_key as dot_natural_key
 
 from patcher.compat.models import ModelView, as_stock
+
+# Before the hook stands in for them.
+_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
+_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
 
 # What a transform collects while it runs, and what follows from its patterns.
 _RUNTIME_SLOTS = frozenset(
@@ -81,8 +86,6 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
             value = getattr(transform, name)
             if name in ("collected_tensors", "layer_targets"):
                 value = type(value)(value.default_factory)
-            elif name == "compiled_sources":
-                pass  # immutable
             else:
                 value = deepcopy(value)
             object.__setattr__(copy, name, value)
@@ -121,41 +124,28 @@ def rename_key(
     key: str,
     transforms: Iterable[WeightTransform],
     model: PreTrainedModel | None = None,
-    parameters: Mapping[str, Any] | None = None,
+    parameters: dict[str, Any] | None = None,
 ) -> tuple[str, WeightTransform | None, str | None]:
     """The name that a load gives to a checkpoint key, and the converter and the source pattern that take it.
 
     With `model` and `parameters` the prefix of the base model is added or removed as a load does.
     """
-    renamed, taker, pattern = key, None, None
     chain = list(transforms)
-    for transform in chain:
-        if isinstance(transform, WeightRenaming):
-            renamed, _ = transform.rename_source_key(renamed)
-    for transform in chain:
-        if isinstance(transform, WeightConverter):
-            renamed, pattern = transform.rename_source_key(renamed)
-            if pattern is not None:
-                taker = transform
-                break
-    if model is None or parameters is None:
-        return renamed, taker, pattern
-    renamed = with_model_prefix(renamed, model, parameters)
-    if renamed not in parameters and key in parameters:
+    renamings = [transform for transform in chain if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in chain if isinstance(transform, WeightConverter)]
+    prefix = model.base_model_prefix if model is not None else None
+    renamed, pattern = rename_source_key(key, renamings, converters, prefix, parameters)
+    if model is not None and parameters is not None and renamed not in parameters and key in parameters:
         return with_model_prefix(key, model, parameters), None, None
+    # The first converter that matches gives the name, and the last one with that text does the work.
+    taker = next(each for each in reversed(converters) if pattern in each.source_patterns) if pattern else None
     return renamed, taker, pattern
 
 
-def with_model_prefix(key: str, model: PreTrainedModel, parameters: Mapping[str, Any]) -> str:
+def with_model_prefix(key: str, model: PreTrainedModel, parameters: dict[str, Any]) -> str:
     """The key with the prefix of the base model added or removed, where that names a parameter."""
-    prefix = model.base_model_prefix
-    if not prefix:
-        return key
-    if key.startswith(prefix) and key.removeprefix(f"{prefix}.") in parameters:
-        return key.removeprefix(f"{prefix}.")
-    if f"{prefix}.{key}" in parameters:
-        return f"{prefix}.{key}"
-    return key
+    renamed, _ = rename_source_key(key, [], [], model.base_model_prefix, parameters)
+    return renamed
 
 
 def stock_conversions(
@@ -165,22 +155,16 @@ def stock_conversions(
     return _stock_conversion_mapping(as_stock(model), key_mapping, None, add_legacy=legacy)
 
 
-# Before the hook stands in for them.
-_stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
-
-
-_stock_revert: Callable[..., Any] = vars(modeling_utils)["revert_weight_conversion"]
-
-
 def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] | None = None) -> dict[str, Any]:
     """Reverse the conversions of the model's load as transformers does, or these instead."""
-    if conversions is None and used_conversions(model) is None:
+    if conversions is None and getattr(model, "_weight_conversions", None) is None:
         # It would ask for them itself, by the classes that the sub-models have now.
         conversions = stock_conversions_from_scratch(model) or None
         if conversions is None:
             return dict(state_dict)
-    shown = model if conversions is None else ModelView(model, _weight_conversions=conversions)
-    return dict(_stock_revert(shown, state_dict))
+    if conversions is not None:
+        model = ModelView(model, _weight_conversions=conversions)
+    return dict(_stock_revert(model, state_dict))
 
 
 def adapted_to_quantizer(
@@ -202,12 +186,8 @@ def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransfo
     ]
 
 
-def used_conversions(model: PreTrainedModel) -> list[WeightTransform] | None:
-    """The conversions of the model's load, as transformers remembers them for saving."""
-    return getattr(model, "_weight_conversions", None)
-
-
 def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
+    """Set the conversions of the model's load, as transformers remembers them for saving."""
     model.__dict__["_weight_conversions"] = conversions
 
 

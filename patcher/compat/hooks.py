@@ -7,30 +7,15 @@ loading wrong weights.
 from __future__ import annotations
 
 import inspect
-import os
-import threading
 from typing import Any
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
-from transformers.core_model_loading import (
-    WeightTransform,
-)
+from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
 from transformers.utils import output_capturing
 
-from patcher.compat.conversions import _slots
 from patcher.errors import PatcherError
-
-# Constructing a model rebinds `torch.nn.init`, `torch.linspace` and `tie_weights` for the whole process, so two loads
-# at once make each other wrong, without any patcher. Every load holds this while it constructs and initialises.
-construction_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    # The child of a fork has only the thread that forked; another one may have held the lock.
-    os.register_at_fork(after_in_child=lambda: construction_lock._at_fork_reinit())  # type: ignore[attr-defined]
-
 
 #: Where the hook goes: place -> the owner, the name, and the parameters that the hook relies on.
 HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
@@ -51,8 +36,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
-
-# What is called or read besides.
+#: What is called or read besides.
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
@@ -63,8 +47,9 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (WeightTransform, "rename_source_key", ("source_key",)),
     (WeightTransform, "add_tensor", ("target_key", "source_key", "source_pattern", "future")),
     (WeightTransform, "reverse_transform", ()),
+    (WeightTransform, "_original_source_patterns", ()),
+    (WeightTransform, "_was_used", ()),
 )
-
 
 _checked = False
 
@@ -83,9 +68,6 @@ def check() -> None:
             known = inspect.signature(seam).parameters
             if missing := [parameter for parameter in parameters if parameter not in known]:
                 raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
-    missing = [slot for slot in ("_original_source_patterns", "_was_used") if slot not in _slots(WeightTransform)]
-    if missing:
-        raise _gone(f"WeightTransform has no {', '.join(missing)}")
     _checked = True
 
 

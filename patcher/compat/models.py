@@ -19,9 +19,8 @@ from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
 EXPERTS_HOME = "transformers.integrations.moe"
 
-
-# Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
-# its own takes them from the class that it replaces.
+#: Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
+#: its own takes them from the class that it replaces.
 LOADING_ATTRIBUTES = (
     "_tied_weights_keys",
     "_keep_in_fp32_modules",
@@ -42,7 +41,6 @@ LOADING_ATTRIBUTES = (
     "supports_gradient_checkpointing",
 )
 
-
 #: On a replaced module: the class that it was built for. transformers goes by class in many places.
 ORIGINAL = "_patcher_original"
 
@@ -56,36 +54,31 @@ def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
     module.__dict__[ORIGINAL] = original
 
 
-def as_stock(model: Any) -> Any:
-    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace.
-
-    Nothing is written to the model, which others may be running.
-    """
-    if not any(isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__ for module in model.modules()):
-        return model
-
-    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in model.named_modules(*args, **kwargs):
-            original = original_class(module)
-            if isinstance(module, PreTrainedModel) and original is not None:
-                shown = object.__new__(original)
-                object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
-                yield name, shown
-            else:
-                yield name, module
-
-    return ModelView(model, named_modules=named_modules)
-
-
 class ModelView:
-    """A model with other attributes, for code that only looks at it: nothing is written to the model."""
+    """A model with other values of some attributes. Nothing is written to the model, which others may be running."""
 
     def __init__(self, model: Any, **attributes: Any) -> None:
-        self._model = model
-        vars(self).update(attributes)
+        self.__dict__.update(attributes, _model=model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def as_stock(model: Any) -> Any:
+    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace."""
+
+    def is_replaced(module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__
+
+    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        for name, module in model.named_modules(*args, **kwargs):
+            shown = module
+            if is_replaced(module):
+                shown = object.__new__(module.__dict__[ORIGINAL])
+                object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
+            yield name, shown
+
+    return ModelView(model, named_modules=named_modules) if any(map(is_replaced, model.modules())) else model
 
 
 def tied_keys(model: PreTrainedModel) -> set[str]:

@@ -13,8 +13,6 @@ from patcher.construction.in_force import InForce, Matched
 from patcher.errors import PatchConflictError
 from patcher.patterns import find_key, hits, is_expression, search
 
-__all__ = ["ClassRules", "Match"]
-
 
 @dataclass(frozen=True)
 class Match:

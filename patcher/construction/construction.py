@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -27,16 +27,6 @@ from patcher.errors import PatchConstructionError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = [
-    "Built",
-    "Construction",
-    "begin_by_hand",
-    "build_replacement",
-    "constructing",
-    "current_construction",
-    "under_construction",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +43,7 @@ class Built:
     outermost: bool
 
 
+@dataclass(eq=False, repr=False)
 class Construction:
     """What happens while one model is built.
 
@@ -64,31 +55,23 @@ class Construction:
         is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
     """
 
-    def __init__(
-        self,
-        rules: ClassRules,
-        *,
-        by_hand: bool = False,
-        has_block: bool = True,
-        on_meta: bool = False,
-        is_skeleton: bool = False,
-    ) -> None:
-        self.rules = rules
-        self.by_hand = by_hand
-        self.has_block = has_block
-        self.on_meta = on_meta
-        self.is_skeleton = is_skeleton
-        self.thread = threading.get_ident()
-        self.built: list[Built] = []
-        self.matched = Matched()
-        #: what the fusions in force do to the model, and the constructor arguments of what they may build again
-        self.resolution: Any = None
-        self.recorded: frozenset[type[nn.Module]] = frozenset()
-        self.arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
-        #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
-        self.at_end: Callable[[], None] | None = None
-        self._root: weakref.ref[PreTrainedModel] | None = None
-        self._building: list[nn.Module] = []
+    rules: ClassRules
+    _: KW_ONLY
+    by_hand: bool = False
+    has_block: bool = True
+    on_meta: bool = False
+    is_skeleton: bool = False
+    thread: int = field(init=False, default_factory=threading.get_ident)
+    built: list[Built] = field(init=False, default_factory=list)
+    matched: Matched = field(init=False, default_factory=Matched)
+    #: what the fusions in force do to the model, and the constructor arguments of what they may build again
+    resolution: Any = field(init=False, default=None)
+    recorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
+    arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
+    #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
+    at_end: Callable[[], None] | None = field(init=False, default=None)
+    _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
+    _building: list[nn.Module] = field(init=False, default_factory=list)
 
     @property
     def root(self) -> PreTrainedModel | None:
@@ -123,7 +106,7 @@ class Construction:
         Inside of a replacement's own code a class is what its name says: only what modeling code builds there is
         replaced. Otherwise a replacement could not wrap an object of the class that it replaces.
         """
-        if module is not None and any(module is each for each in self._building):
+        if any(module is each for each in self._building):
             return False
         return not self._building or is_modeling_module(calling_module(depth + 1))
 
@@ -226,25 +209,14 @@ def build_replacement(
         module: the bare object of `cls`, if there is one yet.
     """
     construction = current_construction()
-    if construction is not None:
-        return _built_in(construction, cls, name, module, args, kwargs)
-    entries = entered()
-    if not entries:
-        return None
-    # A module by itself, or a replaced model: whatever it builds belongs to it.
-    with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
-        return _built_in(construction, cls, name, module, args, kwargs)
-
-
-def _built_in(
-    construction: Construction,
-    cls: type[nn.Module],
-    name: str,
-    module: nn.Module | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> nn.Module | None:
-    if not construction.decides(module, 3):
+    if construction is None:
+        entries = entered()
+        if not entries:
+            return None
+        # A module by itself, or a replaced model: whatever it builds belongs to it.
+        with constructing(Construction(ClassRules(entries), by_hand=True)):
+            return build_replacement(cls, name, module, args, kwargs)
+    if not construction.decides(module, 2):
         return None
     rules = construction.rules
     match = rules.match(cls) if name == cls.__name__ else rules.match_bound(cls, name)

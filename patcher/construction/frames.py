@@ -7,8 +7,6 @@ from types import FrameType
 
 from torch import nn
 
-__all__ = ["calling_module", "is_initializing"]
-
 
 def calling_module(depth: int) -> str:
     """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""

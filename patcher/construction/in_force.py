@@ -16,20 +16,6 @@ from typing import Any, TypeVar
 from patcher.errors import InvalidPatcherError
 from patcher.spec.patcher import Patcher
 
-__all__ = [
-    "REGISTRY",
-    "Block",
-    "InForce",
-    "Matched",
-    "entered",
-    "entering",
-    "in_force_for",
-    "registered_patcher",
-    "set_registered_patcher",
-    "tell_blocks",
-    "unpatched",
-]
-
 T = TypeVar("T")
 
 REGISTRY = "monkey_patching"
@@ -68,14 +54,8 @@ class Matched:
     has_read: bool = False
 
     def __or__(self, other: Matched) -> Matched:
-        return Matched(
-            self.keys | other.keys,
-            self.classes | other.classes,
-            self.refused | other.refused,
-            self.patterns | other.patterns,
-            self.checkpoint_keys | other.checkpoint_keys,
-            self.has_read or other.has_read,
-        )
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Matched(*(mine | theirs for mine, theirs in both))  # sets, and a flag
 
     def of(self, entry: InForce, field: str) -> set[Hashable]:
         """What of a field of one patcher has had an effect."""

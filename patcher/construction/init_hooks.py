@@ -15,7 +15,7 @@ import importlib.machinery
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -30,10 +30,6 @@ from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 
-__all__ = ["cover_new_classes", "covering"]
-
-_MISSING = object()
-
 
 class _Gate:
     """The `__init__` of one class, as long as something in force names it; whoever needs it shares it."""
@@ -43,30 +39,26 @@ class _Gate:
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls = cls
         self.users = 0
-        self.before = cls.__dict__.get("__init__", _MISSING)
-        self.function = _gate_function(cls, None if self.before is _MISSING else self.before)
-        cls.__init__ = self.function  # type: ignore[method-assign]
+        self.before = before = cls.__dict__.get("__init__")
+
+        @functools.wraps(cls.__init__)
+        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
+                return
+            if before is None:
+                super(cls, self).__init__(*args, **kwargs)
+            else:
+                before(self, *args, **kwargs)
+
+        self.function = cls.__init__ = __init__  # type: ignore[method-assign]
 
     def remove(self) -> None:
         # Somebody who has replaced `__init__` meanwhile keeps theirs; what they wrapped goes on passing through.
         if self.cls.__dict__.get("__init__") is self.function:
-            if self.before is _MISSING:
+            if self.before is None:
                 del self.cls.__init__
             else:
                 self.cls.__init__ = self.before  # type: ignore[method-assign]
-
-
-def _gate_function(cls: type[nn.Module], before: Any) -> Callable[..., None]:
-    @functools.wraps(cls.__init__)
-    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
-            return
-        if before is None:
-            super(cls, self).__init__(*args, **kwargs)
-        else:
-            before(self, *args, **kwargs)
-
-    return __init__
 
 
 class _Cover:
@@ -93,10 +85,8 @@ class _Cover:
             The other classes that are named.
         """
         named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
-        if all(is_modeling_module(cls.__module__) for cls in named):
-            self._custom = set()
-        else:
-            self._custom = custom_modeling_modules()
+        of_transformers = all(is_modeling_module(cls.__module__) for cls in named)
+        self._custom = set() if of_transformers else custom_modeling_modules()
         for cls in named:
             self.add(cls)
         return [cls for cls in named if cls not in self.gated]
@@ -211,17 +201,14 @@ class _CoveringLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        with process_lock:
-            covers = list(_Cover.active)
         classes = [
             value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)
         ]
-        for cover in covers:
-            for cls in classes:
-                cover.add(cls)
-            with process_lock:
-                if cover in _Cover.active:
-                    cover.namespaces.add(module)
+        with process_lock:
+            for cover in _Cover.active:
+                for cls in classes:
+                    cover.add(cls)
+                cover.namespaces.add(module)
 
 
 _watcher = _ImportWatcher()

@@ -7,16 +7,12 @@ sizes that they joined, and are cut there.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps
 
 from patcher.conversions.transforms import single
-
-if TYPE_CHECKING:
-    pass
-
 
 _GROUP = re.compile(r"\\\d")
 
@@ -67,7 +63,3 @@ class SplitBySizes(ConversionOps):
         for (pattern, _), piece in zip(self.sizes, pieces, strict=True):
             result.setdefault(pattern, []).append(piece.contiguous())
         return result
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return Concatenate(self.dim)

@@ -15,8 +15,6 @@ from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.conversions.transforms import describe
 from patcher.errors import PatchedWeightsError
 
-__all__ = ["ReversibleRenaming", "reverse_conversions"]
-
 
 def reverse_conversions(
     traces: Iterable[ConversionTrace], state_dict: Mapping[str, torch.Tensor], model: nn.Module
@@ -139,24 +137,18 @@ def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor
     return tensors
 
 
-class ReversibleRenaming:
+class ReversibleRenaming(WeightRenaming):
     """A renaming that was applied in a load, as saving meets it: reversed by what it did, not by its pattern."""
 
+    __slots__ = ("prefix", "table")
+
     def __init__(self, trace: ConversionTrace, base_model_prefix: str) -> None:
-        self.trace = trace
-        self.base_model_prefix = base_model_prefix
+        super().__init__(source_patterns="unused", target_patterns="unused")
+        self.table = {after: before for before, after in trace.renamed.items()}
+        self.prefix = f"{base_model_prefix}." if base_model_prefix else ""
 
     def reverse_transform(self) -> WeightRenaming:
-        reverse = _TableRenaming(source_patterns=["unused"], target_patterns=["unused"])
-        reverse.table = {after: before for before, after in self.trace.renamed.items()}
-        reverse.prefix = f"{self.base_model_prefix}." if self.base_model_prefix else ""
-        return reverse
-
-
-class _TableRenaming(WeightRenaming):
-    __slots__ = ("prefix", "table")
-    table: dict[str, str]
-    prefix: str
+        return self  # it runs backwards only
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         if source_key in self.table:

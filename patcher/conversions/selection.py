@@ -33,21 +33,20 @@ def select_conversions(
     filters = dict.fromkeys(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
     added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += [copy_transform(transform) for transform in fusion_transforms]
-    kept: list[WeightTransform] = []
-    dropped: list[tuple[WeightTransform, str]] = []
-    for conversion in stock:
-        patterns = all_patterns(conversion) if filters else ()
-        hits = [filtered for filtered in filters if any(search(filtered, text) for text in patterns)]
-        dropped += [(conversion, hit) for hit in hits]
-        if not hits:
-            kept.append(conversion)
     # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
     # but the first one names the target. So of two with one text only the one in front may stay.
     taken = {
         text for transform in added if isinstance(transform, WeightConverter) for text in transform.source_patterns
     }
-    for transform in list(kept):
-        if isinstance(transform, WeightConverter) and taken.intersection(transform.source_patterns):
-            kept.remove(transform)
-            dropped.append((transform, ""))
-    return SelectedConversions(tuple(added), tuple(kept), tuple(dropped))
+    kept: list[WeightTransform] = []
+    filtered: list[tuple[WeightTransform, str]] = []
+    superseded: list[tuple[WeightTransform, str]] = []
+    for conversion in stock:
+        patterns = all_patterns(conversion) if filters else ()
+        if hits := [(conversion, each) for each in filters if any(search(each, text) for text in patterns)]:
+            filtered += hits
+        elif isinstance(conversion, WeightConverter) and taken.intersection(conversion.source_patterns):
+            superseded.append((conversion, ""))
+        else:
+            kept.append(conversion)
+    return SelectedConversions(tuple(added), tuple(kept), (*filtered, *superseded))

@@ -16,8 +16,6 @@ from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
 from patcher.patterns import common_prefix, without_numbers
 
-__all__ = ["Outcome", "Route", "simulate"]
-
 
 @dataclass(frozen=True)
 class Route:

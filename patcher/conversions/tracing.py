@@ -16,8 +16,6 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 from patcher.compat.conversions import copy_transform
 from patcher.conversions.concatenate import ReversibleConcatenate
 
-__all__ = ["ConversionTrace", "LayerTrace", "trace_of", "with_trace"]
-
 
 @dataclass
 class LayerTrace:
@@ -42,7 +40,6 @@ class ConversionTrace:
     current: tuple[str, str] = ("", "")
     #: the layers where it raised
     failed: list[str] = field(default_factory=list)
-
     #: a quantizer has put another conversion in its place
     lost: bool = False
 
@@ -109,8 +106,9 @@ class _TracedConverter(_Traced):
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         first, middle, last = _Witness(), list(self.operations), _Witness()
         self.operations = [first, *middle, last]  # type: ignore[misc]
+        quantize = None
         if self.quantization_operation is not None:  # type: ignore[has-type]
-            self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
+            quantize = self.quantization_operation = _QuantizeEach(kwargs["hf_quantizer"])  # type: ignore[misc]
         try:
             result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
         except Exception:  # the load goes on and reports at its end
@@ -120,9 +118,10 @@ class _TracedConverter(_Traced):
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}
         for pattern, key in self.collected:
             sources.setdefault(pattern, []).append((key, shapes[pattern].pop(0)))
+        names = result if quantize is None else quantize.names  # in the order of the patterns
         produced = {
-            _full_name(layer_name, pattern, list(last.seen)): (pattern, seen[0], last.dtypes[pattern])
-            for pattern, seen in last.seen.items()
+            name: (pattern, seen[0], last.dtypes[pattern])
+            for name, (pattern, seen) in zip(names, last.seen.items(), strict=True)
         }
         self.trace.entries.append(LayerTrace(layer_name, sources, produced, middle))
         return result
@@ -142,22 +141,20 @@ class _Witness(ConversionOps):
             self.dtypes[pattern] = listed[0].dtype
         return input_dict
 
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return _Witness()
-
 
 class _QuantizeEach(ConversionOps):
     """Quantize whatever a conversion makes; transformers' own operations take one parameter, the first."""
 
     def __init__(self, quantizer: Any) -> None:
         self._quantizer = quantizer
+        self.names: list[str] = []
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for name in list(input_dict):
+        self.names = list(input_dict)
+        for name in self.names:
             value = input_dict.pop(name)
             if self._quantizer.param_needs_quantization(model, name):
                 operation = self._quantizer.get_quantize_ops()
@@ -165,16 +162,6 @@ class _QuantizeEach(ConversionOps):
             else:
                 result[name] = value
         return result
-
-
-def _full_name(layer_name: str, pattern: str, patterns: list[str]) -> str:
-    """The name of the parameter that a target pattern makes, where `layer_name` is what the first one makes."""
-    full = layer_name.replace("*.", "0.")
-    for other in patterns:
-        if other in full:
-            head, _, tail = full.partition(other)
-            return head + pattern + tail
-    return pattern
 
 
 @cache
@@ -193,16 +180,11 @@ def with_trace(transform: WeightTransform) -> Any:
     copy.trace = ConversionTrace(transform)
     if isinstance(copy, WeightConverter):
         copy.collected = []
-        copy.operations = [_reversible(operation) for operation in copy.operations]
+        copy.operations = [
+            ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else operation
+            for operation in copy.operations
+        ]
     return copy
-
-
-def _reversible(operation: ConversionOps) -> ConversionOps:
-    if type(operation) is Concatenate:
-        remembering = ReversibleConcatenate.__new__(ReversibleConcatenate)
-        remembering.__dict__.update(operation.__dict__)
-        return remembering
-    return operation
 
 
 def trace_of(transform: WeightTransform) -> ConversionTrace | None:

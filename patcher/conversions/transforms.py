@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
 from patcher.compat.conversions import source_patterns, target_patterns, transform_settings
-
-if TYPE_CHECKING:
-    pass
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:

@@ -20,12 +20,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
-from patcher.compat.hooks import HOOKED, check, construction_lock
+from patcher.compat.hooks import HOOKED, check
 from patcher.compat.models import as_stock, follow_no_split_names, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, constructing, current_construction
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import cover_new_classes, covering
+from patcher.construction.lock import construction_lock
 from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names

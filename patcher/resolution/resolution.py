@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import stock_conversions
-from patcher.compat.hooks import construction_lock
 from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, constructing
 from patcher.construction.in_force import InForce, entering
 from patcher.construction.init_hooks import covering
+from patcher.construction.lock import construction_lock
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
 from patcher.display import folded

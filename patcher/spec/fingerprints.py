@@ -19,8 +19,6 @@ from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
 from patcher.spec.patcher import Patcher
 
-__all__ = ["check_built", "check_pins", "fingerprint", "homes_of"]
-
 
 def fingerprint(cls: type[nn.Module]) -> str:
     """The fingerprint of a class and of what it uses of the file that defines it.

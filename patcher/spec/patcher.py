@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from patcher.resolution.resolution import Resolution
 
-__all__ = ["Patcher"]
-
 Given = TypeVar("Given")
 Kept = TypeVar("Kept")
 

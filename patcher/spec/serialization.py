@@ -32,8 +32,6 @@ from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import FAMILIES, Fusion, fusions_configured
 from patcher.patterns import nearest
 
-__all__ = ["SCHEMA", "from_dict", "to_dict"]
-
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
 

@@ -17,18 +17,6 @@ from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, shortest
 from patcher.patterns import is_expression, nearest
 
-__all__ = [
-    "check_groups",
-    "class_mapping",
-    "expressions",
-    "fingerprints",
-    "fusions",
-    "groups",
-    "specifier",
-    "transforms",
-    "typed",
-]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ from patcher.verification.inputs import NoInputsError, Pass, seeded
 from patcher.verification.numerics import PRECISION, Difference, difference, first_difference, noting_calls, precisions
 from patcher.verification.probes import passes_for, processor_of
 
-__all__ = ["TOLERANCES", "Run", "Stage"]
-
 #: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
 #: says why. Half-precision types round each result of a layer but sum in float32.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

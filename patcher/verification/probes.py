@@ -15,8 +15,6 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from patcher.checkpoints.model_classes import PLACES
 from patcher.verification.inputs import Pass, chosen_passes, parameters_of
 
-__all__ = ["passes_for", "processor_of"]
-
 #: The lengths of the rows of the padded batch, and of the short and the long row, in tokens.
 _BATCH, _SHORT, _LONG = (16, 11, 5), 5, 64
 

@@ -26,8 +26,6 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.checks import TOLERANCES, Run, Stage
 from patcher.verification.inputs import seeded
 
-__all__ = ["Stage", "Verification", "verify"]
-
 
 @dataclass(frozen=True)
 class Verification(Shown):
