@@ -25,9 +25,10 @@ from patcher.compat.models import mark_initialized
 from patcher.construction.construction import under_construction
 from patcher.conversions.transforms import single
 from patcher.fusions.joined import Joined, join, part_property
-from patcher.fusions.joining import JoinRows, Step
+from patcher.fusions.joining import JoinRows
 from patcher.fusions.listed import listed
 from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
+from patcher.fusions.weight_layout import Step
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["anchored"]
-
 
 def anchored(prefixes: Iterable[str], tails: Iterable[str], every: set[str], base: str) -> str:
     """An expression, with one group, for these beginnings of names and no others that occur.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.core_model_loading import WeightTransform
 
-__all__ = ["FAMILIES", "Findings", "Fusion", "fusion_named", "fusions_configured", "shortest"]
-
 
 @dataclass(frozen=True)
 class Findings:

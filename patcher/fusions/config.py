@@ -18,8 +18,6 @@ from transformers import PretrainedConfig
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, fusions_configured
 
-__all__ = ["names_fusions", "names_in_file", "split_fusion_config", "with_fusion_names"]
-
 KEY = "patcher"
 
 #: the arguments of `from_pretrained` that say where a file is

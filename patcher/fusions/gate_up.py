@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from patcher.fusions.projections import Projections
 
-__all__ = ["GateUp"]
-
 #: (gate, up), the first of them goes through the activation
 _PAIRS = (
     ("gate_proj", "up_proj"),

@@ -13,8 +13,6 @@ from patcher.compat.models import is_initialized, mark_initialized
 if TYPE_CHECKING:
     from patcher.fusions.tracing import Guards
 
-__all__ = ["Joined", "JoinedProjections", "join", "part_property"]
-
 
 @dataclass(frozen=True)
 class Joined:

@@ -10,9 +10,7 @@ import torch
 from transformers.core_model_loading import ConversionOps
 
 from patcher.conversions.transforms import single
-from patcher.fusions.weight_layout import LayoutConversion, ReverseLayoutConversion, Step
-
-__all__ = ["JoinRows", "SplitRows", "Step"]
+from patcher.fusions.weight_layout import LayoutConversion, ReverseLayoutConversion
 
 
 class JoinRows(LayoutConversion):

@@ -17,8 +17,6 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, rename_k
 from patcher.compat.models import ModelView
 from patcher.conversions.transforms import describe
 
-__all__ = ["NotConvertibleError", "Origins", "ParameterSource", "as_separate", "origins_of"]
-
 
 class NotConvertibleError(Exception):
     """Why the checkpoint can't be turned into the joined layout."""

@@ -21,8 +21,6 @@ from patcher.fusions.origins import Origins
 from patcher.fusions.weight_layout import Layout
 from patcher.patterns import search
 
-__all__ = ["LinearPatchEmbedding", "PatchEmbeddings"]
-
 
 class LinearPatchEmbedding(nn.Module):
     """What a convolution of stride = kernel size computes, as one matrix product over flattened patches.

@@ -25,7 +25,6 @@ from patcher.fusions.weight_layout import Layout
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Projections"]
 
 _lock = threading.RLock()
 #: original -> (family, what is joined, what is assumed) -> the class: one load gets the class that another got

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from patcher.fusions.projections import Projections
 
-__all__ = ["QKV"]
-
 #: What a part of a name says of the role; the rest of the names must agree.
 _ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
 

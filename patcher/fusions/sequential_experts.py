@@ -20,8 +20,6 @@ from patcher.fusions.understanding import located
 from patcher.fusions.unstacking import Cut, cut_layouts
 from patcher.fusions.weight_layout import Layout
 
-__all__ = ["SequentialExperts"]
-
 _lock = threading.RLock()
 #: original -> stacked weights and their biases -> the class: one load gets the class that another got
 _classes: weakref.WeakKeyDictionary[type[nn.Module], dict[tuple[tuple[str, str], ...], type[nn.Module]]] = (

@@ -18,8 +18,6 @@ from patcher.fusions.origins import NotConvertibleError, Origins
 from patcher.fusions.weight_layout import Layout, LayoutConversion, Step
 from patcher.patterns import common_prefix
 
-__all__ = ["Cut", "CutStacks", "cut_layouts"]
-
 
 @dataclass(frozen=True)
 class Cut:

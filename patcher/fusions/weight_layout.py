@@ -22,8 +22,6 @@ from patcher.fusions.anchoring import anchored
 from patcher.fusions.origins import NotConvertibleError, Origins, ParameterSource, as_separate
 from patcher.patterns import common_prefix
 
-__all__ = ["Layout", "LayoutConversion", "ReverseLayoutConversion", "Step", "converters_for", "plan_of"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 
 
