@@ -15,20 +15,15 @@ from patcher.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion as Fusion
-    from patcher.inspection.diff import ClassDiff as ClassDiff
-    from patcher.inspection.diff import Diff as Diff
-    from patcher.inspection.diff import diff as diff
-    from patcher.inspection.plan import Plan as Plan
-    from patcher.inspection.plan import plan as plan
-    from patcher.inspection.report import Report as Report
-    from patcher.inspection.report import report as report
+    from patcher.inspection.diff import ClassDiff as ClassDiff, Diff as Diff, diff as diff
+    from patcher.inspection.plan import Plan as Plan, plan as plan
+    from patcher.inspection.report import Report as Report, report as report
     from patcher.loading import install as install
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.patcher import Patcher as Patcher
     from patcher.verification.checks import Stage as Stage
-    from patcher.verification.verify import Verification as Verification
-    from patcher.verification.verify import verify as verify
+    from patcher.verification.verify import Verification as Verification, verify as verify
 
     __version__: str
 

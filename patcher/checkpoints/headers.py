@@ -96,9 +96,6 @@ def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
     return Headers("the given shapes", found, frozenset(key for key, shape in shapes.items() if shape is None))
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def _headers_of_file(path: Path) -> Headers:
     if not path.name.endswith(".index.json"):
         return Headers(str(path), _tensors_of_file(path))
@@ -153,9 +150,6 @@ def _tensors(metadata: Any) -> dict[str, torch.Tensor]:
         key: torch.empty(tuple(info.shape), dtype=str_to_torch_dtype.get(info.dtype, torch.uint8), device="meta")
         for key, info in metadata.tensors.items()
     }
-
-
-# --- the hub -------------------------------------------------------------------------------------------------------
 
 
 def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[str, Any]) -> Headers:

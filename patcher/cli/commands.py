@@ -175,9 +175,6 @@ def fingerprint(
     return pin, bool(model) or pin.holds
 
 
-# --- what they share -----------------------------------------------------------------------------------------------
-
-
 def _options(revision: str | None, remote: bool) -> dict[str, Any]:
     # Said in any case: transformers asks at the terminal where it isn't.
     return {"trust_remote_code": remote} | ({"revision": revision} if revision else {})

@@ -79,9 +79,6 @@ def constant(text: str) -> Patcher:
     return found
 
 
-# --- the list of presets -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Listing(Shown):
     """The presets: name, description, the transformers that it was verified on, and why it can't be used here."""
@@ -121,9 +118,6 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
     if model is None:
         return Listing("", tuple(rows.values()))
     return Listing(model, tuple(rows[found] for found in home.for_model(config_of(model, options))))
-
-
-# --- pins ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,6 @@ CONVERSIONS = "CONVERSIONS"
 ORIGINAL = "original"
 
 
-# --- checkpoints of the original: methods of the models of a file ----------------------------------------------------
-
-
 def _home(cls: type) -> tuple[type, dict[str, Any]]:
     """The class of a generated file that a class is or inherits from, and the names of that file."""
     for base in cls.__mro__:
@@ -114,9 +111,6 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     return model.save_pretrained(*args, **kwargs)
 
 
-# --- other layouts: what the `__init__` of a class runs last ---------------------------------------------------------
-
-
 def join_projections(module: nn.Module, names: Sequence[str], joined: str) -> None:
     """Put one `nn.Linear` in the place of several with the same input: its rows are theirs, in the order of the names.
 
@@ -144,9 +138,6 @@ def list_stack(module: nn.Module, name: str, bias: str = "", transposed: bool = 
     assert weight is not None
     setattr(module, name, listed(weight, module._parameters.pop(bias) if bias else None, transposed))
     mark_initialized(module)  # _init_weights looks for stacks here; layers have their turn
-
-
-# --- operations of conversions ---------------------------------------------------------------------------------------
 
 
 class Unstack(ConversionOps):

@@ -19,11 +19,7 @@ from patcher.source.reading import Location
 
 
 def write(
-    config: PatchSpec,
-    output_dir: str | os.PathLike[str] | None = None,
-    diff: bool = False,
-    *,
-    formatted: bool = False,
+    config: PatchSpec, output_dir: str | os.PathLike[str] | None = None, diff: bool = False, *, formatted: bool = False
 ) -> Path:
     """Generate the file of a config and write it.
 

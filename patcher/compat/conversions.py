@@ -15,9 +15,9 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    dot_natural_key as dot_natural_key,
     rename_source_key,
 )
-from transformers.core_model_loading import dot_natural_key as dot_natural_key
 
 from patcher.compat.models import ModelView, as_stock
 

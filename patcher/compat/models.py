@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.integrations.accelerate import get_device as get_device
-from transformers.integrations.accelerate import offload_weight
-from transformers.modeling_utils import local_torch_dtype as local_torch_dtype
-from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype
+from transformers.integrations.accelerate import get_device as get_device, offload_weight
+from transformers.modeling_utils import (
+    local_torch_dtype as local_torch_dtype,
+    str_to_torch_dtype as str_to_torch_dtype,
+)
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
 EXPERTS_HOME = "transformers.integrations.moe"

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,8 @@ from torch import nn
 
 from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import build_replacement
+from patcher.construction.construction import Construction, build_replacement, constructing
+from patcher.construction.in_force import entering
 from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
@@ -136,6 +137,14 @@ def covering(rules: ClassRules) -> Iterator[None]:
     finally:
         _COVERS.reset(token)
         cover.remove_all()
+
+
+@contextmanager
+def building(construction: Construction) -> Iterator[None]:
+    """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
+    rules = construction.rules
+    with entering(rules.entries), covering(rules) if rules.entries else nullcontext(), constructing(construction):
+        yield
 
 
 def cover_new_classes(recorded: Iterable[type[nn.Module]] = ()) -> None:

@@ -177,8 +177,6 @@ def _where(traceback: TracebackType | None) -> str:
     return f", in {frame.f_code.co_name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-# --- the hook ------------------------------------------------------------------------------------------------------
-
 _handle: Any = None
 
 

@@ -59,7 +59,7 @@ class Namespaces:
             elif not self._foreign:
                 continue
             elif isinstance(value, dict) or type(value) is list:
-                for key, item in _entries(value):
+                for key, item in list(dict.items(value) if isinstance(value, dict) else enumerate(value)):
                     if self._holds_foreign(item):
                         self._bind(value, key, item)
             elif type(value) is tuple and self._holds_foreign(value):
@@ -131,14 +131,8 @@ class _Binding(_Change):
 # import a modeling file for it. What such a class makes of being read or written isn't asked.
 
 
-def _entries(table: Any) -> list[tuple[Any, Any]]:
-    return list(dict.items(table)) if isinstance(table, dict) else list(enumerate(table))
-
-
 def _entry(table: Any, key: Any) -> Any:
-    if isinstance(table, dict):
-        return dict.get(table, key)
-    return table[key] if key < len(table) else None
+    return dict.get(table, key) if isinstance(table, dict) else dict(enumerate(table)).get(key)
 
 
 def _put(table: Any, key: Any, value: Any) -> None:

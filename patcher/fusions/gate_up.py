@@ -8,13 +8,7 @@ from typing import ClassVar
 from patcher.fusions.projections import Projections
 
 #: (gate, up), the first of them goes through the activation
-_PAIRS = (
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("wi_0", "wi_1"),
-    ("w_0", "w_1"),
-    ("proj_up_gate", "proj_up"),
-)
+_PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"), ("w_0", "w_1"), ("proj_up_gate", "proj_up"))
 
 
 class GateUp(Projections):

@@ -21,6 +21,7 @@ from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
 from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand
 from patcher.fusions.weight_layout import Layout
+from patcher.patterns import inside
 
 if TYPE_CHECKING:
     pass
@@ -92,7 +93,7 @@ class Projections(Fusion):
         for path, module in matches.items():
             plan, _ = self._decide(module)
             assert plan is not None
-            joined, prefix = plan[0], f"{path}." if path else ""
+            joined, prefix = plan[0], inside(path)
             whole = f"{prefix}{joined.name}"
             yield Layout(tuple(f"{prefix}{name}.weight" for name in joined.projections), f"{whole}.weight", JoinRows)
             if joined.biased:
@@ -231,7 +232,7 @@ def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:
 
 def _shared(path: str, module: nn.Module, group: tuple[str, ...], surroundings: Surroundings, joined: str) -> str:
     """Why the module is not by itself in this model."""
-    prefix, model = f"{path}." if path else "", surroundings.model
+    prefix, model = inside(path), surroundings.model
     if surroundings.is_shared(module):
         return "the module is at several places of the model"
     for name in group:

@@ -76,9 +76,6 @@ def read_method(name: str, function: FunctionType) -> Method:
     return Method(name, function, source, node, inspect.getfile(function), first_line)
 
 
-# --- editing -------------------------------------------------------------------------------------------------------
-
-
 def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInput], guards: Guards) -> str:
     """The source of the method with the calls of each shared input joined.
 
@@ -182,9 +179,6 @@ def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) ->
         while not source[line - 2].split(b"#")[0].strip():
             line -= 1
     return line, 0, line, 0, f"{indent}if {' or '.join(conditions)}:\n{original}"
-
-
-# --- compiling -----------------------------------------------------------------------------------------------------
 
 
 def compile_subclass(

@@ -172,8 +172,6 @@ class _Run:
         self._suites: tuple[_Suite, ...] = ()
         self._maybe = 0  # inside of an expression that may not be evaluated
 
-    # --- statements ------------------------------------------------------------------------------------------------
-
     def suite(self, statements: list[ast.stmt], suites: tuple[_Suite, ...]) -> bool:
         """Run statements one after the other; whether the end is reached."""
         for statement in statements:
@@ -282,8 +280,6 @@ class _Run:
         for child in ast.walk(node):
             if (name := _attribute_of(self.this, child)) in self.group:
                 raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", child.lineno)  # type: ignore[attr-defined]
-
-    # --- expressions -----------------------------------------------------------------------------------------------
 
     def value(self, node: ast.AST) -> _Value:
         match node:

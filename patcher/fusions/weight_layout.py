@@ -20,9 +20,7 @@ from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import single
 from patcher.fusions.anchoring import anchored
 from patcher.fusions.origins import NotConvertibleError, Origins, ParameterSource, as_separate
-from patcher.patterns import common_prefix
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
+from patcher.patterns import common_prefix, without_numbers
 
 
 class Layout(NamedTuple):
@@ -110,9 +108,9 @@ def _tails(source: ParameterSource, prefix: str, takes_lists: bool) -> dict[str,
             continue
         if len(found) > 1 and not takes_lists:
             raise NotConvertibleError(f"{source} takes several tensors by one pattern")
-        form, *forms = dict.fromkeys(_NUMBER.sub("#", key) for key in found)
+        form, *forms = dict.fromkeys(map(without_numbers, found))
         if forms:
-            odd = next(key for key in found if _NUMBER.sub("#", key) == forms[0])
+            odd = next(key for key in found if without_numbers(key) == forms[0])
             raise NotConvertibleError(f"{source} takes {prefix}{odd} and others of another form")
         tails[pattern] = re.escape(form).replace(re.escape("#"), r"\d+") if len(found) > 1 else re.escape(found[0])
     return tails
@@ -120,9 +118,6 @@ def _tails(source: ParameterSource, prefix: str, takes_lists: bool) -> dict[str,
 
 def _reversible(operation: ConversionOps) -> ConversionOps:
     return ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else operation
-
-
-# --- operations ----------------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):

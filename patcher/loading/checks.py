@@ -76,9 +76,6 @@ class Diagnostics:
             warn("\n".join(dict.fromkeys(self.warnings)))
 
 
-# --- matches -------------------------------------------------------------------------------------------------------
-
-
 def check_matches(
     entry: InForce, matched: Matched, *, classes: bool = True, conversions: bool = True, model_name: str = ""
 ) -> UnmatchedPatchError | None:
@@ -132,7 +129,8 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
             problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}")
     for fusion in patcher.fusions:
         if fusion not in matched.of(entry, "fusions"):
-            problems.append(f"fusions: {fusion!r} found no module that it can fuse{_refusals(matched.refused)}")
+            refused = f"; it refused {', '.join(sorted(matched.refused)[:5])}" if matched.refused else ""
+            problems.append(f"fusions: {fusion!r} found no module that it can fuse{refused}")
     return problems
 
 
@@ -143,11 +141,6 @@ def _reason(key: str, classes: Set[str]) -> str:
             "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
         )
     return f"; {_suggest(key, classes, 'classes')}"
-
-
-def _refusals(refused: Iterable[str]) -> str:
-    listed = sorted(refused)
-    return f"; it refused {', '.join(listed[:5])}" if listed else ""
 
 
 def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
@@ -162,9 +155,6 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
     if not known:
         return f"the model has no {what}"
     return f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
-
-
-# --- weights -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

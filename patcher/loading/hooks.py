@@ -23,9 +23,9 @@ from patcher.compat.conversions import adapted_to_quantizer, copy_transform, fol
 from patcher.compat.hooks import HOOKED, check
 from patcher.compat.models import as_stock, follow_no_split_names, original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, begin_by_hand, constructing, current_construction
+from patcher.construction.construction import Construction, begin_by_hand, current_construction
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
-from patcher.construction.init_hooks import cover_new_classes, covering
+from patcher.construction.init_hooks import building, cover_new_classes, covering
 from patcher.construction.lock import construction_lock
 from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
@@ -111,9 +111,6 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
     Diagnostics().adding_matches([entry], block.matched).warn()
-
-
-# --- a load --------------------------------------------------------------------------------------------------------
 
 
 def _from_pretrained(
@@ -239,9 +236,6 @@ def _finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_in
         return info
 
 
-# --- a construction ------------------------------------------------------------------------------------------------
-
-
 def _from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
@@ -254,9 +248,8 @@ def _from_config(
             return stock(cls, config, *args, **kwargs)
         for entry in own:
             check_pins(entry.patcher, cls)
-        rules = ClassRules(entries)
-        construction = Construction(rules, by_hand=True)
-        with entering(entries), covering(rules), constructing(construction):
+        construction = Construction(ClassRules(entries), by_hand=True)
+        with building(construction):
             model = stock(cls, config, *args, **kwargs)
     Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
     return model
@@ -293,9 +286,6 @@ def _post_init(stock: Stock, self: PreTrainedModel) -> None:
         else:
             construction.at_end = functools.partial(finish_by_hand, construction, self)
     return None
-
-
-# --- a model that stands -------------------------------------------------------------------------------------------
 
 
 def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,9 +27,8 @@ from patcher.compat.models import (
     tied_keys,
 )
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Built, Construction, constructing
-from patcher.construction.in_force import entering
-from patcher.construction.init_hooks import covering
+from patcher.construction.construction import Built, Construction
+from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import inside, search
@@ -212,7 +211,7 @@ def _initial(
     ones are real.
     """
     construction = Construction(rules, is_skeleton=True)
-    with entering(rules.entries), covering(rules), constructing(construction):
+    with building(construction):
         initial = construction.build_again(built, wanted.values())
     result = {}
     for key, index in wanted.items():

@@ -23,9 +23,9 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import distributed_checkpoint
 from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Built, Construction, constructing
-from patcher.construction.in_force import InForce, Matched, entering, in_force_for, tell_blocks
-from patcher.construction.init_hooks import covering
+from patcher.construction.construction import Built, Construction
+from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
+from patcher.construction.init_hooks import building
 from patcher.conversions.selection import SelectedConversions, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
@@ -37,8 +37,6 @@ from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.patterns import inside
 from patcher.resolution.resolution import Resolution
 from patcher.spec.fingerprints import check_pins
-
-# --- request -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,6 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
 
 
-# --- construct -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Constructed(Request):
     """The modules stand, on meta; no weight has been read."""
@@ -151,7 +146,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     started = time.perf_counter()
     rules = ClassRules(asked.in_force)
     construction = Construction(rules, on_meta=asked.dry_run is not None)
-    with entering(rules.entries), covering(rules), constructing(construction):
+    with building(construction):
         yield
     model = construction.root
     if model is None:
@@ -216,9 +211,6 @@ def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
     )
 
 
-# --- select --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Selected(Constructed):
     """The conversions of the load are known.
@@ -249,9 +241,6 @@ def select(
     return selected, [*stock[:asked], *traced, *kept]
 
 
-# --- read ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Loaded(Selected):
     """The weights have been read, or would have been.
@@ -265,9 +254,6 @@ class Loaded(Selected):
     info: Any
     outcome: Outcome = field(default_factory=Outcome)
     disk_index: dict[str, Any] | None = None
-
-
-# --- finish --------------------------------------------------------------------------------------------------------
 
 
 def finish(load: Request, model: PreTrainedModel) -> None:

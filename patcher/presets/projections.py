@@ -51,10 +51,7 @@ _WITHOUT_GATE = {"BERT", "PHI"}
 
 def arguments(model: str) -> dict[str, Any]:
     """Those of the preset's `Patcher`."""
-    return {
-        "fusions": ["qkv"] if model in _WITHOUT_GATE else ["qkv", "gate_up"],
-        "fingerprints": _MODELS[model][1],
-    }
+    return {"fusions": ["qkv"] if model in _WITHOUT_GATE else ["qkv", "gate_up"], "fingerprints": _MODELS[model][1]}
 
 
 def describe(model: str) -> str:

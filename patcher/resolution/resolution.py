@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,9 +16,9 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, constructing
-from patcher.construction.in_force import InForce, entering
-from patcher.construction.init_hooks import covering
+from patcher.construction.construction import Construction
+from patcher.construction.in_force import InForce
+from patcher.construction.init_hooks import building
 from patcher.construction.lock import construction_lock
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
@@ -90,18 +89,12 @@ def skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce] = ()
 ) -> PreTrainedModel:
     """The model on the meta device, patched by `entries` alone: modules, names and shapes, no weight."""
-    rules = ClassRules(entries)
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
-    with ExitStack() as stack:
-        stack.enter_context(construction_lock)
-        stack.enter_context(entering(rules.entries))
-        if rules.entries:
-            stack.enter_context(covering(rules))
-        stack.enter_context(constructing(Construction(rules, on_meta=True, is_skeleton=True)))
-        # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
-        stack.enter_context(init_empty_weights(include_buffers=True))
+    construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True)
+    # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
+    with construction_lock, building(construction), init_empty_weights(include_buffers=True):
         return model_class(config)
 
 

@@ -130,12 +130,7 @@ class _Reindent(cst.CSTTransformer):
 
 
 def read_definition(
-    source: Source,
-    own_decorators: Collection[int],
-    names: Mapping[str, str],
-    newline: str,
-    indent: str,
-    unit: str,
+    source: Source, own_decorators: Collection[int], names: Mapping[str, str], newline: str, indent: str, unit: str
 ) -> Definition:
     """The syntax tree of patch code, ready to stand in another file.
 

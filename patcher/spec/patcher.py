@@ -17,8 +17,7 @@ from patcher.conversions.transforms import identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions.base import Fusion, fusions_configured
 from patcher.patterns import find_key, nearest
-from patcher.spec import serialization as serializing
-from patcher.spec import validation as arguments
+from patcher.spec import serialization as serializing, validation as arguments
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -160,8 +159,6 @@ class Patcher:
         # At once: a cache that is filled later takes a lock, which a fork may inherit.
         vars(self).update(_key=key, _hash=hash(key))
 
-    # --- the value ---------------------------------------------------------------------------------------------
-
     def __eq__(self, other: object) -> bool:
         return bool(vars(self)["_key"] == vars(other)["_key"]) if isinstance(other, Patcher) else NotImplemented
 
@@ -287,8 +284,6 @@ class Patcher:
             PatchConflictError: two conversions take the same tensors.
         """
         return serializing.from_dict(cls, data, allowed)
-
-    # --- using it ----------------------------------------------------------------------------------------------
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.

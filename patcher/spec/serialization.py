@@ -73,9 +73,6 @@ _OPERATIONS: dict[str, type[ConversionOps]] = {
 _What = TypeVar("_What")
 
 
-# --- writing -------------------------------------------------------------------------------------------------------
-
-
 def to_dict(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """See `Patcher.to_dict`.
 
@@ -148,9 +145,6 @@ def _transform_data(field: str, transform: WeightTransform) -> dict[str, Any]:
 
 def _attributes(value: object) -> dict[str, Any]:
     return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
-
-
-# --- reading -------------------------------------------------------------------------------------------------------
 
 
 def from_dict(make: Callable[..., _What], data: Any, allowed: str | type | Iterable[str | type] = ()) -> _What:
@@ -266,8 +260,6 @@ def _operation(field: str, value: dict[str, Any]) -> ConversionOps:
     except TypeError as error:  # one without a default is missing
         raise InvalidPatcherError(f"{field}: {kind.__name__}: {error}.") from error
 
-
-# --- what is read, of the type that belongs there ------------------------------------------------------------------
 
 _NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object with names as keys"}
 

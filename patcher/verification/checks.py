@@ -111,8 +111,6 @@ class Run:
     def tolerance(self) -> float:
         return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0))
 
-    # --- outputs ---------------------------------------------------------------------------------------------------
-
     def _outputs(self) -> Stage:
         self.reference = {one.name: one.of(self.stock) for one in self.passes}
         self.floor = self._stock_against_stock()
@@ -178,8 +176,6 @@ class Run:
         figures = (("modules compared with float64", float(len(compared))), ("of", float(len(self.by_class))))
         return Stage("precision", True, figures)
 
-    # --- generation and gradients ----------------------------------------------------------------------------------
-
     def _generation(self) -> Stage:
         texts = (one for one in self.passes if "input_ids" in one.arguments and not one.path)
         if (text := next(texts, None)) is None or not self.stock.can_generate():
@@ -239,8 +235,6 @@ class Run:
         }
         model.zero_grad(set_to_none=True)
         return original_state_dict(model, gradients)
-
-    # --- files -----------------------------------------------------------------------------------------------------
 
     def _save(self) -> Stage:
         try:

@@ -175,8 +175,6 @@ def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Para
     return dict(inspect.signature(getattr(model, method)).parameters)
 
 
-# --- candidates ----------------------------------------------------------------------------------------------------
-
 _PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches"}
 
 
@@ -297,9 +295,6 @@ def _number(config: Any, *names: str, default: int) -> int:
         if isinstance(value, int) and value:
             return value
     return default
-
-
-# --- images with their tokens --------------------------------------------------------------------------------------
 
 
 def _with_images(model: Any, text: dict[str, Any], images: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -57,8 +57,6 @@ def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) 
     return Difference(absolute, absolute / scale if scale else math.inf if absolute else 0.0, scale)
 
 
-# --- module by module ----------------------------------------------------------------------------------------------
-
 Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
 
 
@@ -135,8 +133,6 @@ def _copies(value: Any) -> list[torch.Tensor]:
     """A later module may write into the very same memory."""
     return [tensor.detach().clone() for tensor in floating_tensors(value)]
 
-
-# --- precision -----------------------------------------------------------------------------------------------------
 
 #: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
 _DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}

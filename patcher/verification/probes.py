@@ -88,9 +88,6 @@ def _english(tokenizer: Any) -> list[list[int]]:
     return rows if all(len(row) >= max(_BATCH) for row in rows) else []
 
 
-# --- what lies beside a checkpoint ---------------------------------------------------------------------------------
-
-
 def processor_of(model: Any, options: Mapping[str, Any]) -> Any:
     """What makes inputs of texts, images and sounds: the processor of a folder or a repo, or its image processor,
     feature extractor or tokenizer. None where there is none, or it needs a package that isn't here.

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from patcher.codegen import PatchConfig, generate
 from tests.codegen.cases import body

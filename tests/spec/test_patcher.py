@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from transformers import Concatenate, LlamaConfig, LlamaForCausalLM, WeightConverter
 from transformers.core_model_loading import Chunk, WeightRenaming
