@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from patcher.fusions.joining import JoinRows, Step
+from patcher.fusions.joining import JoinRows
 from patcher.fusions.origins import Origins, ParameterSource
-from patcher.fusions.weight_layout import Layout, converters_for
+from patcher.fusions.weight_layout import Layout, Step, converters_for
 
 WHOLE = torch.arange(24.0).view(6, 4)
 HALF = WHOLE.bfloat16()
