@@ -179,6 +179,7 @@ def test_llama_with_qkv_computes_and_saves_what_the_patcher_does(
     assert saved(patched, tmp_path / "patched") == expected
 
 
+@pytest.mark.slow
 def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: Path) -> None:
     stock = transformers.LlamaForCausalLM.from_pretrained(smollm2_small)
     model = joined.LlamaForCausalLM.from_pretrained(smollm2_small)

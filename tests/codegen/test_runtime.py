@@ -69,6 +69,7 @@ def test_the_original_is_untouched(patched: ModuleType) -> None:
     assert not hasattr(modeling_llama.LlamaAttention, "_original_init")
 
 
+@pytest.mark.slow
 def test_generated_files_load_no_parser() -> None:
     code = "import sys\nimport patcher.codegen.runtime\nprint('libcst' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

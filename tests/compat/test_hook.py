@@ -49,6 +49,7 @@ for use in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_using_any_public_name_installs_the_hook() -> None:
     assert run(EACH_BY_ITSELF, *USES).splitlines() == [f"{use} -> True" for use in USES]
 

@@ -149,6 +149,7 @@ def test_half_precision_is_that_of_eager_experts(dtype: torch.dtype, tmp_path: P
     torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_real_model_of_experts_gives_the_same_and_comes_back_whole(smollm2_moe: Path, tmp_path: Path) -> None:
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     stock = AutoModelForCausalLM.from_pretrained(smollm2_moe, **options)

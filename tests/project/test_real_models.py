@@ -29,6 +29,7 @@ def test_smollm2_answers_a_question(smollm2: Path) -> None:
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_predicts_english(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -41,6 +42,7 @@ def test_smollm2_predicts_english(smollm2: Path) -> None:
     assert tokenizer.decode(input_ids[0]) == TEXT
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_small_is_the_first_layers(smollm2: Path, smollm2_small: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(smollm2)
@@ -55,6 +57,7 @@ def test_smollm2_small_is_the_first_layers(smollm2: Path, smollm2_small: Path) -
     assert not any(loading_info.values())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_moe_equals_the_dense_model(smollm2_small: Path, smollm2_moe: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_moe)
