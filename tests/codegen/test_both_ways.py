@@ -241,6 +241,7 @@ PATCHERS: dict[str, tuple[str, Patcher]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PATCHERS)
 def test_a_patcher_its_file_and_the_patcher_of_its_file_compute_and_save_the_same(
     case: str, folders: dict[str, Path], imported: Any, tmp_path: Path
