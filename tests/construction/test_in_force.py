@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
@@ -102,9 +103,33 @@ def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_
         assert len(report(model).replaced) == 2
 
 
+def test_a_thread_with_a_context_from_the_middle_of_a_load_builds_models_of_its_own(tmp_path: Path) -> None:
+    built: list[Any] = []
+
+    class Spawning(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if not built:
+                built.append(None)
+                context = contextvars.copy_context()
+                thread = threading.Thread(
+                    target=lambda: built.append(context.run(LlamaForCausalLM, tiny_llama_config()))
+                )
+                thread.start()
+                thread.join()
+
+    folder = save_tiny(tiny_llama_config(), tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Spawning}))
+    for model in (loaded, built[1]):
+        assert len(report(model).replaced) == 2
+
+
 def test_a_model_that_raised_leaves_its_construction_to_nobody() -> None:
+    failed: list[Any] = []
+
     class Failing(LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
+            failed.append(self)  # somebody holds on to it, as a traceback does
             super().__init__(config)
             raise KeyError("no")
 
@@ -134,6 +159,20 @@ def test_the_warning_of_one_patcher_survives_the_next(tmp_path: Path) -> None:
     assert caught[0].filename == __file__
     assert len(report(model).fused) == 2
     assert "LlamaMPL" in report(model).warnings[0]
+
+
+def test_all_that_is_not_as_asked_is_in_one_warning(tmp_path: Path) -> None:
+    class Longer(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+    folder = save_tiny(tiny_llama_config(), tmp_path)
+    patcher = Patcher({"LlamaMLP": Longer, "LlamaMPL": MyMLP}, strict=False)
+    with pytest.warns(PatcherWarning, match=r"(?s)'LlamaMPL'.*mlp\.scale") as caught:
+        model = LlamaForCausalLM.from_pretrained(folder, patcher=patcher)
+    assert len(caught) == 1
+    assert len(report(model).warnings) == 2
 
 
 def test_apply_goes_by_its_own_patcher_alone(tmp_path: Path) -> None:
