@@ -96,15 +96,6 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
     return copy
 
 
-def leave_alone(transforms: Iterable[WeightTransform], keys: Iterable[str]) -> bool:
-    """Whether no transform takes or renames a key. Where a transform has a scope that takes a closer look: False."""
-    transforms = list(transforms)
-    searches = [transform.compiled_sources.search for transform in transforms]
-    return not any(transform.scope_prefix for transform in transforms) and not any(
-        search(key) for key in keys for search in searches
-    )
-
-
 def is_stock_operation(operation: ConversionOps) -> bool:
     """Whether transformers itself brings the operation."""
     return type(operation).__module__.startswith("transformers.")

@@ -9,7 +9,6 @@ from typing import Any
 from patcher.compat.conversions import (
     copy_transform,
     is_stock_operation,
-    leave_alone,
     set_used_conversions,
     source_patterns,
     stock_conversions,
@@ -61,7 +60,7 @@ def read(
     if selected.dry_run is not None:
         expected = _dry_run(selected, mapping, checkpoint, selected.dry_run)
         return expected, expected.info, None
-    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, mapping, checkpoint):
+    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
     info, disk_index = read_weights()
     loaded = replace(_check_read(selected, mapping, checkpoint, info), disk_index=disk_index)
@@ -90,12 +89,15 @@ def _can_be_simulated(load_config: Any) -> bool:
     return quantizer is None or not quantizer.pre_quantized
 
 
-def _fits_as_it_is(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> bool:
-    """Whether every tensor of the replaced modules plainly goes where its name says: nothing to judge, as usual."""
+def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint has every tensor of the replaced modules, by name and shape, and no other, as usual.
+
+    A renaming of stock may still take one elsewhere: what was read is checked in any case.
+    """
     if selected.traced or any(entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force):
         return False
     paths = [item.path for item in selected.record.replaced]
-    if "" in paths or not leave_alone(mapping, checkpoint):
+    if "" in paths:
         return False
     under = tuple(f"{path}." for path in paths)
     expected = {
