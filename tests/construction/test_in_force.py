@@ -82,8 +82,8 @@ def test_a_key_that_matched_in_another_thread_of_the_block_has_matched() -> None
         thread.join()
 
 
-def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_of_its_own() -> None:
-    built: list[Any] = []
+def spawning(built: list[Any]) -> type[LlamaMLP]:
+    """A replacement whose first object has a thread, with a copy of the context, build a model into `built`."""
 
     class Spawning(LlamaMLP):
         def __init__(self, config: Any) -> None:
@@ -97,30 +97,21 @@ def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_
                 thread.start()
                 thread.join()
 
-    with Patcher({"LlamaMLP": Spawning}).applied():
-        outer = LlamaForCausalLM(tiny_llama_config())
+    return Spawning
+
+
+@pytest.mark.parametrize("way", ["by hand", "load"])
+def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_of_its_own(
+    way: str, tmp_path: Path
+) -> None:
+    built: list[Any] = []
+    patcher = Patcher({"LlamaMLP": spawning(built)})
+    if way == "by hand":
+        with patcher.applied():
+            outer = LlamaForCausalLM(tiny_llama_config())
+    else:
+        outer = LlamaForCausalLM.from_pretrained(save_tiny(tiny_llama_config(), tmp_path), patcher=patcher)
     for model in (outer, built[1]):
-        assert len(report(model).replaced) == 2
-
-
-def test_a_thread_with_a_context_from_the_middle_of_a_load_builds_models_of_its_own(tmp_path: Path) -> None:
-    built: list[Any] = []
-
-    class Spawning(LlamaMLP):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            if not built:
-                built.append(None)
-                context = contextvars.copy_context()
-                thread = threading.Thread(
-                    target=lambda: built.append(context.run(LlamaForCausalLM, tiny_llama_config()))
-                )
-                thread.start()
-                thread.join()
-
-    folder = save_tiny(tiny_llama_config(), tmp_path)
-    loaded = LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaMLP": Spawning}))
-    for model in (loaded, built[1]):
         assert len(report(model).replaced) == 2
 
 
