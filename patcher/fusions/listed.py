@@ -17,24 +17,15 @@ def listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) ->
         transposed: whether the input stands on the left of the matrices.
     """
     experts = nn.ModuleList()
-    size = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
-    for number in range(weight.shape[0]):
-        linear: nn.Linear = _Unset(*size, bias=bias is not None, device="meta", dtype=weight.dtype)
-        linear.__class__ = nn.Linear
-        matrix = weight.detach()[number]
+    for number, matrix in enumerate(weight.detach().unbind()):
+        linear = nn.Linear.__new__(nn.Linear)  # its `__init__` gives values: seconds in vain for 30,000 experts
+        nn.Module.__init__(linear)
         linear.weight = _parameter(matrix.t() if transposed else matrix, weight)
-        if bias is not None:
-            linear.bias = _parameter(bias.detach()[number], bias)
+        linear.out_features, linear.in_features = linear.weight.shape
+        linear.register_parameter("bias", None if bias is None else _parameter(bias.detach()[number], bias))
         experts.append(linear)
     mark_initialized(experts)  # where the module around it initialises what has this name
     return experts
-
-
-class _Unset(nn.Linear):
-    """A linear layer that is about to be given its values: 30,000 experts take seconds to initialise in vain."""
-
-    def reset_parameters(self) -> None:
-        pass
 
 
 def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
