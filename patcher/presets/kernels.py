@@ -42,13 +42,9 @@ def _from_liger(module: str, cls: str, name: str) -> Any:
             f"The preset {name} needs Liger's kernels, which can't be imported ({error}). "
             "Install them: pip install liger-kernel"
         ) from error
-    if not _has_gpu():
+    if not torch.accelerator.is_available():
         raise InvalidPatcherError(
             f"The preset {name} needs a GPU: Liger's kernels are written in Triton, and torch {torch.__version__} "
             "sees no GPU here. Use it where there is one, or load without it."
         )
     return found
-
-
-def _has_gpu() -> bool:
-    return torch.accelerator.is_available()

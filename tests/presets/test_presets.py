@@ -444,7 +444,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(kernels, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     yield types.SimpleNamespace(norm=LigerRMSNorm, mlp=LigerSwiGLUMLP)
     for name in LIGER:
         vars(kernels).pop(name, None)
@@ -475,9 +475,8 @@ def test_without_the_package_the_hint_says_how_to_install_it(name: str, monkeypa
 
 
 def test_without_a_gpu_it_says_so(liger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from patcher.presets import kernels
 
-    monkeypatch.setattr(kernels, "_has_gpu", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(InvalidPatcherError, match="LLAMA_LIGER needs a GPU"):
         _ = presets.LLAMA_LIGER
     assert presets.for_model(LlamaConfig(**TEXT)) == (presets.LLAMA_FUSED_PROJECTIONS,)
