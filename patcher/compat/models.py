@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunction as DisableTorchFunction
+from torch.utils._device import DeviceContext as DeviceContext
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device, offload_weight
 from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
     str_to_torch_dtype as str_to_torch_dtype,
 )
+
+from patcher.patterns import inside
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
 EXPERTS_HOME = "transformers.integrations.moe"
@@ -46,6 +50,25 @@ LOADING_ATTRIBUTES = (
 ORIGINAL = "_patcher_original"
 
 
+def named_modules(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """As torch's with `remove_duplicate=False`, whose nested generators take long: every load asks several times."""
+    found = [(path, module)]
+    for name, child in module._modules.items():
+        if child is not None:
+            found += named_modules(child, f"{path}.{name}" if path else name)
+    return found
+
+
+def named_parameters(module: nn.Module, path: str = "") -> list[tuple[str, nn.Parameter]]:
+    """As torch's with `remove_duplicate=False`, for the same reason."""
+    return [
+        (inside(owner) + name, parameter)
+        for owner, part in named_modules(module, path)
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+
+
 def original_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module was built in place of, if it is a replacement."""
     return module.__dict__.get(ORIGINAL)
@@ -71,7 +94,7 @@ def as_stock(model: Any) -> Any:
     def is_replaced(module: nn.Module) -> bool:
         return isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__
 
-    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def shown_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules(*args, **kwargs):
             shown = module
             if is_replaced(module):
@@ -79,7 +102,8 @@ def as_stock(model: Any) -> Any:
                 object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
             yield name, shown
 
-    return ModelView(model, named_modules=named_modules) if any(map(is_replaced, model.modules())) else model
+    replaced = any(is_replaced(module) for _, module in named_modules(model))
+    return ModelView(model, named_modules=shown_modules) if replaced else model
 
 
 def tied_keys(model: PreTrainedModel) -> set[str]:
@@ -145,16 +169,12 @@ def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> N
             model.__dict__[name] = deepcopy(theirs)
 
 
-def follow_no_split_names(model: PreTrainedModel) -> None:
-    """Where a device map may not split the original class, it may not split the replacement."""
-    listed = model._no_split_modules
-    if listed:
-        # Set by `post_init` on the instance; older models may not have got there.
-        model._no_split_modules = set(listed).union(
-            type(module).__name__
-            for module in model.modules()
-            if (original := original_class(module)) is not None and original.__name__ in listed
-        )
+def follow_no_split_names(modules: Iterable[nn.Module], replaced: Iterable[tuple[type, type]]) -> None:
+    """Where a device map may not split an original class, it may not split the replacement: for each model of them."""
+    names = {(original.__name__, replacement.__name__) for original, replacement in replaced}
+    for model in modules:
+        if isinstance(model, PreTrainedModel) and (listed := model._no_split_modules):
+            model._no_split_modules = {*listed, *(mine for theirs, mine in names if theirs in listed)}
 
 
 def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:

@@ -72,6 +72,7 @@ class Construction:
     at_end: Callable[[], None] | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
+    _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
 
     @property
     def root(self) -> PreTrainedModel | None:
@@ -94,6 +95,9 @@ class Construction:
 
     def note(self, cls: type[nn.Module], match: Match) -> None:
         """Remember which keys have had an effect."""
+        if self._noted.get(cls) is match:
+            return
+        self._noted[cls] = match
         matched = self.rules.matched(cls, match)
         if not matched.keys <= self.matched.keys:
             self.matched |= matched
@@ -134,7 +138,7 @@ class Construction:
         """Whether the replacement could be built without a value; if it looks at one it has to be real."""
         count = len(self.built)
         try:
-            MetaInit.on_meta().construct(module, original, match.replacement, args, kwargs)
+            MetaInit.current(buffers_too=True).construct(module, original, match.replacement, args, kwargs)
         except PatchConstructionError:
             del self.built[count:]
             module.__class__ = original

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
-from patcher.compat.models import inherit_loading_attributes
+from patcher.compat.models import DeviceContext, DisableTorchFunction, inherit_loading_attributes
 from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
@@ -54,14 +54,9 @@ class MetaInit:
         self._buffers_too = buffers_too
 
     @staticmethod
-    def current() -> MetaInit:
-        """The one under way, or a new one."""
-        return _CURRENT.get() or MetaInit()
-
-    @staticmethod
-    def on_meta() -> MetaInit:
-        """The one under way, or one that leaves everything on meta where the model is built there."""
-        return _CURRENT.get() or MetaInit(buffers_too=True)
+    def current(*, buffers_too: bool = False) -> MetaInit:
+        """The one under way, or a new one, which may leave buffers on meta as well where the model is built there."""
+        return _CURRENT.get() or MetaInit(buffers_too=buffers_too)
 
     def construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
@@ -94,7 +89,7 @@ class MetaInit:
         self._to_meta = self._to_meta or torch.empty(0).device.type == "meta"
         token = _CURRENT.set(self)
         try:
-            with torch.device("cpu") if self._to_meta and not self._buffers_too else nullcontext():
+            with DeviceContext("cpu") if self._to_meta and not self._buffers_too else nullcontext():
                 yield
         finally:
             _CURRENT.reset(token)
@@ -112,7 +107,9 @@ class MetaInit:
             if index in self.wanted:
                 self.kept[index] = parameter
             return None
-        twin = like(parameter, parameter.data.to("meta"))
+        # The device that is put in force is a mode that every look at a tensor would pass through.
+        with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+            twin = like(parameter, parameter.data.to("meta"))
         setattr(twin, _INDEX, index)
         setattr(parameter, _TWIN, twin)
         return twin

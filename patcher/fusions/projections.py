@@ -144,7 +144,10 @@ class Projections(Fusion):
                 value is None
                 or isinstance(value, bool)
                 # Of these a module has many, and layers differ in them.
-                or (name in plans[group] and (isinstance(value, str | int) or _is_finite(value)))
+                or (
+                    name in plans[group]
+                    and (isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value)))
+                )
             )
         }
 
@@ -209,10 +212,6 @@ class Projections(Fusion):
         for number, name in enumerate(joined.projections):
             setattr(cls, name, part_property(joined, number))
         return cls
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

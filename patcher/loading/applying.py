@@ -39,9 +39,8 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         )
     record = record_of(model)
     state_dict = {key: value.detach() for key, value in model.state_dict().items()}
-    if record is not None:
-        for key in record.new_weights:
-            state_dict.pop(key, None)  # they belong to the patcher that is left behind
+    for key in record.new_weights if record is not None else ():
+        state_dict.pop(key, None)  # they belong to the patcher that is left behind
     weights = original_state_dict(model, state_dict)
     devices = {tensor.device for tensor in weights.values()}
     options: dict[str, Any] = {"dtype": model.dtype}

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
 from patcher.compat.hooks import HOOKED, check
-from patcher.compat.models import as_stock, follow_no_split_names, original_class
+from patcher.compat.models import as_stock, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, current_construction
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
@@ -279,7 +279,6 @@ def _post_init(stock: Stock, self: PreTrainedModel) -> None:
         stock(self)
     if is_root:
         convert_modules(construction, self)
-    follow_no_split_names(self)
     if is_root and construction.by_hand:
         if original_class(self) is None:
             finish_by_hand(construction, self)

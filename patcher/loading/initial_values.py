@@ -23,6 +23,8 @@ from patcher.compat.models import (
     is_initialized,
     local_torch_dtype,
     mark_initialized,
+    named_modules,
+    named_parameters,
     offload,
     tied_keys,
 )
@@ -47,16 +49,14 @@ class ParameterTraits:
     frozen: frozenset[str]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, outermost: Iterable[Built]) -> ParameterTraits:
-        """What is to be seen while the modules are as they were built. Shared names are declared, so that they can be
-        saved."""
+    def of(cls, modules: list[tuple[str, nn.Module]], outermost: Iterable[Built], tied: set[str]) -> ParameterTraits:
+        """What is to be seen in modules as they were built. Shared names are declared, so that they can be saved."""
         shared, frozen = [], set()
-        tied = tied_keys(model)
-        for path, built in _replaced(model, outermost):
+        for path, built in _replaced(modules, outermost):
             names: dict[int, list[str]] = {}
-            for name, parameter in built.module.named_parameters(remove_duplicate=False):
+            for name, parameter in named_parameters(built.module):
                 names.setdefault(id(parameter), []).append(name)
-                if parameter.is_floating_point() and not parameter.requires_grad:
+                if not parameter.requires_grad and parameter.is_floating_point():
                     frozen.add(inside(path) + name)
             several = [group for group in names.values() if len(group) > 1]
             for group in several:
@@ -95,7 +95,7 @@ class InitialValues:
         self.traits = load.traits
         self.disk_index = load.disk_index
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
-        self.replaced = _replaced(model, load.outermost_built)
+        self.replaced = _replaced(named_modules(model), load.outermost_built)
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
         absent = self.traits.without_aliases(self.missing) - tied_keys(model)
@@ -104,7 +104,7 @@ class InitialValues:
                 if key in self.missing or not _is_saved(model, key):
                     self.buffers[key] = buffer
                     mark_initialized(buffer)
-            if wanted := _indices(path, built, absent.__contains__):
+            if absent and (wanted := _indices(path, built, absent.__contains__)):
                 self.wanted.append((built, wanted))
 
     def put_back(self, load_config: Any) -> None:
@@ -178,7 +178,7 @@ def keep_new_weights(
     model: PreTrainedModel, rules: ClassRules, outermost: Iterable[Built], expressions: list[str]
 ) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
-    for path, built in _replaced(model, outermost):
+    for path, built in _replaced(named_modules(model), outermost):
         wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
         wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}
         if wanted:
@@ -187,17 +187,18 @@ def keep_new_weights(
                     model.get_parameter(key).copy_(value)
 
 
-def forget_indices(model: nn.Module) -> None:
+def forget_indices(outermost: Iterable[Built]) -> None:
     """Leave no mark on the parameters of a finished model."""
-    for parameter in model.parameters():
-        forget_index(parameter)
+    for built in outermost:
+        for _, parameter in named_parameters(built.module):
+            forget_index(parameter)
 
 
 def _indices(path: str, built: Built, is_wanted: Callable[[str], bool]) -> dict[str, int]:
     """The wanted parameters of a replacement, and their places among those that it registers."""
     return {
         key: index
-        for key, parameter in built.module.named_parameters(prefix=path, remove_duplicate=False)
+        for key, parameter in named_parameters(built.module, path)
         if is_wanted(key) and (index := parameter_index(parameter)) is not None
     }
 
@@ -225,9 +226,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
 
 
-def _replaced(model: nn.Module, outermost: Iterable[Built]) -> list[tuple[str, Built]]:
+def _replaced(modules: list[tuple[str, nn.Module]], outermost: Iterable[Built]) -> list[tuple[str, Built]]:
     """The replacements that are no part of another one, with their paths, of those that the model has."""
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     return [(paths[id(built.module)], built) for built in outermost if id(built.module) in paths]
 
 

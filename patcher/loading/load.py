@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint
-from patcher.compat.models import original_class
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, tied_keys
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
@@ -35,7 +35,7 @@ from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import ParameterTraits, forget_indices, keep_new_weights
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.patterns import inside
-from patcher.resolution.resolution import Resolution
+from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
 
@@ -154,20 +154,19 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             f"What is built as {asked.model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
-    matched = _told(construction, model)
+    matched, record, traits = _seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
         strict, matched, asked.model_class.__name__, conversions=False
     )
-    outermost = tuple(construction.outermost_built)
     done(
         Constructed(
             **vars(asked),
             rules=rules,
             model=model,
-            outermost_built=outermost,
-            record=_record(model, construction),
-            traits=ParameterTraits.of(model, outermost),
+            outermost_built=tuple(construction.outermost_built),
+            record=record,
+            traits=traits,
             matched=matched,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
@@ -175,26 +174,23 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     )
 
 
-def _told(construction: Construction, model: PreTrainedModel) -> Matched:
-    """What the construction has matched, and what there was to match; the blocks around it are told as well."""
-    resolution: Resolution = construction.resolution or Resolution()
+def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, ParameterTraits]:
+    """What was matched and done, as the model shows it whose modules stand; the blocks around it are told."""
+    resolution: Resolution = construction.resolution or NO_CHANGE
+    chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
+    modules = named_modules(model)  # once for all of it: walks are a good part of what a load of ours takes longer
+    replaced = [
+        Replaced(path, original, type(module), chosen.get(id(module), True))
+        for path, module in modules
+        if (original := original_class(module)) is not None
+    ]
     matched = construction.matched | Matched(
-        classes=frozenset((original_class(module) or type(module)).__name__ for module in model.modules()),
+        classes=frozenset((original_class(module) or type(module)).__name__ for _, module in modules),
         refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
     tell_blocks(matched)
-    return matched
-
-
-def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
-    chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
-    resolution: Resolution = construction.resolution or Resolution()
-    replaced = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        original = original_class(module)
-        if original is not None:
-            replaced.append(Replaced(path, original, type(module), chosen.get(id(module), True)))
-    return PatchRecord(
+    follow_no_split_names((module for _, module in modules), ((item.original, item.replacement) for item in replaced))
+    record = PatchRecord(
         model_class=original_class(model) or type(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
         replaced=tuple(replaced),
@@ -209,6 +205,7 @@ def _record(model: PreTrainedModel, construction: Construction) -> PatchRecord:
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
     )
+    return matched, record, ParameterTraits.of(modules, construction.outermost_built, tied_keys(model))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -267,16 +264,15 @@ def finish(load: Request, model: PreTrainedModel) -> None:
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     keep_record(model, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
-    forget_indices(model)
+    forget_indices(load.outermost_built)
     diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
     outermost, rules = construction.outermost_built, construction.rules
-    construction.matched = _told(construction, model)
+    construction.matched, record, _ = _seen(construction, model)
     keep_new_weights(model, rules, outermost, [text for entry in rules.entries for text in entry.patcher.new_weights])
-    ParameterTraits.of(model, outermost)
-    forget_indices(model)
-    keep_record(model, _record(model, construction))
+    forget_indices(outermost)
+    keep_record(model, record)
     construction.forget()

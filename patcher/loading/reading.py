@@ -16,7 +16,7 @@ from patcher.compat.conversions import (
     target_patterns,
     was_used,
 )
-from patcher.compat.models import mark_initialized, settle_keys
+from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
@@ -24,7 +24,6 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.loading.checks import Diagnostics, check_weights, shape_of, shapes_of
 from patcher.loading.load import DryRun, Loaded, Selected
-from patcher.loading.record import PatchRecord
 from patcher.resolution.resolution import skeleton
 
 
@@ -63,7 +62,7 @@ def read(
     if _can_be_simulated(load_config) and not _fits_as_it_is(selected, checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
     info, disk_index = read_weights()
-    loaded = replace(_check_read(selected, mapping, checkpoint, info), disk_index=disk_index)
+    loaded = _check_read(selected, mapping, checkpoint, info, disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
     set_used_conversions(selected.model, own)
@@ -101,9 +100,9 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
         return False
     under = tuple(f"{path}." for path in paths)
     expected = {
-        f"{path}.{name}": parameter.shape
+        key: parameter.shape
         for path in paths
-        for name, parameter in selected.model.get_submodule(path).named_parameters(remove_duplicate=False)
+        for key, parameter in named_parameters(selected.model.get_submodule(path), path)
     }
     return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
@@ -143,7 +142,9 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
     )
 
 
-def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any) -> Loaded:
+def _check_read(
+    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any, disk_index: Any = None
+) -> Loaded:
     """Put down what was done with the weights, and see whether it is what was asked for."""
     diagnostics = selected.diagnostics
     traces: list[ConversionTrace] = [item.trace for item in selected.traced]
@@ -152,43 +153,41 @@ def _check_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str,
         trace.lost = not any(item is other for other in mapping)
     lost = [item for item in selected.traced if item.trace.lost]
     ran = [*lost, *(_plain_if_even(item, selected.followed) for item in mapping)]
-    record = replace(
-        selected.record,
-        read=True,
-        conversions=tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
-        dropped=selected.conversions.dropped,
-    )
+    done: dict[str, Any] = {
+        "read": True,
+        "conversions": tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
+        "dropped": selected.conversions.dropped,
+    }
     for trace in traces:
         if trace.failed:
             failure = _failure(trace, info)
             if not diagnostics.goes_on:
                 raise failure
-            return _loaded(selected, record, info, replace(diagnostics, errors=(*diagnostics.errors, failure)))
+            diagnostics = replace(diagnostics, errors=(*diagnostics.errors, failure))
+            return _loaded(selected, diagnostics, done, info=info)
     matched = selected.matched | _matched_by_reading(selected, traces, checkpoint)
     if selected.dry_run is None:
         tell_blocks(matched)
     for entry in selected.own:
-        diagnostics = diagnostics.adding_matches(
-            [entry],
-            matched,
-            selected.model_class.__name__,
-            classes=not entry.patcher.strict,  # then what the model doesn't have was said when it was built
-        )
+        classes = not entry.patcher.strict  # otherwise what the model doesn't have was said when it was built
+        diagnostics = diagnostics.adding_matches([entry], matched, selected.model_class.__name__, classes=classes)
     expressions = [text for entry in selected.in_force for text in entry.patcher.new_weights]
     found = check_weights(
         selected.model,
-        record.replaced,
+        selected.record.replaced,
         selected.in_force,
         info,
         missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
         stock_outcome=lambda: _stock_outcome(selected, checkpoint),
     )
-    record = replace(record, new_weights=selected.traits.with_aliases(found.new), dropped_weights=found.dropped)
-    return _loaded(selected, record, info, diagnostics.adding(found.error, strict=selected.strict))
+    diagnostics = diagnostics.adding(found.error, strict=selected.strict)
+    done |= {"new_weights": selected.traits.with_aliases(found.new), "dropped_weights": found.dropped}
+    return _loaded(selected, diagnostics, done, info=info, disk_index=disk_index)
 
 
-def _loaded(selected: Selected, record: PatchRecord, info: Any, diagnostics: Diagnostics) -> Loaded:
-    return Loaded(**{**vars(selected), "record": record, "info": info, "diagnostics": diagnostics})
+def _loaded(selected: Selected, diagnostics: Diagnostics, done: dict[str, Any], **read: Any) -> Loaded:
+    values = vars(selected) | {"record": replace(selected.record, **done), "diagnostics": diagnostics}
+    return Loaded(**values, **read)
 
 
 def _unknown(selected: Selected) -> frozenset[str]:

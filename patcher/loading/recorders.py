@@ -62,11 +62,8 @@ def _stands_for(module: nn.Module, target: type[nn.Module] | None) -> bool:
 
 def _asked_for(module: nn.Module, specs: Any) -> bool:
     """Whether the recorders on the instance, as `patch_output_recorders` sets them, name the module's class."""
-    for spec in specs if isinstance(specs, list) else [specs]:
-        target = getattr(spec, "target_class", spec)
-        if isinstance(target, type) and isinstance(module, target):
-            return True
-    return False
+    targets = (getattr(spec, "target_class", spec) for spec in (specs if isinstance(specs, list) else [specs]))
+    return any(isinstance(target, type) and isinstance(module, target) for target in targets)
 
 
 def _modules_of(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

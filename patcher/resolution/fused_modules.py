@@ -14,7 +14,7 @@ from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.base import fusion_named
-from patcher.resolution.resolution import Resolution, resolve_in_force
+from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
 
 def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
@@ -31,7 +31,7 @@ def prepare_fusions(construction: Construction, model_class: type[PreTrainedMode
 
 def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Put the fused modules in place of those that were built, before the model looks at its parts."""
-    resolution: Resolution = construction.resolution or Resolution()
+    resolution: Resolution = construction.resolution or NO_CHANGE
     fused: dict[int, nn.Module] = {}
     # The outer ones first: building those builds what is inside of them once more.
     for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
@@ -60,7 +60,7 @@ def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
 
 def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Convert the modules that stand and have their initial values, where a fusion can do that."""
-    resolution: Resolution = construction.resolution or Resolution()
+    resolution: Resolution = construction.resolution or NO_CHANGE
     matched: set[tuple[InForce, str, Any]] = set()
     for path in resolution.fusion_plan.converted:
         module = model.get_submodule(path)

@@ -85,6 +85,9 @@ class Resolution:
         return "\n".join(lines) or "changes nothing"
 
 
+NO_CHANGE = Resolution()
+
+
 def skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce] = ()
 ) -> PreTrainedModel:

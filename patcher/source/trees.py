@@ -12,7 +12,6 @@ import libcst as cst
 from patcher.source.reading import Location, Source, read_source
 
 Definition = cst.ClassDef | cst.FunctionDef
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 RULE = "# " + "=" * 70
 
 _BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While)
