@@ -230,6 +230,7 @@ def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mine")
 def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> None:
     done = run("fingerprint", "my_patches:SAME", "--verify", folder)

@@ -177,7 +177,15 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# One of each kind; the others are for the long run.
+SHORT = {"Llama, all, biases", "Qwen2, biases of q, k and v", "BERT", "T5 1.1, all", "CLIP", "Qwen2-VL, and its text"}
+SHORT |= {"Mixtral", "Qwen3-MoE, and qkv"}
+assert CASES.keys() >= SHORT
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in CASES]
+)
 def test_the_file_of_fusions_computes_and_saves_what_the_patcher_does(
     case: str, imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
 ) -> None:

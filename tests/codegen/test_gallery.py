@@ -162,6 +162,7 @@ def saved(model: transformers.PreTrainedModel, folder: Path) -> dict[str, bytes]
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_llama_with_qkv_computes_and_saves_what_the_patcher_does(
     joined: ModuleType, smollm2_small: Path, tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: 
 EXPERTS = ("mixtral", "patched_modeling_mixtral", Patcher(fusions=["sequential_experts"]))
 
 
+@pytest.mark.slow
 def test_mixtral_with_experts_as_layers_computes_and_saves_what_the_patcher_does(
     smollm2_moe: Path, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def test_control_run_without_any_patcher(checkpoint: Path) -> None:
     assert changes(before) == []
 
 
+@pytest.mark.slow
 def test_loads_of_mixed_dtypes_in_threads_get_their_dtype(checkpoint: Path) -> None:
     def work(chooser: random.Random) -> None:
         dtype = chooser.choice([torch.float32, torch.bfloat16, torch.float16])

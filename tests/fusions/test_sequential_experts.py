@@ -217,6 +217,7 @@ def test_whatever_implementation_is_asked_for_the_experts_run_one_by_one(impleme
     torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_threads_may_share_the_model(tmp_path: Path) -> None:
     stock, listed = loaded(tiny_mixtral_config(), tmp_path)
     batches = [tiny_inputs(stock.config, seed=seed) for seed in range(4)]

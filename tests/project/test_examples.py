@@ -47,7 +47,15 @@ def checkpoint(layouts: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     return layouts.tiny_checkpoint(tmp_path_factory.mktemp("qwen2_moe"))
 
 
-@pytest.mark.parametrize("name", ["both", "linear experts", "fused qkv", "experiment"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("both", marks=pytest.mark.slow),
+        pytest.param("linear experts", marks=pytest.mark.slow),
+        "fused qkv",
+        "experiment",
+    ],
+)
 def test_worked_example_equals_stock(layouts: ModuleType, checkpoint: Path, name: str) -> None:
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=layouts.PATCHERS[name])

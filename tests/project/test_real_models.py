@@ -17,6 +17,7 @@ from tests import real_models
 TEXT = "The capital of France is Paris, and the largest ocean on Earth is the Pacific. Water boils at 100 degrees."
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_answers_a_question(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
