@@ -43,6 +43,10 @@ class Built:
     outermost: bool
 
 
+#: replacements, each with the path at which the model has it
+Placed = tuple[tuple[str, Built], ...]
+
+
 @dataclass(eq=False, repr=False)
 class Construction:
     """What happens while one model is built.

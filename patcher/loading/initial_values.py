@@ -23,13 +23,12 @@ from patcher.compat.models import (
     is_initialized,
     local_torch_dtype,
     mark_initialized,
-    named_modules,
     named_parameters,
     offload,
     tied_keys,
 )
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Built, Construction
+from patcher.construction.construction import Built, Construction, Placed
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import forget_index, like, parameter_index
 from patcher.errors import InvalidPatcherError
@@ -49,10 +48,11 @@ class ParameterTraits:
     frozen: frozenset[str]
 
     @classmethod
-    def of(cls, modules: list[tuple[str, nn.Module]], outermost: Iterable[Built], tied: set[str]) -> ParameterTraits:
+    def of(cls, model: PreTrainedModel, outermost: Placed) -> ParameterTraits:
         """What is to be seen in modules as they were built. Shared names are declared, so that they can be saved."""
         shared, frozen = [], set()
-        for path, built in _replaced(modules, outermost):
+        tied = tied_keys(model)
+        for path, built in outermost:
             names: dict[int, list[str]] = {}
             for name, parameter in named_parameters(built.module):
                 names.setdefault(id(parameter), []).append(name)
@@ -95,7 +95,8 @@ class InitialValues:
         self.traits = load.traits
         self.disk_index = load.disk_index
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
-        self.replaced = _replaced(named_modules(model), load.outermost_built)
+        # A quantizer may have put others in the place of some.
+        self.replaced = [(path, built) for path, built in load.outermost if _module_at(model, path) is built.module]
         self.buffers: dict[str, torch.Tensor] = {}
         self.wanted: list[tuple[Built, dict[str, int]]] = []
         absent = self.traits.without_aliases(self.missing) - tied_keys(model)
@@ -174,11 +175,9 @@ def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
             forget_initialized(buffer)
 
 
-def keep_new_weights(
-    model: PreTrainedModel, rules: ClassRules, outermost: Iterable[Built], expressions: list[str]
-) -> None:
+def keep_new_weights(model: PreTrainedModel, rules: ClassRules, outermost: Placed, expressions: list[str]) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
-    for path, built in _replaced(named_modules(model), outermost):
+    for path, built in outermost:
         wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
         wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}
         if wanted:
@@ -187,9 +186,9 @@ def keep_new_weights(
                     model.get_parameter(key).copy_(value)
 
 
-def forget_indices(outermost: Iterable[Built]) -> None:
+def forget_indices(outermost: Placed) -> None:
     """Leave no mark on the parameters of a finished model."""
-    for built in outermost:
+    for _, built in outermost:
         for _, parameter in named_parameters(built.module):
             forget_index(parameter)
 
@@ -226,10 +225,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
 
 
-def _replaced(modules: list[tuple[str, nn.Module]], outermost: Iterable[Built]) -> list[tuple[str, Built]]:
-    """The replacements that are no part of another one, with their paths, of those that the model has."""
-    paths = {id(module): path for path, module in reversed(modules)}  # the first of several
-    return [(paths[id(built.module)], built) for built in outermost if id(built.module) in paths]
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint
-from patcher.compat.models import follow_no_split_names, named_modules, original_class, tied_keys
+from patcher.compat.models import follow_no_split_names, named_modules, original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Built, Construction
+from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.conversions.selection import SelectedConversions, select_conversions
@@ -125,7 +125,7 @@ class Constructed(Request):
 
     rules: ClassRules
     model: PreTrainedModel
-    outermost_built: tuple[Built, ...]
+    outermost: Placed
     record: PatchRecord
     traits: ParameterTraits
     matched: Matched
@@ -154,7 +154,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             f"What is built as {asked.model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
-    matched, record, traits = _seen(construction, model)
+    matched, record, outermost = _seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
         strict, matched, asked.model_class.__name__, conversions=False
@@ -164,9 +164,9 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             **vars(asked),
             rules=rules,
             model=model,
-            outermost_built=tuple(construction.outermost_built),
+            outermost=outermost,
             record=record,
-            traits=traits,
+            traits=ParameterTraits.of(model, outermost),
             matched=matched,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
@@ -174,8 +174,8 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     )
 
 
-def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, ParameterTraits]:
-    """What was matched and done, as the model shows it whose modules stand; the blocks around it are told."""
+def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed]:
+    """What was matched and done, and the outermost replacements, in a model that stands. Blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = named_modules(model)  # once for all of it: walks are a good part of what a load of ours takes longer
@@ -205,7 +205,9 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
     )
-    return matched, record, ParameterTraits.of(modules, construction.outermost_built, tied_keys(model))
+    paths = {id(module): path for path, module in reversed(modules)}  # the first of several
+    outermost = [(paths.get(id(built.module)), built) for built in construction.outermost_built]
+    return matched, record, tuple((path, built) for path, built in outermost if path is not None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -264,15 +266,16 @@ def finish(load: Request, model: PreTrainedModel) -> None:
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     keep_record(model, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
-    forget_indices(load.outermost_built)
+    forget_indices(load.outermost)
     diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    outermost, rules = construction.outermost_built, construction.rules
-    construction.matched, record, _ = _seen(construction, model)
+    rules = construction.rules
+    construction.matched, record, outermost = _seen(construction, model)
     keep_new_weights(model, rules, outermost, [text for entry in rules.entries for text in entry.patcher.new_weights])
+    ParameterTraits.of(model, outermost)
     forget_indices(outermost)
     keep_record(model, record)
     construction.forget()
