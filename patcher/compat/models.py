@@ -169,11 +169,11 @@ def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> N
             model.__dict__[name] = deepcopy(theirs)
 
 
-def follow_no_split_names(modules: Iterable[nn.Module], replaced: Iterable[tuple[type, type]]) -> None:
-    """Where a device map may not split an original class, it may not split the replacement: for each model of them."""
+def follow_no_split_names(models: Iterable[PreTrainedModel], replaced: Iterable[tuple[type, type]]) -> None:
+    """Where a device map may not split an original class, it may not split the replacement."""
     names = {(original.__name__, replacement.__name__) for original, replacement in replaced}
-    for model in modules:
-        if isinstance(model, PreTrainedModel) and (listed := model._no_split_modules):
+    for model in models:
+        if listed := model._no_split_modules:
             model._no_split_modules = {*listed, *(mine for theirs, mine in names if theirs in listed)}
 
 

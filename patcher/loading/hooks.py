@@ -131,8 +131,8 @@ def _from_pretrained(
             load = _LOAD.get()  # the checkpoint's own config may have asked for one
             if dry is not None and load is not None:
                 dry[1].append(load)
-        if load is not None and dry is None:
-            finish(load, result[0] if isinstance(result, tuple) else result)
+        if isinstance(load, Constructed) and dry is None:
+            finish(load)
         return result
 
 

@@ -125,6 +125,7 @@ class Constructed(Request):
 
     rules: ClassRules
     model: PreTrainedModel
+    models: list[tuple[str, PreTrainedModel]]
     outermost: Placed
     record: PatchRecord
     traits: ParameterTraits
@@ -154,7 +155,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             f"What is built as {asked.model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
-    matched, record, outermost = _seen(construction, model)
+    matched, record, outermost, models = _seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
         strict, matched, asked.model_class.__name__, conversions=False
@@ -164,6 +165,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             **vars(asked),
             rules=rules,
             model=model,
+            models=models,
             outermost=outermost,
             record=record,
             traits=ParameterTraits.of(model, outermost),
@@ -174,8 +176,8 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     )
 
 
-def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed]:
-    """What was matched and done, and the outermost replacements, in a model that stands. Blocks around it are told."""
+def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed, Any]:
+    """What was matched and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = named_modules(model)  # once for all of it: walks are a good part of what a load of ours takes longer
@@ -189,7 +191,9 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
     tell_blocks(matched)
-    follow_no_split_names((module for _, module in modules), ((item.original, item.replacement) for item in replaced))
+    # Backwards, so that of a module with several paths the first one comes last.
+    models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
+    follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
     record = PatchRecord(
         model_class=original_class(model) or type(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
@@ -207,7 +211,7 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths.get(id(built.module)), built) for built in construction.outermost_built]
-    return matched, record, tuple((path, built) for path, built in outermost if path is not None)
+    return matched, record, tuple((path, built) for path, built in outermost if path is not None), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -255,17 +259,15 @@ class Loaded(Selected):
     disk_index: dict[str, Any] | None = None
 
 
-def finish(load: Request, model: PreTrainedModel) -> None:
+def finish(load: Constructed) -> None:
     """Put down on the model what was done, and warn of what is not as it was asked for."""
-    if not isinstance(load, Constructed):
-        return
     diagnostics = load.diagnostics
     if not isinstance(load, Loaded):  # transformers has read it in a way of its own
         lenient = [entry for entry in load.own if not entry.patcher.strict]
         diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
-    keep_record(model, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
+    keep_record(load.models, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
     forget_indices(load.outermost)
     diagnostics.warn()
 
@@ -273,9 +275,9 @@ def finish(load: Request, model: PreTrainedModel) -> None:
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
     rules = construction.rules
-    construction.matched, record, outermost = _seen(construction, model)
+    construction.matched, record, outermost, models = _seen(construction, model)
     keep_new_weights(model, rules, outermost, [text for entry in rules.entries for text in entry.patcher.new_weights])
     ParameterTraits.of(model, outermost)
     forget_indices(outermost)
-    keep_record(model, record)
+    keep_record(models, record)
     construction.forget()

@@ -93,10 +93,9 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
 
     A renaming of stock may still take one elsewhere: what was read is checked in any case.
     """
-    if selected.traced or any(entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force):
-        return False
     paths = [item.path for item in selected.record.replaced]
-    if "" in paths:
+    filters = (entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force)
+    if selected.traced or "" in paths or any(filters):
         return False
     under = tuple(f"{path}." for path in paths)
     expected = {

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.models import named_modules, original_class
+from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
 from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
@@ -78,12 +78,11 @@ def record_of(model: nn.Module) -> PatchRecord | None:
     return model.__dict__.get(RECORD)
 
 
-def keep_record(model: PreTrainedModel, record: PatchRecord) -> None:
+def keep_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
     """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
-    for path, module in reversed(named_modules(model)):  # the first path of a module that has several comes last
-        if isinstance(module, PreTrainedModel):
-            part = _part(record, inside(path), original_class(module) or type(module)) if path else record
-            module.__dict__[RECORD] = part
+    for path, model in models:
+        part = _part(record, inside(path), original_class(model) or type(model)) if path else record
+        model.__dict__[RECORD] = part
 
 
 def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
