@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
-from torch.utils._device import DeviceContext as DeviceContext
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device, offload_weight
 from transformers.modeling_utils import (

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
-from patcher.compat.models import DeviceContext, DisableTorchFunction, inherit_loading_attributes
+from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes
 from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
@@ -89,7 +89,7 @@ class MetaInit:
         self._to_meta = self._to_meta or torch.empty(0).device.type == "meta"
         token = _CURRENT.set(self)
         try:
-            with DeviceContext("cpu") if self._to_meta and not self._buffers_too else nullcontext():
+            with torch.device("cpu") if self._to_meta and not self._buffers_too else nullcontext():
                 yield
         finally:
             _CURRENT.reset(token)

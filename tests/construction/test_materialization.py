@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
@@ -296,3 +297,20 @@ def test_a_saved_buffer_comes_from_the_checkpoint(llama: Path, tmp_path: Path) -
         None, config=model.config, state_dict=state, patcher=Patcher({"LlamaMLP": Counting})
     )
     assert [layer.mlp.steps.item() for layer in again.model.layers] == [3, 8]
+
+
+class Recording(TorchFunctionMode):
+    """A mode of somebody else's."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_of_the_caller_are_in_place_after_a_load(llama: Path) -> None:
+    with torch.device("cpu"), Recording() as mode, torch.device("cpu"):
+        before = _get_current_function_mode_stack()
+        model = AutoModelForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Computing}), device_map="cpu")
+        assert _get_current_function_mode_stack() == before
+        assert mode in before
+    assert _get_current_function_mode_stack() == []
+    assert_computed(model.model.layers[0].mlp)
