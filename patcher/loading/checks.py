@@ -183,6 +183,8 @@ def check_weights(
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
     """
+    if not (missing or info.unexpected_keys or info.mismatched_keys):
+        return WeightsFound((), (), None)
     patchers = [entry.patcher for entry in entries if not entry.is_registry]
     mismatched = {
         name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys

@@ -93,15 +93,14 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
 
     A renaming of stock may still take one elsewhere: what was read is checked in any case.
     """
-    paths = [item.path for item in selected.record.replaced]
     filters = (entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force)
-    if selected.traced or "" in paths or any(filters):
+    if selected.traced or any(path == "" for path, _ in selected.outermost) or any(filters):
         return False
-    under = tuple(f"{path}." for path in paths)
+    under = tuple(f"{path}." for path, _ in selected.outermost)
     expected = {
         key: parameter.shape
-        for path in paths
-        for key, parameter in named_parameters(selected.model.get_submodule(path), path)
+        for path, built in selected.outermost
+        for key, parameter in named_parameters(built.module, path)
     }
     return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
