@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import struct
 import subprocess
 import sys
@@ -653,10 +654,9 @@ def test_a_model_of_671_billion_parameters_is_planned_in_seconds(kind: str, scal
     config.save_pretrained(tmp_path)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00163.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for _ in range(3):  # of one processor, but another test on the same core takes from it: the first quick one counts
-        seconds, gigabytes = map(float, run(LARGE, str(tmp_path), kind))
-        if seconds < 10:
-            break
+    seconds, gigabytes = map(float, run(LARGE, str(tmp_path), kind))
+    if seconds >= 10:  # of one processor, from which another test on the same core takes: a figure is a median
+        seconds = statistics.median([seconds, *(float(run(LARGE, str(tmp_path), kind)[0]) for _ in range(2))])
     assert seconds < 10
     assert gigabytes < 2
 
