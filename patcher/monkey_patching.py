@@ -52,7 +52,10 @@ install()
 def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) -> None:
     """Replace classes in every model that is loaded from now on.
 
+    >>> from torch import nn
     >>> register_patch_mapping({"Qwen2MoeExperts": nn.Identity, ".*RMSNorm$": nn.RMSNorm})
+    >>> sorted(get_patch_mapping())
+    ['.*RMSNorm$', 'Qwen2MoeExperts']
     >>> clear_patch_mapping()
 
     Args:
