@@ -16,6 +16,7 @@ from patcher.codegen.fused_classes import Owners, built_by_config, join_projecti
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
+from patcher.compat.models import named_modules
 from patcher.fusions.joined import JoinedProjections
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.fusions.sequential_experts import ListedExperts
@@ -79,7 +80,7 @@ class _Description(NamedTuple):
 
     def check_builders(self, replaced: Mapping[str, type[nn.Module]], fused: Iterable[str]) -> None:
         """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
-        modules = dict(self.stock.named_modules(remove_duplicate=False))
+        modules = dict(named_modules(self.stock))
         for path in sorted({path for path, module in modules.items() if type(module).__name__ in replaced} | {*fused}):
             if part := built_by_config(modules, path):
                 name = type(modules[part]).__name__
@@ -116,7 +117,7 @@ class _Description(NamedTuple):
                 f"the fusions {list(self.patcher.fusions)!r} find nothing to fuse in "
                 f"{type(self.stock).__name__}{': ' + refused if refused else ''}."
             )
-        modules = dict(self.stock.named_modules(remove_duplicate=False))
+        modules = dict(named_modules(self.stock))
         owners = Owners(self.described, modules, module_classes(self.modeling), resolution.refused)
         by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
         for path, cls in resolution.fused.items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher.compat.models import tie_partners
+from patcher.compat.models import named_modules, named_parameters, tie_partners
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.origins import NotConvertibleError, Origins, origins_of
 from patcher.fusions.weight_layout import Layout, converters_for, plan_of
@@ -34,9 +34,9 @@ class Surroundings:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = dict(named_modules(model))
         self._times = Counter(id(module) for module in self.modules.values())
-        self._owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._owners = Counter(id(parameter) for _, parameter in named_parameters(model))
         self._tied = tie_partners(model)
 
     def is_shared(self, module: nn.Module) -> bool:

@@ -146,7 +146,7 @@ class Projections(Fusion):
                 # Of these a module has many, and layers differ in them.
                 or (
                     name in plans[group]
-                    and (isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value)))
+                    and (isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)))
                 )
             )
         }

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
 from patcher.compat.conversions import stock_revert, with_model_prefix
+from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.conversions.simulation import Outcome, Route
@@ -283,7 +284,7 @@ def _judgement(
 def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
     """path -> class and replacement, of the modules that the mapping names."""
     found = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in named_modules(model):
         try:
             match = rules.match(type(module))
         except PatchConflictError:

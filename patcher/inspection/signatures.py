@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
+from patcher.compat.models import named_modules
 from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
 
 Classes = tuple[type[nn.Module], type[nn.Module]]
@@ -66,7 +67,7 @@ def _calls(
 
 def _parents(model: nn.Module, replaced: Mapping[str, Classes]) -> dict[type[nn.Module], dict[str, set[Held]]]:
     """class of a parent -> attribute -> what it holds."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_modules(model))
     found: dict[type[nn.Module], dict[str, set[Held]]] = {}
     for path, classes in replaced.items():
         parent, _, name = path.rpartition(".")

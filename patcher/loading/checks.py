@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
-from patcher.compat.models import tied_keys
+from patcher.compat.models import named_parameters, tied_keys
 from patcher.construction.in_force import InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.transforms import describe, identity
@@ -208,7 +208,7 @@ def check_weights(
     parameters: set[str] = set()
     absent = {key for key in missing | set(mismatched) if converts or under_replaced(key)} - tied_keys(model)
     if absent:  # persistent buffers keep what was computed, so only parameters count
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in named_parameters(model)}
         absent &= parameters
     left_over = {key for key in info.unexpected_keys if under_replaced(key)}
     new = ordered(key for key in absent if declared(key, "new_weights"))

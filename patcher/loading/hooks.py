@@ -205,8 +205,7 @@ def _conversion_mapping(
     load = _LOAD.get()
     if type(load) is not Constructed:
         return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
-    has_models = any(issubclass(item.original, PreTrainedModel) for item in load.record.replaced)
-    found = stock(as_stock(model) if has_models else model, key_mapping, None, *args, **kwargs)
+    found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
     _LOAD.set(selected)
     return adapted_to_quantizer(hf_quantizer, conversions, model)

@@ -175,8 +175,9 @@ def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
             forget_initialized(buffer)
 
 
-def keep_new_weights(model: PreTrainedModel, rules: ClassRules, outermost: Placed, expressions: list[str]) -> None:
+def keep_new_weights(model: PreTrainedModel, rules: ClassRules, outermost: Placed) -> None:
     """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
+    expressions = [text for entry in rules.entries for text in entry.patcher.new_weights]
     for path, built in outermost:
         wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
         wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}

@@ -210,8 +210,8 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         fusion_transforms=resolution.fusion_plan.transforms,
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
-    outermost = [(paths.get(id(built.module)), built) for built in construction.outermost_built]
-    return matched, record, tuple((path, built) for path, built in outermost if path is not None), models
+    outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
+    return matched, record, tuple(outermost), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -274,9 +274,8 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    rules = construction.rules
     construction.matched, record, outermost, models = _seen(construction, model)
-    keep_new_weights(model, rules, outermost, [text for entry in rules.entries for text in entry.patcher.new_weights])
+    keep_new_weights(model, construction.rules, outermost)
     ParameterTraits.of(model, outermost)
     forget_indices(outermost)
     keep_record(models, record)

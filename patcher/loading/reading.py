@@ -75,7 +75,7 @@ def _dry_run(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, An
     expected = _simulate_read(selected, mapping, checkpoint)
     assert expected is not None
     # Take from the keys what transformers doesn't mind, as a load does at its end.
-    parameters = dict(selected.model.named_parameters(remove_duplicate=False))
+    parameters = dict(named_parameters(selected.model))
     for name in expected.outcome.loaded & set(parameters):
         mark_initialized(parameters[name])
     settle_keys(selected.model, expected.info)
@@ -94,14 +94,11 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
     A renaming of stock may still take one elsewhere: what was read is checked in any case.
     """
     filters = (entry.patcher.filtered_weight_conversion_patterns for entry in selected.in_force)
-    if selected.traced or any(path == "" for path, _ in selected.outermost) or any(filters):
+    if selected.traced or "" in dict(selected.outermost) or any(filters):
         return False
     under = tuple(f"{path}." for path, _ in selected.outermost)
-    expected = {
-        key: parameter.shape
-        for path, built in selected.outermost
-        for key, parameter in named_parameters(built.module, path)
-    }
+    own = (named_parameters(built.module, path) for path, built in selected.outermost)
+    expected = {key: parameter.shape for named in own for key, parameter in named}
     return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
 

@@ -89,7 +89,6 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
     def within(paths: Iterable[str]) -> dict[str, str]:
         return {path: path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
 
-    fused = within(record.fused)
     fusions = {fusion: tuple(within(paths).values()) for fusion, paths in record.fusions.items()}
     return PatchRecord(
         model_class=model_class,
@@ -99,6 +98,6 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
             for item in record.replaced
             if item.path.startswith(prefix)
         ),
-        fused={name: record.fused[path] for path, name in fused.items()},
+        fused={name: record.fused[path] for path, name in within(record.fused).items()},
         fusions={fusion: paths for fusion, paths in fusions.items() if paths},
     )

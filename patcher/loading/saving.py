@@ -56,7 +56,7 @@ class SavePlan:
                 reversible.append(item)
             elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
                 reversible.append(ReversibleRenaming(item, model.base_model_prefix))
-        renamings = [item for item in reversible if isinstance(item, WeightRenaming | ReversibleRenaming)]
+        renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))

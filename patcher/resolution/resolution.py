@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import stock_conversions
-from patcher.compat.models import original_class
+from patcher.compat.models import named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce
@@ -112,7 +112,7 @@ def resolve_in_force(
     """What several patchers do to one model, the innermost first."""
     entries = tuple(entries)
     model = skeleton(model_class, config, entries)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_modules(model))
     replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
     classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
 

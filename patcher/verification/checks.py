@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from patcher.compat.models import attention_implementation
+from patcher.compat.models import attention_implementation, named_parameters
 from patcher.construction.in_force import unpatched
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
@@ -231,7 +231,7 @@ class Run:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for name, parameter in named_parameters(model)
         }
         model.zero_grad(set_to_none=True)
         return original_state_dict(model, gradients)
