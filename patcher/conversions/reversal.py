@@ -12,7 +12,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from patcher.compat.conversions import dot_natural_key
 from patcher.conversions.tracing import ConversionTrace, LayerTrace
-from patcher.conversions.transforms import describe
+from patcher.conversions.transforms import by_itself, describe
 from patcher.errors import PatchedWeightsError
 
 
@@ -103,21 +103,8 @@ def _reverse_layer(
                 raise fail(
                     f"the reverse gives {key} the shape {tuple(tensor.shape)}, the checkpoint had {tuple(shape)}"
                 )
-            restored[key] = tensor if as_stock else _by_itself(tensor.contiguous())
+            restored[key] = tensor if as_stock else by_itself(tensor.contiguous())
     return restored
-
-
-def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own, in the same memory.
-
-    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
-    """
-    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        return tensor
-    try:
-        return torch.utils.dlpack.from_dlpack(tensor.detach())
-    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
-        return tensor.clone()
 
 
 def _expands(pattern: str, name: str) -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, rename_key
+from patcher.conversions.layouts import Layout
 from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
 from patcher.patterns import common_prefix, without_numbers
@@ -23,7 +24,7 @@ class Route:
 
     keys: tuple[str, ...]
     parameters: tuple[str, ...]
-    conversion: WeightTransform | None = None
+    conversion: WeightTransform | Layout | None = None
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
 from patcher.compat.conversions import source_patterns, target_patterns, transform_settings
+from patcher.conversions.layouts import Layout
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
@@ -34,8 +35,10 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def describe(transform: WeightTransform) -> str:
+def describe(transform: WeightTransform | Layout) -> str:
     """One line: `q_proj, k_proj, v_proj -> qkv_proj [Concatenate(dim=0)]`."""
+    if isinstance(transform, Layout):
+        return str(transform)
     arrow = f"{', '.join(source_patterns(transform))} -> {', '.join(target_patterns(transform))}"
     operations = getattr(transform, "operations", None)
     return f"{arrow} [{', '.join(map(repr, operations))}]" if operations else f"{arrow} [rename]"
@@ -49,3 +52,16 @@ def joins(transform: WeightTransform) -> bool:
 def single(value: Any) -> Any:
     """The tensor, of one that transformers may have handed on in a list."""
     return value[0] if isinstance(value, list) else value
+
+
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a storage of its own, in the same memory.
+
+    Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
+    """
+    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    try:
+        return torch.utils.dlpack.from_dlpack(tensor.detach())
+    except (BufferError, RuntimeError, TypeError):  # a device or a type that can't be exchanged
+        return tensor.clone()

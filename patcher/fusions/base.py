@@ -1,87 +1,57 @@
-"""The base of a fusion: a layout family that is decided module by module."""
+"""The base of a layout family: what a family says, of which the engine makes the rest."""
 
 from __future__ import annotations
 
-import importlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher.compat.models import named_modules, named_parameters, tie_partners
-from patcher.errors import InvalidPatcherError
-from patcher.fusions.origins import NotConvertibleError, Origins, origins_of
-from patcher.fusions.weight_layout import Layout, converters_for, plan_of
-from patcher.patterns import nearest, search
+from patcher.conversions.layouts import Layout
+from patcher.patterns import search
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
     from transformers.core_model_loading import WeightTransform
 
-
-@dataclass(frozen=True)
-class Findings:
-    """What a fusion has found in a model: path -> module, and path -> why a module is left alone."""
-
-    matches: Mapping[str, nn.Module] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-
-class Surroundings:
-    """A model, as far as it decides whether a module of it can be fused: what its modules share."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.modules = dict(named_modules(model))
-        self._times = Counter(id(module) for module in self.modules.values())
-        self._owners = Counter(id(parameter) for _, parameter in named_parameters(model))
-        self._tied = tie_partners(model)
-
-    def is_shared(self, module: nn.Module) -> bool:
-        """Whether the module is at several places of the model."""
-        return self._times[id(module)] > 1
-
-    def tied(self, path: str, module: nn.Module) -> list[str]:
-        """The names of the module's own parameters that are tied to others."""
-        named = module.named_parameters(path, recurse=False)
-        return [name for name, value in named if name in self._tied or self._owners[id(value)] > 1]
-
-    def sharing(self, path: str, module: nn.Module, subject: str) -> str:
-        """Why the module isn't by itself in the model, "" if it is."""
-        if self.is_shared(module):
-            return f"{subject} is at several places of the model"
-        return "its weights are tied" if self.tied(path, module) else ""
-
-
-def more_than_a_weight_and_bias(module: nn.Module) -> str:
-    """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "has hooks"
-    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
-        return "has parameters of its own besides weight and bias"
-    return ""
+    from patcher.fusions.finding import Surroundings
 
 
 class Fusion:
-    r"""A layout family: which modules it takes, the class that it makes of theirs, and how the weights follow.
+    r"""A layout family: which modules it takes, what becomes of their parameters, and which class they get.
 
-    >>> class Recomputed(Fusion):
-    ...     target_modules_patterns = (r"\.mlp$",)
+    >>> class Halves(nn.Module):
+    ...     # a linear layer without bias that computes its output in two halves
+    ...     def __init__(self, in_features, out_features):
+    ...         super().__init__()
+    ...         self.upper = nn.Parameter(torch.empty(out_features // 2, in_features))
+    ...         self.lower = nn.Parameter(torch.empty(out_features // 2, in_features))
+    ...     @classmethod
+    ...     def from_module(cls, linear):
+    ...         return cls(linear.in_features, linear.out_features)
+    ...     def forward(self, x):
+    ...         return torch.cat([x @ self.upper.T, x @ self.lower.T], dim=-1)
+    >>> from patcher.fusions import Layout
+    >>> class Cut(Layout):
+    ...     def fuse(self, tensors):
+    ...         return list(tensors[0].chunk(2))
+    ...     def separate(self, tensors):
+    ...         return [torch.cat(tensors)]
+    >>> class InHalves(Fusion):
+    ...     target_modules_patterns = (r"\.down_proj$",)
     ...     def is_fusable(self, module):
-    ...         return hasattr(module, "act_fn")
+    ...         return type(module) is nn.Linear and module.bias is None
+    ...     def layouts(self, module):
+    ...         return [Cut("weight", ("upper", "lower"))]
     ...     def make_fused_class(self, original_cls):
-    ...         def forward(self, x):
-    ...             return torch.utils.checkpoint.checkpoint(super(fused, self).forward, x, use_reentrant=False)
-    ...         fused = type(f"Recomputed{original_cls.__name__}", (original_cls,), {"forward": forward})
-    ...         return fused
+    ...         return Halves
     >>> from patcher import Patcher
-    >>> Patcher(fusions=[Recomputed()])
-    Patcher(fusions=[Recomputed()])
+    >>> Patcher(fusions=[InHalves()])
+    Patcher(fusions=[InHalves()])
 
-    A fusion is decided per instance, on a skeleton of the model on the meta device: one class can hold layers of
-    different shapes. Objects of one class with equal attributes are equal, so that patchers can be compared.
+    Finding the modules, reading and saving their weights, pickling and code generation are the engine's. A fusion is
+    decided per instance, on a skeleton of the model on the meta device: one class can hold layers of different shapes.
+    Objects of one class with equal attributes are equal, so that patchers can be compared.
     """
 
     #: The name under which a Patcher finds the family. A fusion that is passed as an object needs none.
@@ -98,12 +68,20 @@ class Fusion:
         """Why `is_fusable` said no, for the report. Only asked for modules that the patterns name."""
         return "is_fusable() says no"
 
+    def layouts(self, module: nn.Module) -> Iterable[Layout]:
+        """Which parameters of a module become which, by their names in it."""
+        return ()
+
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The class built in place of `original_cls`, from the same constructor arguments."""
+        """The class of the fused module; asked once for each class.
+
+        One with a class method `from_module(module)` is made from the module that stands, and is given its values. Any
+        other is built in its place, from the same constructor arguments.
+        """
         raise NotImplementedError
 
     def make_transforms(self, config: PretrainedConfig, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        """The conversions from the checkpoint's layout to the fused one.
+        """Conversions from the checkpoint's layout to the fused one that are no layouts of one module.
 
         Args:
             config: the configuration of the outermost model.
@@ -112,47 +90,17 @@ class Fusion:
         """
         return []
 
-    # What the methods above amount to in one model. A family that has to see more than one module overrides these.
+    # Where a class is not enough to tell how a module is fused, or a family has to see more than one module.
 
-    def discover(self, model: PreTrainedModel) -> Findings:
-        """The modules that are fused, and those that aren't though the patterns name them.
-
-        Args:
-            model: the skeleton of the outermost model, as transformers builds it, on the meta device.
+    def recipe(self, module: nn.Module) -> Hashable:
+        """What of a module decides which class it gets, besides its own; with it the class is made where it is read
+        from a pickle, so it is pickled too.
         """
-        matches: dict[str, nn.Module] = {}
-        refused: dict[str, str] = {}
-        surroundings = Surroundings(model)
-        for path, module in surroundings.modules.items():
-            if not self.is_asked(path, module):
-                continue
-            reason = self.obstacle(path, module, surroundings)
-            if reason is None:
-                matches[path] = module
-            elif self.is_told(path, module):
-                refused[path] = reason
-        if matches:
-            for path, reason in self._inconvertible(matches, origins_of(model)).items():
-                refused[path] = f"its weights: {reason}"
-                del matches[path]
-        return Findings(matches, refused)
+        return ()
 
-    def _inconvertible(self, matches: Mapping[str, nn.Module], origins: Origins) -> dict[str, str]:
-        """path -> why its weights can't be converted.
-
-        All are tried at once, as one converter may make weights of several modules, and one by one where that fails.
-        """
-        try:
-            for layout in self.layouts(matches, origins):
-                plan_of(layout, origins)
-        except NotConvertibleError as error:
-            if len(matches) == 1:
-                return dict.fromkeys(matches, str(error))
-            found: dict[str, str] = {}
-            for path, module in matches.items():
-                found |= self._inconvertible({path: module}, origins)
-            return found
-        return {}
+    def make_class(self, original_cls: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
+        """The class for one recipe."""
+        return self.make_fused_class(original_cls)
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         """Whether the family is about this module at all."""
@@ -162,36 +110,12 @@ class Fusion:
     def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
         """Why the module can't be fused where it stands; None if it can."""
         if self.is_fusable(module):
-            return None
+            return surroundings.sharing(path, module, "it") or None if tuple(self.layouts(module)) else None
         return self.refusal(module) if self.target_modules_patterns else ""
 
     def is_told(self, path: str, module: nn.Module) -> bool:
         """Whether a module that is left alone is worth a line of the report."""
         return bool(self.target_modules_patterns)
-
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterable[Layout]:
-        """Which parameters become which, where the engine of this package converts them."""
-        return ()
-
-    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
-        """The class that one module gets; asked once for each class unless this is overridden."""
-        return self.make_fused_class(type(module))
-
-    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        """The conversions, from the whole skeleton."""
-        origins = origins_of(model)
-        return [
-            *converters_for(model, self.layouts(matches, origins), origins),
-            *self.make_transforms(model.config, matches),
-        ]
-
-    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module | None:
-        """Turn a module that stands, initialised as stock does it, into one of the fused class.
-
-        None where the class has to be built anew instead, from the constructor arguments of the module: the default.
-        A family that converts keeps what happened to the module after its `__init__`, and its initial values.
-        """
-        return None
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
@@ -204,64 +128,10 @@ class Fusion:
         return f"{type(self).__name__}({settings})"
 
 
-#: Families that a Patcher finds by name, and where they live: imported when they are asked for.
-FAMILIES: dict[str, str] = {
-    "gate_up": "patcher.fusions.gate_up:GateUp",
-    "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
-    "qkv": "patcher.fusions.qkv:QKV",
-    "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
-}
-
-
-def fusion_named(name: Any) -> Fusion:
-    """The fusion called `name`, or the fusion itself.
-
-    Raises:
-        InvalidPatcherError: there is no such family.
-    """
-    return name if isinstance(name, Fusion) else _family(name)()
-
-
-def shortest(fusion: Any) -> str | Fusion:
-    """The name of a fusion, where that says all there is to say of it; otherwise the object.
-
-    Raises:
-        InvalidPatcherError: there is no such family.
-    """
-    found = fusion_named(fusion)
-    known = found.name in FAMILIES and found == fusion_named(found.name)
-    return found.name if known else found
-
-
-def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
-    """What one entry of a fusion config asks for.
-
-    Raises:
-        InvalidPatcherError: there is no such family, or it has no such option.
-    """
-    family = _family(name)
-    if value is False:
-        return []
-    if value is True or (isinstance(value, Mapping) and not value):
-        return [name]
-    if not isinstance(value, Mapping):
-        raise InvalidPatcherError(f"fusions: {name!r} takes True, False or a mapping of options, found {value!r}.")
-    try:
-        return [family(**value)]
-    except TypeError as error:
-        raise InvalidPatcherError(f"fusions: {name!r} doesn't take the options {dict(value)!r}: {error}.") from error
-
-
-def _family(name: Any) -> type[Fusion]:
-    if isinstance(name, str) and name in FAMILIES:
-        home, _, cls = FAMILIES[name].partition(":")
-        family: type[Fusion] = getattr(importlib.import_module(home), cls)
-        return family
-    known = ", ".join(repr(known) for known in FAMILIES)
-    if not isinstance(name, str):
-        hint = f"write a name ({known}) or an object of a Fusion subclass"
-    elif close := nearest(name, FAMILIES):
-        hint = f"did you mean {close[0]!r}? Known names: {known}"
-    else:
-        hint = f"known names: {known}; a family of your own is passed as an object of a Fusion subclass"
-    raise InvalidPatcherError(f"fusions: {name!r} is no fusion; {hint}.")
+def more_than_a_weight_and_bias(module: nn.Module) -> str:
+    """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "has hooks"
+    if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
+        return "has parameters of its own besides weight and bias"
+    return ""

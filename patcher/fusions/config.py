@@ -16,7 +16,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, fusions_configured
+from patcher.fusions.base import Fusion
+from patcher.fusions.families import fusions_configured
 
 KEY = "patcher"
 

@@ -1,17 +1,20 @@
-"""Modules whose projections are rows of one `nn.Linear`: how they are made, and what still looks like the parts."""
+"""Modules whose projections are rows of one `nn.Linear`: what still looks like the parts, and takes their values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from patcher.compat.models import is_initialized, mark_initialized
+from patcher.conversions.fused_weights import fused_weights
+from patcher.errors import PatchConflictError
+from patcher.fusions.base import more_than_a_weight_and_bias
+from patcher.fusions.fused_module import FusedModule
 
-if TYPE_CHECKING:
-    from patcher.fusions.tracing import Guards
+_ADVICE = "Take the fusions off with Patcher().apply(model) first."
 
 
 @dataclass(frozen=True)
@@ -33,60 +36,40 @@ class Joined:
         return f"{self.name}_sizes"
 
 
-class JoinedProjections:
+class JoinedProjections(FusedModule):
     """What the rewritten classes share: projections that are rows of one `nn.Linear`."""
 
     _joined: ClassVar[Joined]
-    _made_by: ClassVar[tuple[Any, type[nn.Module], Guards]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        join(self, self._joined)  # type: ignore[arg-type]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made at run time: another process makes it again.
-        fusion, original, guards = self._made_by
-        return (_bare, (fusion, original, self._joined, guards), self.__getstate__())
+    def __setattr__(self, name: str, value: Any) -> None:
+        joined = self._joined
+        if name in joined.projections and fused_weights(self) is not None:  # type: ignore[arg-type]
+            assign_part(self, joined, name, value)  # type: ignore[arg-type]
+        else:
+            super().__setattr__(name, value)
 
 
-def _bare(fusion: Any, original: type[nn.Module], joined: Joined, guards: Guards) -> nn.Module:
-    cls: type[nn.Module] = fusion.subclass(original, joined, guards)
-    return cls.__new__(cls)
+def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> None:
+    """Move the values of a layer into the rows that a projection has.
 
-
-def join(module: nn.Module, joined: Joined) -> None:
-    """Put one `nn.Linear` in the place of the projections of a module that stands, with their values."""
-    linears: list[nn.Linear] = [module._modules[name] for name in joined.projections]  # type: ignore[misc]
-    sizes = tuple(part.out_features for part in linears)
-    biases = [bias for part in linears if (bias := part._parameters["bias"]) is not None]
-    with torch.device("meta"):
-        linear = nn.Linear(linears[0].in_features, sum(sizes), bias=len(biases) == len(linears))
-    linear.weight = _rows([part._parameters["weight"] for part in linears])
-    if len(biases) == len(linears):
-        linear.bias = _rows(biases)
-    linear.train(linears[0].training)
-    if all(is_initialized(part) for part in linears):
-        mark_initialized(linear)
-    # In the place of the first of them, so that parameters keep their order.
-    modules = list(module._modules.items())
-    module._modules.clear()
-    for name, child in modules:
-        if name == next(name for name, _ in modules if name in joined.projections):
-            module._modules[joined.name] = linear
-        if name not in joined.projections:
-            module._modules[name] = child
-    setattr(module, joined.sizes, sizes)
-    for name in joined.biased:
-        bias = linears[joined.projections.index(name)].bias
-        module.register_parameter(f"{name}_bias", bias)
-
-
-def _rows(parts: list[Any]) -> nn.Parameter:
-    with torch.no_grad():
-        joined = nn.Parameter(torch.cat(list(parts)), requires_grad=any(part.requires_grad for part in parts))
-    if all(is_initialized(part) for part in parts):
-        mark_initialized(joined)
-    return joined
+    Raises:
+        PatchConflictError: it is another layer than the one that was joined.
+    """
+    part = ProjectionView(module, joined, joined.projections.index(name))
+    asked = f"{type(module).__name__}.{name} is rows of its {joined.name}, and takes the values of a plain nn.Linear"
+    if type(value) is not nn.Linear:
+        raise PatchConflictError(f"{asked}; this is a {type(value).__qualname__}. {_ADVICE}")
+    reason = "" if value.bias is None and set(value._parameters) == {"weight", "bias"} else more_than_a_weight_and_bias(value)
+    if reason:
+        raise PatchConflictError(f"{asked}; this one {reason}. {_ADVICE}")
+    if value.weight.shape != part.weight.shape or (value.bias is None) != (part.bias is None):
+        raise PatchConflictError(
+            f"{asked} of {part.in_features} inputs and {part.out_features} outputs, "
+            f"{'without' if part.bias is None else 'with'} bias; this one is {value}. {_ADVICE}"
+        )
+    part.weight = value.weight
+    if value.bias is not None:
+        part.bias = value.bias
 
 
 class ProjectionView:
@@ -94,6 +77,8 @@ class ProjectionView:
 
     def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
         sizes: tuple[int, ...] = getattr(module, joined.sizes)
+        self._name = f"{type(module).__name__}.{joined.projections[number]}"
+        self._joined_name = joined.name
         self._whole: nn.Linear = getattr(module, joined.name)
         self._start, self._size = sum(sizes[:number]), sizes[number]
         self._bias: nn.Parameter | None = getattr(module, f"{joined.projections[number]}_bias", None)
@@ -110,15 +95,38 @@ class ProjectionView:
     def weight(self) -> torch.Tensor:
         return self._slice(self._whole.weight)
 
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        self._write(self.weight, value)
+
     @property
     def bias(self) -> torch.Tensor | None:
         whole: torch.Tensor | None = getattr(self._whole, "bias", None)
         return self._bias if whole is None else self._slice(whole)
 
+    @bias.setter
+    def bias(self, value: torch.Tensor) -> None:
+        self._write(self.bias, value)
+
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
         result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size)
         return result if self._bias is None else result + self._bias
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self._name} is rows of {self._joined_name} and no module of its own, so it has no {name!r}. {_ADVICE}"
+        )
+
+    def _write(self, rows: torch.Tensor | None, value: Any) -> None:
+        if rows is None or not isinstance(value, torch.Tensor) or value.shape != rows.shape or rows.is_meta:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            has = "none" if rows is None else f"{tuple(rows.shape)}{' whose values are elsewhere' if rows.is_meta else ''}"
+            raise PatchConflictError(f"{self._name} has rows of {has}, and can't take {found}. {_ADVICE}")
+        with torch.no_grad():
+            rows.copy_(value)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
         rows = whole.narrow(0, self._start, self._size)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
 
-from patcher.compat.conversions import target_patterns
 from patcher.compat.models import is_initialized, mark_initialized
-from patcher.conversions.transforms import single
+from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
-from patcher.fusions.joining import JoinRows
-from patcher.fusions.origins import Origins
-from patcher.fusions.weight_layout import Layout
+from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
+from patcher.fusions.finding import Surroundings
 from patcher.patterns import search
 
 
@@ -26,7 +21,9 @@ class LinearPatchEmbedding(nn.Module):
     """What a convolution of stride = kernel size computes, as one matrix product over flattened patches.
 
     >>> convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
-    >>> linear = LinearPatchEmbedding.of(convolution)
+    >>> linear = LinearPatchEmbedding.from_module(convolution)
+    >>> linear.linear.load_state_dict({"weight": convolution.weight.flatten(1), "bias": convolution.bias})
+    <All keys matched successfully>
     >>> image = torch.randn(2, 3, 17, 12)
     >>> torch.allclose(linear(image), convolution(image), atol=1e-6)
     True
@@ -59,21 +56,15 @@ class LinearPatchEmbedding(nn.Module):
         self._input_dtype = self.linear.weight.dtype
 
     @classmethod
-    def of(cls, convolution: nn.Conv2d | nn.Conv3d) -> Self:
-        """The linear form of a convolution, with its weights."""
-        weight, bias = convolution.weight, convolution._parameters["bias"]
-        new = cls(
+    def from_module(cls, convolution: nn.Conv2d | nn.Conv3d) -> Self:
+        """The linear form of a convolution, with values of its own."""
+        return cls(
             convolution.in_channels,
             convolution.out_channels,
             convolution.kernel_size,
-            bias=bias is not None,
-            device="meta",
-            dtype=weight.dtype,
+            bias=convolution._parameters["bias"] is not None,
+            dtype=convolution.weight.dtype,
         )
-        new.linear.weight = nn.Parameter(weight.detach().flatten(1), requires_grad=weight.requires_grad)
-        if bias is not None:
-            new.linear.bias = bias
-        return new.train(convolution.training)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -172,61 +163,7 @@ class PatchEmbeddings(Fusion):
         patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
         return bool(self.modules) or "patch" in path or patches
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
-        for path, module in matches.items():
-            for name, _ in module.named_parameters():
-                yield Layout((f"{path}.{name}",), f"{path}.linear.{name}", JoinRows)
-
-    def transforms_for(self, model: PreTrainedModel, matches: Mapping[str, nn.Module]) -> list[WeightTransform]:
-        converters = super().transforms_for(model, matches)
-        for converter in converters:
-            assert isinstance(converter, WeightConverter)
-            if not target_patterns(converter)[0].endswith(".bias"):
-                converter.operations.append(FlattenPatches())
-        return converters
-
-    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
-        assert isinstance(module, nn.Conv2d | nn.Conv3d)
-        new = LinearPatchEmbedding.of(module)
-        if is_initialized(module.weight):
-            mark_initialized(new.linear.weight)
-        return new
-
-
-class FlattenPatches(ConversionOps):
-    """(out, in, *kernel) -> (out, in * volume), and back by the shape that it met."""
-
-    shape: torch.Size | None = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-    @torch.no_grad()
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        ((name, value),) = input_dict.items()
-        return {name: self._reshaped(single(value))}
-
-    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.shape = tensor.shape
-        return tensor.flatten(1)
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        assert self.shape is not None, "it has not been run"
-        return UnflattenPatches(self.shape)
-
-
-class UnflattenPatches(FlattenPatches):
-    """The reverse of `FlattenPatches`."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape: torch.Size = shape
-
-    def _reshaped(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(self.shape)
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return FlattenPatches()
+    def layouts(self, module: nn.Module) -> Iterator[Layout]:
+        yield Flatten("weight", "linear.weight")
+        if module._parameters["bias"] is not None:
+            yield Rows("bias", "linear.bias")

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 from torch import nn
 
 from patcher.compat.models import kept_in_fp32
+from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
+from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.calls import passes, touches
-from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
-from patcher.fusions.joining import JoinRows
-from patcher.fusions.origins import Origins
+from patcher.fusions.finding import Surroundings
+from patcher.fusions.fused_module import fused_class
+from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
 from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand
-from patcher.fusions.weight_layout import Layout
 from patcher.patterns import inside
 
-if TYPE_CHECKING:
-    pass
-
-
-_lock = threading.RLock()
-#: original -> (family, what is joined, what is assumed) -> the class: one load gets the class that another got
-_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
 #: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and
 #: projections -> the attributes that its methods compare
 _plans: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -45,7 +37,7 @@ class Projections(Fusion):
         """The names, among those of a module's children, that play the roles of this family together."""
         raise NotImplementedError
 
-    # What `Fusion` asks for.
+    # What the engine asks for.
 
     def is_fusable(self, module: nn.Module) -> bool:
         return self._decide(module)[0] is not None
@@ -53,24 +45,57 @@ class Projections(Fusion):
     def refusal(self, module: nn.Module) -> str:
         return self._decide(module)[1]
 
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The subclass for modules whose projections all have a bias, or all have none."""
-        called = {name for method in methods_with(original_cls, lambda node: True) for name in names_in(method.node)}
-        for group in self.groups(sorted(called)):
-            joined = Joined(group, self._free_name(called))
-            return self.subclass(original_cls, joined, understand(original_cls, group, {}))
-        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+    def layouts(self, module: nn.Module) -> Iterator[Layout]:
+        joined = self._joined(module)
+        assert joined is not None
+        yield Rows(tuple(f"{name}.weight" for name in joined.projections), f"{joined.name}.weight")
+        for name in joined.biased:
+            yield Rows(f"{name}.bias", f"{name}_bias")
+        if not joined.biased and getattr(module, joined.projections[0]).bias is not None:
+            yield Rows(tuple(f"{name}.bias" for name in joined.projections), f"{joined.name}.bias")
 
-    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
+    def recipe(self, module: nn.Module) -> tuple[Joined, Guards]:
         plan, reason = self._decide(module)
         if plan is None:
             raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {reason}.")
-        return self.subclass(type(module), *plan)
+        return plan
 
-    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
-        module.__class__ = fused_class
-        join(module, fused_class._joined)  # type: ignore[attr-defined]
-        return module
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        """The class for modules whose projections all have a bias, or all have none."""
+        called = {name for method in methods_with(original_cls, lambda node: True) for name in names_in(method.node)}
+        for group in self.groups(sorted(called)):
+            joined = Joined(group, self._free_name(called))
+            return fused_class(self, original_cls, (joined, understand(original_cls, group, {})))
+        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+
+    def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
+        """The class with its methods rewritten.
+
+        Raises:
+            NotUnderstoodError: the projections don't provably share their input.
+        """
+        joined, guards = recipe
+        sources = []
+        for method in joining_methods(original_cls, joined.projections):
+            try:
+                shared = shared_inputs_of(method.node, joined.projections, guards)
+                if shared:
+                    sources.append((method, rewritten(method, joined, shared, guards)))
+            except NotUnderstoodError as error:
+                raise located(error, method) from error
+        listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
+        where = ", ".join(method.at(1) for method, _ in sources)
+        cls = compile_subclass(
+            f"Fused{original_cls.__name__}",
+            f"{original_cls.__name__} with {listed} as one {joined.name}. Rewritten by patcher from {where}.",
+            (JoinedProjections, original_cls),
+            sources,
+        )
+        cls.__qualname__ = f"Fused{original_cls.__qualname__.rsplit('.', 1)[-1]}"
+        cls._joined = joined
+        for number, name in enumerate(joined.projections):
+            setattr(cls, name, part_property(joined, number))
+        return cls
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         return self._group_of(module) is not None
@@ -89,19 +114,6 @@ class Projections(Fusion):
     def is_told(self, path: str, module: nn.Module) -> bool:
         return True
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> Iterator[Layout]:
-        for path, module in matches.items():
-            plan, _ = self._decide(module)
-            assert plan is not None
-            joined, prefix = plan[0], inside(path)
-            whole = f"{prefix}{joined.name}"
-            yield Layout(tuple(f"{prefix}{name}.weight" for name in joined.projections), f"{whole}.weight", JoinRows)
-            if joined.biased:
-                for name in joined.biased:
-                    yield Layout((f"{prefix}{name}.bias",), f"{prefix}{name}_bias", JoinRows)
-            elif getattr(module, joined.projections[0]).bias is not None:
-                yield Layout(tuple(f"{prefix}{name}.bias" for name in joined.projections), f"{whole}.bias", JoinRows)
-
     # How.
 
     def _free_name(self, taken: Iterable[str]) -> str:
@@ -110,20 +122,24 @@ class Projections(Fusion):
             name = f"fused_{name}"
         return name
 
-    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Guards] | None, str]:
-        """How to fuse a module, or why not."""
+    def _joined(self, module: nn.Module) -> Joined | None:
+        """What takes the place of the projections of a module, None where it has none."""
         group = self._group_of(module)
         if group is None:
+            return None
+        biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
+        return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
+
+    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Guards] | None, str]:
+        """How to fuse a module, or why not."""
+        joined = self._joined(module)
+        if joined is None:
             return None, "it has no such projections"
-        children = [module._modules[name] for name in group]
-        if reason := _unlike(group, children):
+        group = joined.projections
+        if reason := _unlike(group, [module._modules[name] for name in group]):
             return None, reason
         if "forward" in vars(module):
             return None, "its forward was replaced on the object"
-        biased = tuple(
-            name for name, child in zip(group, children, strict=True) if getattr(child, "bias", None) is not None
-        )
-        joined = Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
         identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
         return self._plan(type(module), joined, tuple(sorted(self._state(module, group).items())), identities)
 
@@ -172,46 +188,12 @@ class Projections(Fusion):
         if key not in plans:
             try:
                 guards = understand(original, joined.projections, dict(attributes), identities)
-                self.subclass(original, joined, guards)
+                fused_class(self, original, (joined, guards))
                 plans[key] = (joined, guards), ""
             except NotUnderstoodError as error:
                 plans[key] = None, str(error)
         plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
         return plan
-
-    def subclass(self, original: type[nn.Module], joined: Joined, guards: Guards) -> type[nn.Module]:
-        """The rewritten subclass; the same one for the same question."""
-        key = (type(self), joined, guards)
-        with _lock:
-            made = _classes.setdefault(original, {})
-            if key not in made:
-                made[key] = self._compile(original, joined, guards)
-            return made[key]
-
-    def _compile(self, original: type[nn.Module], joined: Joined, guards: Guards) -> type[nn.Module]:
-        methods = joining_methods(original, joined.projections)
-        sources = []
-        for method in methods:
-            try:
-                shared = shared_inputs_of(method.node, joined.projections, guards)
-                if shared:
-                    sources.append((method, rewritten(method, joined, shared, guards)))
-            except NotUnderstoodError as error:
-                raise located(error, method) from error
-        listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
-        where = ", ".join(method.at(1) for method, _ in sources)
-        cls = compile_subclass(
-            f"Fused{original.__name__}",
-            f"{original.__name__} with {listed} as one {joined.name}. Rewritten by patcher from {where}.",
-            (JoinedProjections, original),
-            sources,
-        )
-        cls.__qualname__ = f"Fused{original.__qualname__.rsplit('.', 1)[-1]}"
-        cls._joined = joined
-        cls._made_by = (self, original, guards)
-        for number, name in enumerate(joined.projections):
-            setattr(cls, name, part_property(joined, number))
-        return cls
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

@@ -16,6 +16,7 @@ from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
+from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Outcome, Route
 from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
@@ -230,11 +231,13 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
     for keys, _, text in weights:
         keys_of[text] = (*keys_of.get(text, ()), *keys)
     added = {describe(trace.transform): trace for item in load.traced if (trace := trace_of(item))}
+    layouts = dict.fromkeys(str(layout) for found in load.record.layouts.values() for layout in found)
     fields: dict[str, Any] = {
         "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
         "conversions_added": tuple(
             (text, keys_of.get(text) or tuple(compress(trace.renamed))) for text, trace in added.items()
-        ),
+        )
+        + tuple((text, keys_of.get(text, ())) for text in layouts),
     }
     if not isinstance(load, Loaded):
         return fields
@@ -300,7 +303,7 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
     for route in routes:
         text = ""
         if route.conversion is not None:
-            trace = trace_of(route.conversion)
+            trace = None if isinstance(route.conversion, Layout) else trace_of(route.conversion)
             text = describe(route.conversion if trace is None else trace.transform)
         alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
         keys, parameters = groups.setdefault((*alike, text), ([], []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,9 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
             fired.append((describe(item), 0))
         elif count := sum(len(entry.produced) for entry in item.entries) or len(item.renamed):
             fired.append((describe(item.transform), count))
-    added = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
+    added: list[Any] = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
+    layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
+    fired += layouts.items()
     return Report(
         model=type(model).__name__,
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
@@ -123,7 +126,7 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
-        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms]),
+        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms]) + tuple(layouts),
         conversions_fired=tuple(fired),
         new_weights=record.new_weights,
         dropped_weights=record.dropped_weights,

@@ -14,6 +14,7 @@ from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.compat.models import named_parameters, tied_keys
 from patcher.construction.in_force import InForce, Matched
 from patcher.conversions.simulation import Outcome
+from patcher.conversions.sources import shape_of
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.loading.record import Replaced
@@ -173,6 +174,7 @@ def check_weights(
     info: Any,
     *,
     missing: set[str],
+    parts_of: Mapping[str, tuple[str, ...]],
     stock_outcome: Callable[[], Outcome],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
@@ -180,6 +182,7 @@ def check_weights(
     Args:
         info: what transformers knows of the load.
         missing: of the keys that it misses, those that are no other names of what was read.
+        parts_of: fused parameter -> the parameters of transformers that it is made of, of those that are missing.
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
     """
@@ -217,7 +220,8 @@ def check_weights(
     left_over.difference_update(dropped)
     if absent or left_over:
         stock = stock_outcome()
-        absent.difference_update(stock.missing, stock.mismatched)
+        not_read = {*stock.missing, *stock.mismatched}
+        absent = {key for key in absent if not not_read.issuperset(parts_of.get(key, (key,)))}
         left_over -= stock.unexpected
     error = None
     if patchers and (absent or left_over):
@@ -282,11 +286,6 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
                 break
         result[expression] = None
     return list(result)
-
-
-def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a tensor, or of one that is still on the disk."""
-    return tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
 
 
 def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:

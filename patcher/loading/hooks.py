@@ -27,6 +27,7 @@ from patcher.construction.construction import Construction, begin_by_hand, curre
 from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes, covering
 from patcher.construction.lock import construction_lock
+from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
 from patcher.errors import PatcherError
 from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
@@ -49,7 +50,7 @@ from patcher.loading.reading import read
 from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
-from patcher.resolution.fused_modules import convert_modules, fuse_modules, prepare_fusions
+from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -217,8 +218,9 @@ def _convert_and_load(
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
-    read_weights = functools.partial(stock, model, state_dict, load_config, *args, **kwargs)
-    loaded, info, disk_index = read(load, state_dict, load_config, read_weights)
+    loaded, info, disk_index = read(
+        load, state_dict, load_config, lambda checkpoint: stock(model, checkpoint, load_config, *args, **kwargs)
+    )
     _LOAD.set(loaded)
     return info, disk_index
 
@@ -274,11 +276,11 @@ def _post_init(stock: Stock, self: PreTrainedModel) -> None:
                 classes = {original_class(module) or type(module) for module in self.modules()}
                 home = (original_class(self) or type(self)).__module__
                 check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
-        fuse_modules(construction, self)
+        rebuild_fused_modules(construction, self)
     with keeping_computed(construction.outermost_built):
         stock(self)
     if is_root:
-        convert_modules(construction, self)
+        fuse_standing_modules(construction, self)
     if is_root and construction.by_hand:
         if original_class(self) is None:
             finish_by_hand(construction, self)
@@ -302,7 +304,7 @@ _SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None
 
 
 def _save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if record_of(self) is None and not names_fusions(self.config):
+    if record_of(self) is None and not names_fusions(self.config) and not fused_modules(self):
         return stock(self, *args, **kwargs)
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
     arguments.apply_defaults()
@@ -340,7 +342,7 @@ def _save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan = _SAVING.get()
-    if record_of(model) is None:
+    if record_of(model) is None and not fused_modules(model):
         return stock(model, state_dict)
     if plan is not None and plan.model is model:
         return plan.original_state_dict(state_dict)

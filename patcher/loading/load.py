@@ -200,12 +200,7 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         replaced=tuple(replaced),
         fused={item.path: (item.original, item.replacement) for item in replaced if item.path in resolution.fused},
         fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
-        fused_parameters=frozenset(
-            name
-            for path in resolution.fused
-            for name, tensor in model.get_submodule(path).state_dict(prefix=inside(path)).items()
-            if resolution.fusion_plan.shapes.get(name) != tensor.shape
-        ),
+        layouts=dict(resolution.fusion_plan.layouts),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
     )

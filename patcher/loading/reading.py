@@ -19,10 +19,12 @@ from patcher.compat.conversions import (
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.conversions.simulation import Outcome, simulate
+from patcher.conversions.sources import shape_of
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checks import Diagnostics, check_weights, shape_of, shapes_of
+from patcher.loading.checks import Diagnostics, check_weights, shapes_of
+from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.resolution.resolution import skeleton
 
@@ -41,12 +43,16 @@ class _Info:
 
 
 def read(
-    selected: Selected, checkpoint: Mapping[str, Any], load_config: Any, read_weights: Callable[[], tuple[Any, Any]]
+    selected: Selected,
+    checkpoint: Mapping[str, Any],
+    load_config: Any,
+    read_weights: Callable[[Mapping[str, Any]], tuple[Any, Any]],
 ) -> tuple[Loaded, Any, Any]:
     """Check the names and shapes of a checkpoint, then have its weights read.
 
     Args:
-        read_weights: reads them; gives what transformers knows of the load then, and its index of the disk.
+        read_weights: reads what it is given as the checkpoint; gives what transformers knows of the load then, and its
+            index of the disk.
 
     Returns:
         The result, and what `read_weights` gave.
@@ -59,10 +65,13 @@ def read(
     if selected.dry_run is not None:
         expected = _dry_run(selected, mapping, checkpoint, selected.dry_run)
         return expected, expected.info, None
-    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, checkpoint):
+    reading = with_fused_sources(selected.model, checkpoint, mapping)
+    if reading.problem is not None:
+        raise reading.problem
+    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, reading.checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
-    info, disk_index = read_weights()
-    loaded = _check_read(selected, mapping, checkpoint, info, disk_index)
+    info, disk_index = read_weights(reading.checkpoint)
+    loaded = _check_read(selected, mapping, checkpoint, reading, info, disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
     set_used_conversions(selected.model, own)
@@ -121,10 +130,13 @@ def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
         followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
     )
     copied = [copies[id(item)] for item in mapping]
-    outcome = simulate(selected.model, copied, shapes_of(checkpoint), _unknown(selected), going_on=True)
+    shapes, unknown = shapes_of(checkpoint), _unknown(selected)
+    reading = with_fused_sources(selected.model, shapes, copied, unknown)
+    outcome = simulate(selected.model, copied, shapes_of(reading.checkpoint), reading.unknown, going_on=True)
+    outcome.routes = [reading.route(route) for route in outcome.routes]
     if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
         return None
-    return replace(_check_read(alone, copied, checkpoint, _Info(outcome)), outcome=outcome)
+    return replace(_check_read(alone, copied, checkpoint, reading, _Info(outcome)), outcome=outcome)
 
 
 def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
@@ -138,10 +150,15 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
 
 
 def _check_read(
-    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], info: Any, disk_index: Any = None
+    selected: Selected,
+    mapping: list[Any],
+    checkpoint: Mapping[str, Any],
+    reading: FusedReading,
+    info: Any,
+    disk_index: Any = None,
 ) -> Loaded:
     """Put down what was done with the weights, and see whether it is what was asked for."""
-    diagnostics = selected.diagnostics
+    diagnostics = selected.diagnostics.adding(reading.problem, strict=True)
     traces: list[ConversionTrace] = [item.trace for item in selected.traced]
     for trace, item in zip(traces, selected.traced, strict=True):
         # A quantizer that has rewritten a conversion has made one that nobody can follow.
@@ -173,6 +190,7 @@ def _check_read(
         selected.in_force,
         info,
         missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
+        parts_of=reading.missing,
         stock_outcome=lambda: _stock_outcome(selected, checkpoint),
     )
     diagnostics = diagnostics.adding(found.error, strict=selected.strict)

@@ -12,6 +12,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
+from patcher.conversions.layouts import Layout
 from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
 from patcher.patterns import inside
@@ -43,8 +44,8 @@ class PatchRecord:
     fused: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
     #: fusion -> the paths that it has fused
     fusions: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
-    #: the parameters that only the fused layout has
-    fused_parameters: frozenset[str] = frozenset()
+    #: path -> which parameters of a fused module have become which
+    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
@@ -99,5 +100,6 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
             if item.path.startswith(prefix)
         ),
         fused={name: record.fused[path] for path, name in within(record.fused).items()},
+        layouts={name: record.layouts[path] for path, name in within(record.layouts).items()},
         fusions={fusion: paths for fusion, paths in fusions.items() if paths},
     )

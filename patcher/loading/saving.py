@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
 from patcher.compat.models import ModelView
+from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.simulation import simulate
@@ -48,6 +49,36 @@ class SavePlan:
             PatchedWeightsError: something in it can't be given back.
         """
         model = self.model
+        state_dict = separated(fused_modules(model), state_dict)
+        if self.record is None:
+            return stock_revert(model, state_dict)
+        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
+        restored, rest = reverse_conversions(traces, state_dict, model)
+        reversible: list[Any] = []
+        for item in self.conversions:
+            if not isinstance(item, ConversionTrace):
+                reversible.append(item)
+            elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
+                reversible.append(ReversibleRenaming(item, model.base_model_prefix))
+        renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
+        if not (reversible or restored or self.record.read):
+            return rest  # as transformers leaves what it has made: it sorts only what it has loaded
+        # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
+        result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
+        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
+        return {key: result[key] for key in keys}
+
+
+def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state dict as the unpatched model would save it.
+
+        Raises:
+            PatchedWeightsError: something in it can't be given back.
+        """
+        model = self.model
+        state_dict = separated(fused_modules(model), state_dict)
+        if self.record is None:
+            return stock_revert(model, state_dict)
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         restored, rest = reverse_conversions(traces, state_dict, model)
         reversible: list[Any] = []
@@ -70,9 +101,8 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
         PatchedWeightsError: something in it can't be given back.
     """
     record = record_of(model)
-    if record is None:
-        return stock_revert(model, dict(state_dict))
-    return _plan_original_format(model, record).original_state_dict(state_dict)
+    plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
+    return plan.original_state_dict(state_dict)
 
 
 def plan_saving(
@@ -85,11 +115,19 @@ def plan_saving(
             describes it.
     """
     record = record_of(model)
-    if record is not None and not original_format:
-        _check_runtime_layout(model, record)
-    if record is None or not original_format:
+    fused = fused_modules(model)
+    if not original_format:
+        if record is not None:
+            _check_runtime_layout(model, record)
+        elif fused:
+            raise PatchedWeightsError(
+                f"{fused[0][0]} is fused, and {type(model).__name__} around it was loaded without a patcher: "
+                "save_original_format=False would write what nothing can load. Save in the original format (the default)."
+            )
         return SavePlan(model, record, original_format)
-    plan = _plan_original_format(model, record)
+    if record is None and not fused:
+        return SavePlan(model, record, original_format)
+    plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
     plan.original_state_dict(
@@ -104,8 +142,7 @@ def plan_saving(
 def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
     # Not patched, by nothing that may be in force around us either; and built once.
     stock = functools.cache(lambda: skeleton(record.model_class, model.config))
-    find = _conversions_as_read if record.read else _conversions_from_scratch
-    conversions = find(model, record, stock)
+    conversions = record.conversions if record.read else _conversions_from_scratch(model, record, stock)
     order: dict[str, int] = {}
     if record.dropped or any(item.entries for item in conversions if isinstance(item, ConversionTrace)):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
@@ -113,26 +150,6 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
         saved = stock_revert(stock(), dict(stock().state_dict()), reversed_by)
         order = {key: place for place, key in enumerate(saved)}
     return SavePlan(model, record, True, conversions, order)
-
-
-def _conversions_as_read(
-    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
-) -> tuple[ConversionTrace | WeightTransform, ...]:
-    """The conversions of the load, and those of fused parameters that came from elsewhere."""
-    produced = {name for trace in record.traces for entry in trace.entries for name in entry.produced}
-    left = record.fused_parameters - produced
-    if not left:
-        return record.conversions
-    scratch = _conversions_from_scratch(model, record, stock)
-    if not produced & record.fused_parameters:
-        return scratch  # the checkpoint was in the fused layout, so no conversion had anything to do
-    # Parts that the checkpoint didn't have: a tower that is initialised, for one.
-    added = []
-    for trace in (item for item in scratch if isinstance(item, ConversionTrace)):
-        entries = [entry for entry in trace.entries if left.intersection(entry.produced)]
-        if entries:
-            added.append(ConversionTrace(trace.transform, entries))
-    return (*added, *record.conversions)
 
 
 def _conversions_from_scratch(
@@ -153,6 +170,7 @@ def _conversions_from_scratch(
     if not traced and len(selected.kept) == len(conversions):
         return selected.kept
     shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
+    shapes = separated(fused_modules(model), shapes)
     on_meta: Any = ModelView(model, state_dict=lambda: shapes)
     simulate(on_meta, [*traced, *selected.kept], checkpoint)
     traces = [trace for transform in traced if (trace := trace_of(transform)) is not None]

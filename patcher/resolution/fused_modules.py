@@ -1,4 +1,4 @@
-"""Fusions at work: while a model is built, what its resolution says is built again as a fused class, or converted."""
+"""Fusions at work: while a model is built, what its resolution says is fused where it stands, or built again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
-from patcher.fusions.base import fusion_named
+from patcher.fusions.families import fusion_named
+from patcher.fusions.fused_module import fuse
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
 
@@ -24,18 +25,18 @@ def prepare_fusions(construction: Construction, model_class: type[PreTrainedMode
         return
     resolution = construction.resolution = resolve_in_force(entries, model_class, config)
     construction.recorded = frozenset(
-        resolution.original_classes[path] for path in resolution.fused.keys() - resolution.fusion_plan.converted
+        resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt
     )
     cover_new_classes(construction.recorded)
 
 
-def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Put the fused modules in place of those that were built, before the model looks at its parts."""
+def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     fused: dict[int, nn.Module] = {}
     # The outer ones first: building those builds what is inside of them once more.
     for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
-        if path in resolution.fusion_plan.converted:
+        if path not in resolution.fusion_plan.rebuilt:
             continue
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -58,11 +59,13 @@ def fuse_modules(construction: Construction, model: PreTrainedModel) -> None:
         parent._modules[name] = new
 
 
-def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Convert the modules that stand and have their initial values, where a fusion can do that."""
+def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
+    """Fuse the modules that stand and have their initial values."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     matched: set[tuple[InForce, str, Any]] = set()
-    for path in resolution.fusion_plan.converted:
+    for path in resolution.fused:
+        if path in resolution.fusion_plan.rebuilt:
+            continue
         module = model.get_submodule(path)
         original, cls = resolution.original_classes[path], resolution.fused[path]
         if type(module) is not original:
@@ -71,12 +74,11 @@ def convert_modules(construction: Construction, model: PreTrainedModel) -> None:
                 f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device."
             )
         key, entry = _fusion_of(construction, path)
-        converted = fusion_named(key).convert(module, cls)
-        assert converted is not None
-        mark_original_class(converted, original)
-        if converted is not module:
+        fused = fuse(fusion_named(key), module, cls)
+        mark_original_class(fused, original)
+        if fused is not module:
             parent_path, _, name = path.rpartition(".")
-            model.get_submodule(parent_path)._modules[name] = converted
+            model.get_submodule(parent_path)._modules[name] = fused
         entries = construction.rules.entries
         matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
     if matched:

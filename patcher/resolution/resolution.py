@@ -20,12 +20,15 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import building
 from patcher.construction.lock import construction_lock
+from patcher.conversions.layouts import Layout
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
 from patcher.display import folded
 from patcher.errors import PatchConflictError
-from patcher.fusions.base import Fusion, fusion_named
-from patcher.patterns import inside
+from patcher.fusions.base import Fusion
+from patcher.fusions.families import fusion_named
+from patcher.fusions.finding import discover
+from patcher.fusions.fused_module import fused_class_of, takes_modules
 from patcher.spec.patcher import Patcher
 
 
@@ -35,14 +38,14 @@ class FusionPlan:
 
     Attributes:
         by_fusion: fusion -> the paths that it fuses.
-        converted: the paths whose modules are converted where they stand, not built again.
-        shapes: parameter -> shape, of what the modules hold before they are fused.
-        transforms: the conversions from the checkpoint's layout to the fused one.
+        rebuilt: the paths whose modules are built again as the fused class; others are fused where they stand.
+        layouts: path -> which parameters of the module become which.
+        transforms: the conversions of fusions that are no layouts of one module.
     """
 
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
-    converted: frozenset[str] = frozenset()
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    rebuilt: frozenset[str] = frozenset()
+    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     transforms: tuple[WeightTransform, ...] = ()
 
 
@@ -121,10 +124,10 @@ def resolve_in_force(
     claimed: dict[str, str | Fusion] = {}
     by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
     transforms: list[WeightTransform] = []
-    converted: set[str] = set()
+    layouts: dict[str, tuple[Layout, ...]] = {}
     for named in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
         fusion = fusion_named(named)
-        found = fusion.discover(model)
+        found = discover(fusion, model)
         for path in found.matches:
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
@@ -136,11 +139,11 @@ def resolve_in_force(
             claimed[path] = named
         refused.update(found.refused)
         by_fusion[named] = tuple(found.matches)
+        for path, module in found.matches.items():
+            fused[path] = fused_class_of(fusion, module)
+            layouts[path] = tuple(layout.of(module) for layout in fusion.layouts(module))
         if found.matches:
-            fused.update(_fused_classes(fusion, found.matches))
-            transforms += fusion.transforms_for(model, MappingProxyType(dict(found.matches)))
-            if type(fusion).convert is not Fusion.convert:
-                converted.update(found.matches)
+            transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
 
     selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
@@ -155,21 +158,8 @@ def resolve_in_force(
         ),
         fusion_plan=FusionPlan(
             by_fusion=MappingProxyType(by_fusion),
-            converted=frozenset(converted),
-            shapes=MappingProxyType(
-                {
-                    name: tensor.shape
-                    for path in fused
-                    for name, tensor in modules[path].state_dict(prefix=inside(path)).items()
-                }
-            ),
+            rebuilt=frozenset(path for path, cls in fused.items() if not takes_modules(cls)),
+            layouts=MappingProxyType({path: found for path, found in layouts.items() if found}),
             transforms=tuple(transforms),
         ),
     )
-
-
-def _fused_classes(fusion: Fusion, matches: Mapping[str, nn.Module]) -> dict[str, type[nn.Module]]:
-    if type(fusion).fused_class_of is not Fusion.fused_class_of:
-        return {path: fusion.fused_class_of(module) for path, module in matches.items()}
-    made = {cls: fusion.make_fused_class(cls) for cls in dict.fromkeys(map(type, matches.values()))}
-    return {path: made[type(module)] for path, module in matches.items()}

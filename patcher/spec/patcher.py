@@ -15,7 +15,8 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
 from patcher.conversions.transforms import identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.fusions.base import Fusion, fusions_configured
+from patcher.fusions.base import Fusion
+from patcher.fusions.families import fusions_configured
 from patcher.patterns import find_key, nearest
 from patcher.spec import serialization as serializing, validation as arguments
 

@@ -14,7 +14,8 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.fusions.base import Fusion, shortest
+from patcher.fusions.base import Fusion
+from patcher.fusions.families import shortest
 from patcher.patterns import is_expression, nearest
 
 T = TypeVar("T")

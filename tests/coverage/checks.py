@@ -188,7 +188,7 @@ def _row(family: str, reference: Reference) -> dict[str, Any]:
 
 def _truth(family: str, reference: Reference) -> tuple[set[str], set[str]]:
     """The modules that stock shows to be fusable, and those that it shows not to be."""
-    from patcher.fusions.base import fusion_named
+    from patcher.fusions.families import fusion_named
 
     modules = dict(reference.stock.named_modules(remove_duplicate=False))
     tied = modules_with_tied_weights(reference.stock)

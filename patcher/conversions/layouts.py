@@ -1,0 +1,111 @@
+"""Layouts: parameters of a module of transformers that become others together, and the way back.
+
+>>> joined = Rows(("q.weight", "k.weight"), "qk.weight", ((4, 2), (3, 2)))
+>>> q, k = torch.zeros(4, 2), torch.ones(3, 2)
+>>> (weight,) = joined.fuse([q, k])
+>>> weight.shape
+torch.Size([7, 2])
+>>> [tuple(part.shape) for part in joined.separate([weight])]
+[(4, 2), (3, 2)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from patcher.errors import InvalidPatcherError
+
+
+def named_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter of that name, None if there is none: torch raises, and takes properties for modules."""
+    *path, last = name.split(".")
+    at: nn.Module | None = module
+    for part in path:
+        at = at._modules.get(part) if at is not None else None
+    return at._parameters.get(last) if at is not None else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters that become others together: a value that is the same for all modules alike.
+
+    A subclass says how, in `fuse`, and how back, in `separate`. Both are given tensors, on the meta device too, and must
+    keep every value: saving compares byte for byte.
+
+    Args:
+        stock: the parameters of the module as transformers has it, by their names in the module; one may be given by
+            itself.
+        fused: those that they become.
+        stock_shapes: the shapes of the first. The engine fills them in, from the module that it meets.
+    """
+
+    stock: tuple[str, ...]
+    fused: tuple[str, ...]
+    stock_shapes: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("stock", "fused"):
+            value: Any = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The fused parameters from those of transformers, both in the order of the names."""
+        raise NotImplementedError
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The reverse of `fuse`."""
+        raise NotImplementedError
+
+    def of(self, module: nn.Module) -> Self:
+        """The layout with the shapes that a module has.
+
+        Raises:
+            InvalidPatcherError: the module lacks one of the parameters.
+        """
+        found = {name: named_parameter(module, name) for name in self.stock}
+        if absent := [name for name, parameter in found.items() if parameter is None]:
+            raise InvalidPatcherError(
+                f"{self} takes {', '.join(absent)}, and {type(module).__qualname__} has no such parameter; "
+                f"it has {', '.join(name for name, _ in module.named_parameters()) or 'none'}."
+            )
+        return replace(self, stock_shapes=tuple(tuple(parameter.shape) for parameter in found.values() if parameter is not None))
+
+    def fused_shapes(self) -> list[torch.Size]:
+        """The shapes of the fused parameters."""
+        return [tensor.shape for tensor in self.fuse([torch.empty(shape, device="meta") for shape in self.stock_shapes])]
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
+
+
+@dataclass(frozen=True)
+class Rows(Layout):
+    """Rows one under the other: (a, ...), (b, ...) -> (a + b, ...)."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many rows each part has."""
+        return tuple(shape[0] for shape in self.stock_shapes)
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))]
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors[0].split(list(self.sizes)))
+
+
+@dataclass(frozen=True)
+class Flatten(Layout):
+    """All dimensions but the first as one: (out, in, height, width) -> (out, in * height * width)."""
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.flatten(1) for tensor in tensors]
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.view(shape) for tensor, shape in zip(tensors, self.stock_shapes, strict=True)]

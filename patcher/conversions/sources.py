@@ -1,0 +1,154 @@
+"""Lazy sources: what stands in a checkpoint for a weight that is made of several tensors of it.
+
+transformers reads a checkpoint tensor by tensor, through objects that know a shape and give rows on demand. These are
+such objects, so what is joined is read as one weight: cast, quantized, sharded and put on its device by transformers as
+any other, and in memory once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from patcher.conversions.layouts import Layout, Rows
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a tensor, or of one that is still on the disk."""
+    return tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
+
+
+class JoinedRows:
+    """The rows of several tensors as one, one part behind the other.
+
+    Args:
+        parts: tensors, or what a checkpoint has for them.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = tuple(parts)
+        self._sizes = [shape_of(part)[0] for part in parts]
+        self._tail = shape_of(parts[0])[1:]
+
+    def get_shape(self) -> list[int]:
+        return [sum(self._sizes), *self._tail]
+
+    def get_dtype(self) -> Any:
+        part = self.parts[0]
+        return part.get_dtype() if hasattr(part, "get_dtype") else part.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if first is Ellipsis and not rest:
+            return joined([part[...] for part in self.parts])
+        if not isinstance(first, slice) or first.step not in (None, 1):
+            return self[...][index]
+        start, stop, _ = first.indices(sum(self._sizes))
+        found, end = [], 0
+        for part, size in zip(self.parts, self._sizes, strict=True):
+            begin, end = end, end + size
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                found.append(part[(slice(low - begin, high - begin), *rest)])
+        return joined(found) if found else self.parts[0][(slice(0, 0), *rest)]
+
+
+class Computed:
+    """One of several tensors that are computed together: the first that is read computes all of them."""
+
+    def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: Any) -> None:
+        self._group = group
+        self._name = name
+        self._shape = list(shape)
+        self._dtype = dtype
+        group.expects(name)
+
+    def get_shape(self) -> list[int]:
+        return self._shape
+
+    def get_dtype(self) -> Any:
+        return self._dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._group.take(self._name)
+        return tensor if index is Ellipsis else tensor[index]
+
+
+class Computation:
+    """What gives several tensors, run when one of them is first read and forgotten when all of them have been.
+
+    Loads read in several threads.
+    """
+
+    def __init__(self, run: Callable[[], Mapping[Any, torch.Tensor]]) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._expected: set[Any] = set()
+        self._left: dict[Any, torch.Tensor] = {}
+
+    def expects(self, name: Any) -> None:
+        self._expected.add(name)
+
+    def take(self, name: Any) -> torch.Tensor:
+        with self._lock:
+            if name not in self._left:  # not yet computed, or read once more
+                made = self._run()
+                self._left = {each: made[each] for each in self._expected}
+            return self._left.pop(name)
+
+
+def dtype_of(source: Any) -> Any:
+    """What a source says of its dtype: a torch.dtype, or the name that safetensors has for it."""
+    return source.get_dtype() if hasattr(source, "get_dtype") else source.dtype
+
+
+def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
+    """What stands for the fused parameters of a layout, from what stands for those of transformers."""
+    if type(layout) is Rows:
+        return [sources[0] if len(sources) == 1 else JoinedRows(sources)]
+
+    def run() -> dict[int, torch.Tensor]:
+        with torch.no_grad():
+            return dict(enumerate(layout.fuse([source[...] for source in sources])))
+
+    group = Computation(run)
+    dtype = dtype_of(sources[0])
+    return [Computed(group, number, shape, dtype) for number, shape in enumerate(layout.fused_shapes())]
+
+
+def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all pieces; a view of them where they lie one behind the other, as a mapped file may have them.
+
+    A load on the CPU only maps the file, so a copy would take most of the time and twice the memory.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    ends = itertools.accumulate((piece.nbytes for piece in pieces), initial=first.data_ptr())
+    if any(
+        type(piece) is not torch.Tensor
+        or piece.device.type != "cpu"
+        or piece.dtype != first.dtype
+        or piece.shape[1:] != first.shape[1:]
+        or not piece.is_contiguous()
+        or piece.data_ptr() != end
+        or not piece.nbytes
+        for piece, end in zip(pieces, ends, strict=False)
+    ):
+        return torch.cat(pieces)
+    memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
+    memory.pieces = pieces  # type: ignore[attr-defined]  # they hold the memory, as long as the view does
+    return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])

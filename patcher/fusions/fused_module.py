@@ -1,0 +1,232 @@
+"""One module fused: its class, its parameters, what it carries, and how it is pickled.
+
+The class that a family makes for a module is asked for once and remembered, so that two loads get the same one. How a
+module becomes one of it, its class says: a rewritten class takes the object that stands; one with a `from_module` is
+made from it; any other is built again from the arguments of its constructor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from patcher.compat.models import is_initialized, mark_initialized
+from patcher.conversions.fused_weights import FUSED, FusedWeights
+from patcher.conversions.layouts import Layout, Rows, named_parameter
+from patcher.errors import PatchConstructionError
+from patcher.fusions.families import shortest
+
+if TYPE_CHECKING:
+    from patcher.fusions.base import Fusion
+
+_lock = threading.RLock()
+#: original -> (family, what decides the class) -> the class
+_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
+
+
+def original_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without what a family has made of it."""
+    made_by = getattr(type(module), "_made_by", None)
+    return made_by[1] if made_by is not None else type(module)
+
+
+def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
+    """The class that a family makes of another one: the same one for the same question."""
+    key = (fusion, recipe)
+    with _lock:
+        made = _classes.setdefault(original, {})
+        if key not in made:
+            cls = fusion.make_class(original, recipe)
+            if not _is_importable(cls):
+                cls._made_by = (fusion, original, recipe)  # type: ignore[attr-defined]
+                if "__reduce_ex__" not in vars(cls):
+                    cls.__reduce_ex__ = _reduce  # type: ignore[assignment]
+            made[key] = cls
+        return made[key]
+
+
+def fused_class_of(fusion: Fusion, module: nn.Module) -> type[nn.Module]:
+    """The class that a family makes of that of one module."""
+    return fused_class(fusion, original_of(module), fusion.recipe(module))
+
+
+def takes_modules(cls: type[nn.Module]) -> bool:
+    """Whether a fused class is made from the module that stands, rather than from constructor arguments."""
+    return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
+
+
+def _is_importable(cls: type) -> bool:
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """For classes made at run time: the process that reads the pickle makes its own."""
+    return (_restored, type(self)._made_by, self.__getstate__())
+
+
+def _restored(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> nn.Module:
+    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    cls = fused_class(fusion, original, recipe)
+    return cls.__new__(cls)
+
+
+class FusedModule:
+    """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
+
+    _made_by: ClassVar[tuple[Fusion, type[nn.Module], Hashable]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        fusion, original, _ = self._made_by
+        module: Any = self
+        fuse_in_place(module, fusion.layouts(module), original, shortest(fusion))
+
+
+def fuse(fusion: Fusion, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Make a module that stands one of the fused class, with its values.
+
+    Raises:
+        PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
+    """
+    layouts, original = tuple(fusion.layouts(module)), type(module)
+    if not issubclass(cls, FusedModule):
+        return put_in_place(module, cls, layouts, shortest(fusion))
+    module.__class__ = cls
+    fuse_in_place(module, layouts, original, shortest(fusion))
+    return module
+
+
+def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion: Any) -> nn.Module:
+    """A module of a class with a `from_module`, in the place of another one, with its values.
+
+    Raises:
+        PatchConstructionError: its parameters aren't those that the layouts give.
+    """
+    layouts = tuple(layout.of(module) for layout in layouts)
+    with torch.device("meta"):
+        new: nn.Module = cls.from_module(module)
+    wanted = _fused_parameters(module, layouts)
+    taken = {name for layout in layouts for name in layout.stock}
+    wanted |= {name: parameter for name, parameter in module.named_parameters() if name not in taken}
+    found = {name: tuple(parameter.shape) for name, parameter in new.named_parameters()}
+    expected = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    if found != expected:
+        raise PatchConstructionError(
+            f"{cls.__qualname__}.from_module() gives a module with the parameters {found}, and with the layouts of "
+            f"{fusion!r} it has {expected}. Say with a layout what each parameter of {type(module).__qualname__} becomes."
+        )
+    for name, parameter in wanted.items():
+        owner, _, last = name.rpartition(".")
+        new.get_submodule(owner)._parameters[last] = parameter
+    new.train(module.training)
+    _carry(new, FusedWeights(fusion, type(module), layouts, tuple(module.state_dict(keep_vars=True))))
+    return new
+
+
+def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
+    """Give a module the parameters of the layouts in the place of its own.
+
+    Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps how
+    many each part has, as `<name>_sizes`.
+
+    Raises:
+        PatchConstructionError: the layouts leave a part of a layer behind.
+    """
+    layouts = tuple(layout.of(module) for layout in layouts)
+    if not layouts:
+        return
+    names = tuple(module.state_dict(keep_vars=True))
+    fused = _fused_parameters(module, layouts)
+    place = _remove(module, [name for layout in layouts for name in layout.stock])
+    before = list(module._modules.items())
+    _add(module, fused)
+    if place is not None:  # in the place of the first that is gone, so that parameters keep their order
+        added = [item for item in module._modules.items() if item not in before]
+        module._modules.clear()
+        module._modules.update([*before[:place], *added, *before[place:]])
+    for layout in layouts:
+        owner, _, last = layout.fused[0].rpartition(".")
+        if isinstance(layout, Rows) and len(layout.stock) > 1 and last == "weight":
+            setattr(module, f"{owner}_sizes", layout.sizes)
+    _carry(module, FusedWeights(fusion, original, layouts, names))
+
+
+def _carry(module: nn.Module, weights: FusedWeights) -> None:
+    module.__dict__[FUSED] = weights
+
+
+def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, nn.Parameter]:
+    result = {}
+    for layout in layouts:
+        parameters: list[Any] = [named_parameter(module, name) for name in layout.stock]
+        with torch.no_grad():
+            tensors = layout.fuse([parameter.detach() for parameter in parameters])
+        for name, tensor in zip(layout.fused, tensors, strict=True):
+            new = nn.Parameter(_alone(tensor), requires_grad=any(each.requires_grad for each in parameters))
+            if all(is_initialized(each) for each in parameters):
+                mark_initialized(new)
+            result[name] = new
+    return result
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it is a piece of another one."""
+    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor.contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
+    """Take parameters off, and the children that have nothing else; the place of the first child that is gone."""
+    owners: dict[str, None] = {}
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        del module.get_submodule(owner)._parameters[last]
+        owners[owner] = None
+    place = None
+    for owner in owners:
+        if not owner:
+            # The model's `_init_weights` looks for what such a module had; the new layers have their own turn.
+            mark_initialized(module)
+            continue
+        child = module.get_submodule(owner)
+        left = [name for name, value in (child._parameters | child._buffers | child._modules).items() if value is not None]
+        if left:
+            raise PatchConstructionError(
+                f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say with a layout what these become."
+            )
+        parent, _, last = owner.rpartition(".")
+        if not parent:
+            number = list(module._modules).index(last)
+            place = number if place is None else min(place, number)
+        del module.get_submodule(parent)._modules[last]
+    return place
+
+
+def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner, _, last = name.rpartition(".")
+        at, path = module, owner.split(".") if owner else []
+        for number, part in enumerate(path):
+            child = at._modules.get(part)
+            if child is None:
+                is_linear = number == len(path) - 1 and last == "weight" and parameter.dim() == 2
+                child = at._modules[part] = _linear(parameter) if is_linear else nn.Module()
+                child.training = module.training
+            at = child
+        at._parameters[last] = parameter
+
+
+def _linear(weight: nn.Parameter) -> nn.Linear:
+    linear = nn.Linear.__new__(nn.Linear)  # its `__init__` gives values: seconds in vain for 30,000 experts
+    nn.Module.__init__(linear)
+    linear.out_features, linear.in_features = weight.shape
+    linear._parameters |= {"weight": weight, "bias": None}
+    return linear

@@ -1,0 +1,269 @@
+"""A checkpoint as a model with fused modules reads it: one source for each fused parameter, in the place of its parts.
+
+What transformers itself does to get the parts (renaming, splitting, permuting, merging the tensors of experts) comes
+first: its conversions run inside of the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightTransform
+
+from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key
+from patcher.compat.models import ModelView
+from patcher.conversions.fused_weights import FusedWeights, fused_modules
+from patcher.conversions.layouts import Layout
+from patcher.conversions.simulation import Route
+from patcher.conversions.sources import Computation, Computed, dtype_of, fused_sources, shape_of
+from patcher.conversions.tracing import trace_of, with_trace
+from patcher.conversions.transforms import single
+from patcher.errors import PatchedWeightsError
+from patcher.patterns import compress, inside
+
+
+@dataclass(frozen=True, eq=False)
+class FusedReading:
+    """A checkpoint with sources for fused parameters.
+
+    Attributes:
+        checkpoint: key -> tensor, or what is read as one.
+        keys: key of a source -> the keys of the checkpoint that it takes, and the layout.
+        missing: fused parameter -> its parts, of those that the checkpoint has no part of.
+        unknown: the keys of which nobody knows the shapes.
+        problem: what can't be made of the checkpoint.
+    """
+
+    checkpoint: Mapping[str, Any]
+    keys: Mapping[str, tuple[tuple[str, ...], Layout]] = field(default_factory=dict)
+    missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unknown: Set[str] = frozenset()
+    problem: PatchedWeightsError | None = None
+
+    def route(self, route: Route) -> Route:
+        """Where tensors go, by the keys that the checkpoint itself has."""
+        keys, layout = self.keys.get(route.keys[0], ((), None))
+        return Route(keys, route.parameters, layout) if layout is not None else route
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A parameter of the model as transformers has it, and what it is read from."""
+
+    source: Any
+    keys: tuple[str, ...]
+
+
+def with_fused_sources(
+    model: PreTrainedModel,
+    checkpoint: Mapping[str, Any],
+    conversions: Sequence[WeightTransform],
+    unknown: Set[str] = frozenset(),
+) -> FusedReading:
+    """Put sources of fused parameters in the place of what they are made of.
+
+    Args:
+        conversions: those of the load, in their order.
+        unknown: the keys whose shapes nobody knows: they fit.
+    """
+    fused = fused_modules(model)
+    if not fused:
+        return FusedReading(checkpoint, unknown=unknown)
+    own = model.state_dict()
+    stock = _stock_parameters(own, fused)
+    wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
+    parts, rest, companions = _parts(model, checkpoint, conversions, stock, wanted, unknown)
+    keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
+    blind = set(unknown)
+    missing: dict[str, tuple[str, ...]] = {}
+    incomplete: dict[str, list[str]] = {}
+    misfits: list[str] = []
+    for path, _, carried in fused:
+        prefix = inside(path)
+        for layout in carried.layouts:
+            names = [f"{prefix}{name}" for name in layout.stock]
+            found = [parts[name] for name in names if name in parts]
+            targets = [f"{prefix}{name}" for name in layout.fused]
+            if not found:
+                missing |= dict.fromkeys(targets, tuple(names))
+                continue
+            if len(found) < len(names):
+                incomplete |= {name: targets for name in names if name not in parts}
+                continue
+            taken = tuple(dict.fromkeys(key for part in found for key in part.keys))
+            unfit = [
+                f"{name}: found {shape_of(part.source)}, expected {shape}"
+                for name, part, shape in zip(names, found, layout.stock_shapes, strict=True)
+                if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
+            ]
+            if unfit:
+                misfits += unfit
+                continue
+            sources = fused_sources(layout, [part.source for part in found])
+            for target, source in zip(targets, sources, strict=True):
+                key = _key_of(target, found[0].keys[0], names[0], model, conversions, own)
+                rest[key] = source
+                keys[key] = taken, layout
+                if not unknown.isdisjoint(taken):
+                    blind.add(key)
+    return FusedReading(rest, keys, missing, blind, _problem(incomplete, misfits, companions))
+
+
+def _stock_parameters(
+    own: Mapping[str, torch.Tensor], fused: Iterable[tuple[str, nn.Module, FusedWeights]]
+) -> dict[str, torch.Tensor]:
+    """The state dict of the model as transformers has it, on the meta device."""
+    stock = dict(own)
+    for path, _, carried in fused:
+        prefix = inside(path)
+        for layout in carried.layouts:
+            for name in layout.fused:
+                stock.pop(f"{prefix}{name}", None)
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+                stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+    return stock
+
+
+def _parts(
+    model: PreTrainedModel,
+    checkpoint: Mapping[str, Any],
+    conversions: Sequence[WeightTransform],
+    stock: dict[str, torch.Tensor],
+    wanted: set[str],
+    unknown: Set[str],
+) -> tuple[dict[str, _Part], dict[str, Any], list[str]]:
+    """The wanted parameters, the rest of the checkpoint, and what of that a quantizer has put beside them."""
+    parts: dict[str, _Part] = {}
+    owners = {name.rpartition(".")[0] for name in wanted}
+    companions: list[str] = []
+    rest = dict(checkpoint)
+    view = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
+    groups: dict[str, _Group] = {}
+    for key in sorted(checkpoint, key=dot_natural_key):
+        renamed, taker, pattern = rename_key(key, conversions, model, stock)
+        if isinstance(taker, WeightConverter):
+            if renamed not in groups:
+                groups[renamed] = _Group(taker, renamed, view)
+            groups[renamed].add(key, pattern or "", checkpoint[key])
+        elif renamed in wanted:
+            parts[renamed] = _Part(rest.pop(key), (key,))
+        elif renamed not in stock and renamed.rpartition(".")[0] in owners:
+            if not renamed.endswith((".weight", ".bias")):  # those transformers ignores
+                companions.append(key)
+    for group in groups.values():
+        if group.first not in stock or not wanted.intersection(made := group.made(stock, unknown)):
+            continue
+        group.record()
+        sources = {key: rest.pop(key) for key, _ in group.taken}
+        computation = Computation(partial(group.run, sources))
+        dtype = dtype_of(next(iter(sources.values())))
+        for name, shape in made.items():
+            source = Computed(computation, name, shape, dtype)
+            if name in wanted:
+                parts[name] = _Part(source, tuple(sources))
+            else:
+                rest[name] = source
+    return parts, rest, companions
+
+
+class _Group:
+    """What one converter takes at once.
+
+    transformers looks at its parameters while it converts, so it is shown the model as it would have it.
+    """
+
+    def __init__(self, converter: WeightConverter, first: str, view: Any) -> None:
+        self.first = first
+        #: (key, source pattern) of all that it takes
+        self.taken: list[tuple[str, str]] = []
+        self._view = view
+        self._unused = with_trace(trace.transform) if (trace := trace_of(converter)) else copy_transform(converter)
+        # With the trace of the load, if it has one. It knows the key that was renamed last, so tensors are added at once.
+        self._recording = deepcopy(converter)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, key: str, pattern: str, source: Any) -> None:
+        self.taken.append((key, pattern))
+        self._shapes[key] = shape_of(source)
+        self._recording.add_tensor(self.first, key, pattern, torch.empty(self._shapes[key], device="meta"))  # type: ignore[arg-type]
+
+    def made(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
+        """What it makes, and of which shapes."""
+        if not unknown.isdisjoint(self._shapes):  # by its patterns alone
+            target, *targets = self._unused.target_patterns
+            names = [self.first, *(self.first.replace(target, other) for other in targets)]
+            return {name: tuple(stock[name].shape) for name in names if name in stock}
+        tensors = {key: torch.empty(shape, device="meta") for key, shape in self._shapes.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.run(tensors).items()}
+
+    def record(self) -> None:
+        """Leave in the trace of the load what is made: this will not be run by transformers."""
+        self._converted(self._recording)
+
+    def run(self, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What it makes of these sources."""
+        copy = deepcopy(self._unused)
+        for key, pattern in self.taken:
+            copy.add_tensor(self.first, key, pattern, sources[key][...])
+        return self._converted(copy)
+
+    @torch.no_grad()
+    def _converted(self, converter: Any) -> dict[str, torch.Tensor]:
+        made = converter.convert(self.first, model=self._view, config=self._view.config)
+        return {name: single(tensor) for name, tensor in made.items()}
+
+
+def _key_of(
+    target: str,
+    key: str,
+    part: str,
+    model: PreTrainedModel,
+    conversions: Sequence[WeightTransform],
+    parameters: dict[str, torch.Tensor],
+) -> str:
+    """A key that a load renames to a fused parameter: its name, or one like those of the checkpoint.
+
+    Raises:
+        PatchedWeightsError: the conversions take both elsewhere.
+    """
+    end = 0
+    while end < min(len(key), len(part)) and key[-end - 1] == part[-end - 1]:
+        end += 1
+    head = part[: len(part) - end]
+    candidates = [target]
+    if target.startswith(head):
+        candidates.append(key[: len(key) - end] + target.removeprefix(head))
+    for candidate in candidates:
+        renamed, taker, _ = rename_key(candidate, conversions, model, parameters)
+        if renamed == target and taker is None:
+            return candidate
+    raise PatchedWeightsError(
+        f"{target} can't be read: the conversions of this load rename it to {rename_key(target, conversions)[0]}. "
+        "Leave this module out of the fusion, with modules=..."
+    )
+
+
+def _problem(
+    incomplete: Mapping[str, Sequence[str]], misfits: Sequence[str], companions: Sequence[str]
+) -> PatchedWeightsError | None:
+    lines = []
+    if companions:
+        lines.append("The checkpoint is quantized: it has tensors beside the weights that a fusion takes:")
+        lines += [f"  {key}" for key in compress(companions)[:5]]
+        lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
+    if incomplete:
+        lines.append("Fused parameters are made of several tensors, of which the checkpoint has only some. It lacks:")
+        lines += [f"  {key}" for key in compress(sorted(incomplete, key=dot_natural_key))]
+    if misfits:
+        lines.append("Parts of fused parameters don't have the shapes that the model has for them:")
+        lines += [f"  {line}" for line in misfits[:5]]
+    if incomplete or misfits:
+        lines.append("Load without the fusion, or leave these modules out of it with modules=...")
+    return PatchedWeightsError("\n".join(lines)) if lines else None
