@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
-    Concatenate,
     ConversionOps,
     WeightConverter,
     WeightRenaming,
@@ -20,14 +19,11 @@ from transformers.core_model_loading import (
 )
 
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.runtime import CONVERSIONS, ORIGINAL, Unstack
+from patcher.codegen.runtime import CONVERSIONS, ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
-from patcher.fusions.joining import JoinRows
-from patcher.fusions.unstacking import CutStacks
 
 if TYPE_CHECKING:
     from patcher.codegen.builder import PatchConfig
@@ -111,7 +107,7 @@ class _Conversion:
     """One weight conversion as source text, checked by evaluating it again."""
 
     def __init__(self, transform: WeightTransform, dependencies: Dependencies) -> None:
-        self.transform = _in_plain_terms(transform)
+        self.transform = transform
         self.dependencies = dependencies
         self.namespace: dict[str, Any] = {}
 
@@ -170,26 +166,3 @@ class _Conversion:
             f"the conversion {describe(self.transform)} can't be written into the file: {reason}. "
             "Load with the patcher itself, or give the conversion operations that keep their arguments."
         )
-
-
-def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
-    """What the families of this package do, said by operations of transformers, which a load reverses by the sizes.
-
-    Rows that are joined as they come are a concatenation. Stacks that transformers merges from the tensors of the
-    experts are merged by its own operations, and taken apart again.
-    """
-    if not isinstance(transform, WeightConverter):
-        return transform
-    sources, targets = source_patterns(transform), target_patterns(transform)
-    operation, *more = transform.operations
-    if isinstance(operation, JoinRows) and not any(step.operations for step in operation.steps):
-        return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])
-    if isinstance(operation, CutStacks) and not more and len(operation.cuts) == 1:
-        (cut,), (step,) = operation.cuts, operation.steps
-        if not step.operations:
-            return WeightConverter(sources, targets, operations=[Unstack(cut.transposed)])
-        (stack,) = step.targets
-        pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
-        merged = [Concatenate(o.dim) if type(o) is ReversibleConcatenate else o for o in step.operations]
-        return WeightConverter(list(step.sources), pieces, operations=[*merged, Unstack(cut.transposed)])
-    return transform

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,24 +13,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.checkpoint_methods import add_conversions, module_classes
 from patcher.codegen.dependencies import RUNTIME, Dependencies
-from patcher.codegen.fused_classes import Owners, built_by_config, join_projections, list_experts
+from patcher.codegen.fused_classes import Owners, built_by_config, layout_text, write_rewritten
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import named_modules
-from patcher.fusions.joined import JoinedProjections
-from patcher.fusions.patch_embeddings import LinearPatchEmbedding
-from patcher.fusions.sequential_experts import ListedExperts
+from patcher.fusions.families import fusion_named
+from patcher.fusions.fused_module import FusedModule
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
 
 if TYPE_CHECKING:
     from patcher.codegen.builder import PatchConfig
     from patcher.spec.patcher import Patcher
-
-
-#: What is written by itself: fused classes of the families, and the convolutions that one of them takes.
-_WRITTEN = (JoinedProjections, ListedExperts, LinearPatchEmbedding)
 
 
 def describe_patcher(
@@ -58,7 +54,7 @@ def describe_patcher(
         for name, cls in sorted(classes.items()):
             _replace(described, name, cls, dependencies, why)
     if resolution is not None:
-        description.write_fused(resolution)
+        description.write_fused(resolution, dependencies)
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
     transforms = resolution.fusion_plan.transforms if resolution is not None else ()
@@ -109,8 +105,8 @@ class _Description(NamedTuple):
                 )
         return {name: mapping[key] for name, key in keys.items()}
 
-    def write_fused(self, resolution: Resolution) -> None:
-        """The code of what the families of this package fuse."""
+    def write_fused(self, resolution: Resolution, dependencies: Dependencies) -> None:
+        """The code of what fusions do to the modules that stand."""
         if not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
             raise self.described.error(
@@ -120,19 +116,28 @@ class _Description(NamedTuple):
         modules = dict(named_modules(self.stock))
         owners = Owners(self.described, modules, module_classes(self.modeling), resolution.refused)
         by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
+        plan = resolution.fusion_plan
+        fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}
+        fusing: dict[str, str] = {}
         for path, cls in resolution.fused.items():
-            if issubclass(cls, LinearPatchEmbedding):
-                owner, part = owners.part(path, resolution.fused)
-                self.described.add_import(RUNTIME, names=[cls.__name__])
-                name = part.removeprefix("self.")
-                owners.add(owner, f"{part} = {cls.__name__}.of({part})", f"{name} is a matrix product")
-            elif issubclass(cls, _WRITTEN):
+            if path in plan.rebuilt:
+                continue
+            bring = partial(dependencies.operation, asked=f"from_patcher(), for {fusions[path]!r},")
+            layouts = [layout_text(layout, bring) for layout in fusions[path].layouts(modules[path])]
+            fusing[path] = f"fuse({', '.join(['{}', *layouts])})"
+            if issubclass(cls, FusedModule):
                 by_class.setdefault(resolution.original_classes[path], {})[path] = cls
+                continue
+            bring(cls)
+            owner, part = owners.part(path, resolution.fused)
+            statement = f"{part} = {fusing[path].format(part).removesuffix(')')}, into={cls.__name__})"
+            owners.add(owner, statement, f"{part.removeprefix('self.')} is a {cls.__name__}")
+        if fusing:
+            self.described.add_import(RUNTIME, names=["fuse"])
         for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
-            path, cls = next(iter(fused.items()))
+            path = next(iter(fused))
             self._check_home(path, original)
-            write = list_experts if issubclass(cls, ListedExperts) else join_projections
-            write(owners, original, fused)
+            write_rewritten(owners, original, fused, fusing[path])
         owners.write()
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:
@@ -143,10 +148,10 @@ class _Description(NamedTuple):
             )
 
     def classes_of_others(self, resolution: Resolution) -> dict[str, type[nn.Module]]:
-        """Class of the module -> the class of a fusion that isn't ours: it takes its place for all its objects."""
+        """Class of the module -> a fused class that is built anew: it takes its place for all its objects."""
         found: dict[str, type[nn.Module]] = {}
         for path, cls in resolution.fused.items():
-            if issubclass(cls, _WRITTEN):
+            if path not in resolution.fusion_plan.rebuilt:
                 continue
             original = resolution.original_classes[path]
             self._check_home(path, original)

@@ -9,9 +9,10 @@ from the original, and whoever builds the objects makes them of that class.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses
+from patcher.conversions.layouts import Layout
 from patcher.fusions.joined import Joined
 from patcher.fusions.rewrite import class_text
 from patcher.source import trees
@@ -168,38 +170,58 @@ class Owners:
             self.described.modify_init(name, "\n".join(lines), "; ".join(dict.fromkeys(statements.values())))
 
 
-def join_projections(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
-    """The code of a class whose projections are joined.
+def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any], fusing: str) -> None:
+    """The code of a class with other parameters and other methods.
 
     Args:
         owners: the classes that build its objects.
         original: the class.
         fused: path -> rewritten class, of the objects that are fused.
+        fusing: what gives an object the other parameters, with {} for the expression that knows it.
     """
     described, name = owners.described, original.__name__
-    described.add_import(RUNTIME, names=["join_projections"])
     only = owners.only_class(original, fused)
     if only is not None and not _leaves_calls(only):
-        joined: Joined = only._joined
-        listed = ", ".join(joined.projections)
-        for method, code in only._rewritten.items():
-            described.override_method(f"{name}.{method}", code, f"{listed} are one {joined.name}")
-        for part in joined.projections if _is_used(original, only) else ():
-            described.override_method(f"{name}.{part}", _property(described, joined, part), "for others", new=True)
-        owners.add(name, _joining("self", joined), f"one {joined.name} in place of {listed}")
-        return
+        why = _reason(only)
+        if not trees.read_class(original).decorators:
+            for method, code in only._rewritten.items():
+                described.override_method(f"{name}.{method}", code, why)
+            for part, code in _parts(described, only).items() if _is_used(original, only) else ():
+                described.override_method(f"{name}.{part}", code, "for others", new=True)
+            owners.add(name, fusing.format("self"), why)
+            return
+        # A decorator of the original may choose among forwards: the class is replaced as a whole.
+        if text := _replacement(original, only, fusing.format("self")):
+            described.replace_class(name, text, why)
+            return
 
     def write(cls: Any, new: str) -> tuple[str, str]:
-        joined, used = cls._joined, _leaves_calls(cls) or _is_used(original, cls)
-        extra = [_property(described, joined, part) for part in joined.projections] if used else []
-        text = class_text(new, name, str(cls.__doc__), [*extra, *cls._rewritten.values()])
-        return text, f"{name} with {', '.join(joined.projections)} as one {joined.name}"
+        used = _leaves_calls(cls) or _is_used(original, cls)
+        extra = list(_parts(described, cls).values()) if used else []
+        return class_text(new, name, str(cls.__doc__), [*extra, *cls._rewritten.values()]), _reason(cls)
 
     def change(cls: Any, part: str) -> tuple[str, str]:
-        joined, path = cls._joined, part.removeprefix("self.")
-        return _joining(part, joined), f"{', '.join(joined.projections)} of {path} are one {joined.name}"
+        return fusing.format(part), f"{part.removeprefix('self.')}: {_reason(cls)}"
 
     owners.make_subclasses(name, fused, write, change)
+
+
+def layout_text(layout: Layout, bring: Callable[[type], None]) -> str:
+    """The call that makes a layout, without the shapes of one module."""
+    bring(type(layout))
+    arguments = []
+    for number, each in enumerate(dataclasses.fields(layout)):
+        value = getattr(layout, each.name)
+        if each.name == "stock_shapes" or (each.default is not dataclasses.MISSING and value == each.default):
+            continue
+        text = _names(value) if each.name in ("stock", "fused") else repr(value)
+        arguments.append(text if number < 2 else f"{each.name}={text}")
+    return f"{type(layout).__name__}({', '.join(arguments)})"
+
+
+def _names(names: Sequence[str]) -> str:
+    quoted = [f'"{name}"' for name in names]
+    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
 
 
 def _leaves_calls(fused: Any) -> bool:
@@ -207,22 +229,28 @@ def _leaves_calls(fused: Any) -> bool:
     return any(f"super().{method}(" in code for method, code in fused._rewritten.items())
 
 
-def _joining(module: str, joined: Joined) -> str:
-    return f"join_projections({module}, {_arguments(joined)})"
+def _reason(fused: Any) -> str:
+    """The first sentence of what a rewritten class says of itself, without its name."""
+    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2]
 
 
-def _arguments(joined: Joined) -> str:
-    names = ", ".join(f'"{name}"' for name in joined.projections)
-    return f'[{names}], "{joined.name}"'
-
-
-def _property(described: PatchConfig, joined: Joined, name: str) -> str:
+def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
+    """The properties by which other code finds what was joined."""
+    joined: Joined | None = getattr(fused, "_joined", None)
+    if joined is None:
+        return {}
     described.add_import(RUNTIME, names=["joined_part"])
-    return f'@property\ndef {name}(self):\n    return joined_part(self, "{name}", {_arguments(joined)})\n'
+    listed = f'{_names(joined.projections)}, "{joined.name}"'
+    return {
+        name: f'@property\ndef {name}(self):\n    return joined_part(self, "{name}", {listed})\n'
+        for name in joined.projections
+    }
 
 
 def _is_used(original: type[nn.Module], fused: Any) -> bool:
     """Whether other code of the module may look for what is joined: other methods of the class, or other classes."""
+    if getattr(fused, "_joined", None) is None:
+        return False
     known = {"__init__", *fused._rewritten}
     lineage = {base.__name__ for base in original.__mro__}
     for owner in ast.parse(inspect.getsource(sys.modules[original.__module__])).body:
@@ -237,52 +265,18 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
     return False
 
 
-_WHY = "each expert is a plain linear layer, and runs by itself"
-
-
-def list_experts(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any]) -> None:
-    """The code of a class with a list of layers in the place of each stack, and the forward that goes one by one.
-
-    The arguments are those of `join_projections`. The class is replaced as a whole, because decorators of the original
-    choose among forwards that need stacks.
-    """
-    described, name = owners.described, original.__name__
-    described.add_import(RUNTIME, names=["list_stack"])
-    only = owners.only_class(original, fused)
-    if text := _replacement(original, only, _listing(only, "self")) if only is not None else "":
-        described.replace_class(name, text, _WHY)
-        return
-
-    def write(cls: Any, new: str) -> tuple[str, str]:
-        return class_text(new, name, str(cls.__doc__), cls._rewritten.values()), _WHY
-
-    def change(cls: Any, part: str) -> tuple[str, str]:
-        return _listing(cls, part), f"{part.removeprefix('self.')} is a list of linear layers"
-
-    owners.make_subclasses(name, fused, write, change)
-
-
-def _replacement(original: type[nn.Module], fused: Any, listing: str) -> str:
+def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
     node = trees.read_class(original)
     own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
-    ((name, source),) = fused._rewritten.items()
-    if "__init__" not in own or name not in own:
+    if len(fused._rewritten) != 1 or not own.keys() >= {"__init__", *fused._rewritten}:
         return ""
+    ((name, source),) = fused._rewritten.items()
     init, forward = own["__init__"], cst.parse_statement(source)
-    statements = [*init.body.body, *cst.parse_module(listing).body]
+    statements = [*init.body.body, *cst.parse_module(fusing).body]
     edits: dict[cst.CSTNode, list[Any]] = {
         own[name]: [forward.with_changes(leading_lines=own[name].leading_lines)],
         init: [init.with_changes(body=init.body.with_changes(body=statements))],
     }
     changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
     return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))
-
-
-def _listing(fused: Any, module: str) -> str:
-    """The statements that list the stacks of a module."""
-    text = ""
-    for stack in fused._stacks:
-        bias = f', bias="{stack.bias}"' if stack.bias else ""
-        text += f'list_stack({module}, "{stack.name}"{bias}{", transposed=True" if stack.transposed else ""})\n'
-    return text

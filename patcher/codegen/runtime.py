@@ -3,8 +3,8 @@
 >>> from torch import nn
 >>> mlp = nn.Module()
 >>> mlp.gate, mlp.up = nn.Linear(4, 6), nn.Linear(4, 6)
->>> join_projections(mlp, ["gate", "up"], "gate_up")
->>> mlp
+>>> weights, biases = Rows(["gate.weight", "up.weight"], "gate_up.weight"), Rows(["gate.bias", "up.bias"], "gate_up.bias")
+>>> fuse(mlp, weights, biases)
 Module(
   (gate_up): Linear(in_features=4, out_features=12, bias=True)
 )
@@ -12,41 +12,32 @@ Module(
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
 
-from patcher.compat.models import mark_initialized
 from patcher.construction.construction import under_construction
-from patcher.conversions.transforms import single
-from patcher.fusions.joined import Joined, join, part_property
-from patcher.fusions.joining import JoinRows
-from patcher.fusions.listed import listed
-from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
-from patcher.fusions.weight_layout import Step
+from patcher.conversions.layouts import Flatten, Layout, Rows
+from patcher.fusions.fused_module import fuse_in_place, put_in_place
+from patcher.fusions.joined import Joined, part_property
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
 
 __all__ = [
     "CONVERSIONS",
     "ORIGINAL",
-    "FlattenPatches",
-    "JoinRows",
+    "Flatten",
     "LinearPatchEmbedding",
-    "StackAgain",
-    "Step",
-    "Unstack",
+    "Rows",
     "from_config",
     "from_pretrained",
+    "fuse",
     "is_custom_code",
-    "join_projections",
     "joined_part",
-    "list_stack",
     "save_pretrained",
     "under_construction",
 ]
@@ -111,78 +102,22 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     return model.save_pretrained(*args, **kwargs)
 
 
-def join_projections(module: nn.Module, names: Sequence[str], joined: str) -> None:
-    """Put one `nn.Linear` in the place of several with the same input: its rows are theirs, in the order of the names.
+def fuse(module: nn.Module, *layouts: Layout, into: Any = None) -> Any:
+    """Give a module the parameters of these layouts in the place of its own; it saves as it was.
 
-    The module keeps how many rows each had as `<joined>_sizes`. Where only some have a bias, it has `<name>_bias`.
+    Args:
+        module: as transformers builds it.
+        layouts: which of its parameters become which.
+        into: a class with a `from_module`, to put in its place. Without one the module itself is changed: each
+            `<name>.weight` is that of an `nn.Linear` called `<name>`, and of joined rows the module keeps how many each
+            part has, as `<name>_sizes`.
     """
-    biased = tuple(name for name in names if getattr(module, name).bias is not None)
-    join(module, Joined(tuple(names), joined, () if len(biased) == len(names) else biased))
+    if into is not None:
+        return put_in_place(module, into, layouts, None)
+    fuse_in_place(module, layouts, type(module), None)
+    return module
 
 
 def joined_part(module: nn.Module, name: str, names: Sequence[str], joined: str) -> Any:
     """One of several projections that were joined, for code that looks at it; itself until they are."""
     return part_property(Joined(tuple(names), joined), names.index(name)).__get__(module)
-
-
-def list_stack(module: nn.Module, name: str, bias: str = "", transposed: bool = False) -> None:
-    """Put a list of linear layers in the place of parameters that stack their weights and biases.
-
-    Args:
-        module: the experts.
-        name: the weights, (experts, out, in), or (experts, in, out) where they are transposed.
-        bias: the biases, (experts, out), if there are any.
-        transposed: whether the input stands on the left of the matrices.
-    """
-    weight = module._parameters.pop(name)
-    assert weight is not None
-    setattr(module, name, listed(weight, module._parameters.pop(bias) if bias else None, transposed))
-    mark_initialized(module)  # _init_weights looks for stacks here; layers have their turn
-
-
-class Unstack(ConversionOps):
-    """Take a stack apart, one matrix for each expert.
-
-    The target pattern names the first, `experts.up_proj.0.weight`; the others get their number in the place of the 0.
-
-    Args:
-        transposed: the matrices are (in, out), and those of the experts are to be (out, in).
-    """
-
-    def __init__(self, transposed: bool = False) -> None:
-        self.transposed = transposed
-
-    @torch.no_grad()
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        whole = single(*input_dict.values())
-        head, _, tail = (kwargs.get("full_layer_name") or target_patterns[0]).rpartition(".0.")
-        return {
-            f"{head}.{number}.{tail}": matrix.t().contiguous() if self.transposed else matrix
-            for number, matrix in enumerate(whole.unbind())
-        }
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return StackAgain(self.transposed)
-
-
-class StackAgain(ConversionOps):
-    """The reverse of `Unstack`."""
-
-    def __init__(self, transposed: bool = False) -> None:
-        self.transposed = transposed
-
-    @torch.no_grad()
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        names = sorted(input_dict, key=lambda name: [int(number) for number in re.findall(r"\.(\d+)\.", name)])
-        stack = torch.stack([single(input_dict.pop(name)) for name in names])
-        name = target_patterns[0] if len(target_patterns) == 1 else names[0]
-        return {name: stack.transpose(1, 2).contiguous() if self.transposed else stack}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return Unstack(self.transposed)

@@ -59,6 +59,13 @@ class FusedWeights:
             PatchedWeightsError: the module has been changed so that they can't be given back.
         """
         prefix, result = inside(path), {}
+        for name in self.fused & tensors.keys():
+            if _is_quantized(tensors[name]):
+                raise _cannot(
+                    f"{prefix}{name}",
+                    f"it is quantized ({type(tensors[name]).__name__} of {tensors[name].dtype}), its companions can't be "
+                    "split (if only fusions made this layout, save_original_format=False saves it as it is)",
+                )
         self._check_names(path, tensors)
         for layout in self.layouts:
             found = [tensors[name] for name in layout.fused if name in tensors]
@@ -68,12 +75,6 @@ class FusedWeights:
                 absent = next(name for name in layout.fused if name not in tensors)
                 raise _cannot(f"{prefix}{absent}", "it is missing in the state dict")
             for name, tensor, shape in zip(layout.fused, found, layout.fused_shapes(), strict=True):
-                if _is_quantized(tensor):
-                    raise _cannot(
-                        f"{prefix}{name}",
-                        f"it is quantized ({type(tensor).__name__} of {tensor.dtype}), its companions can't be split (if "
-                        "only fusions made this layout, save_original_format=False saves it as it is)",
-                    )
                 if tensor.shape != shape:
                     raise _cannot(
                         f"{prefix}{name}",

@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.conversions.layouts import Layout, Rows
+from patcher.conversions.transforms import single
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -152,3 +154,40 @@ def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     memory = (ctypes.c_byte * sum(piece.nbytes for piece in pieces)).from_address(first.data_ptr())
     memory.pieces = pieces  # type: ignore[attr-defined]  # they hold the memory, as long as the view does
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
+
+
+class NamedSources(WeightConverter):
+    """Has a load take sources as the parameters that they are made for, whatever its conversions do to names.
+
+    The name of a fused parameter may look like one that transformers converts: `experts.0.gate_proj.weight`.
+    """
+
+    __slots__ = ("targets",)
+    PREFIX = "patcher:"
+
+    def __init__(self) -> None:
+        super().__init__(self.PREFIX, self.PREFIX, [_AsItIs()])
+        self.targets: dict[str, str] = {}
+
+    def key_for(self, target: str) -> str:
+        """The key of a checkpoint that is read as this parameter."""
+        key = f"{self.PREFIX}{len(self.targets)}"
+        self.targets[key] = target
+        return key
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        _, found, number = source_key.rpartition(self.PREFIX)  # a renaming may have put a prefix in front
+        return (self.targets[found + number], self.PREFIX) if found else (source_key, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightConverter:
+        # A load copies a conversion for each parameter: what collects its tensor needs no names.
+        return WeightConverter(self.PREFIX, self.PREFIX, [_AsItIs()])
+
+
+class _AsItIs(ConversionOps):
+    """One tensor as the parameter that it is read for."""
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        return {full_layer_name: single(*input_dict.values())}

@@ -44,9 +44,9 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
         made = _classes.setdefault(original, {})
         if key not in made:
             cls = fusion.make_class(original, recipe)
-            if not _is_importable(cls):
+            if issubclass(cls, FusedModule) or not _is_importable(cls):
                 cls._made_by = (fusion, original, recipe)  # type: ignore[attr-defined]
-                if "__reduce_ex__" not in vars(cls):
+                if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
                     cls.__reduce_ex__ = _reduce  # type: ignore[assignment]
             made[key] = cls
         return made[key]
@@ -87,6 +87,9 @@ class FusedModule:
         fusion, original, _ = self._made_by
         module: Any = self
         fuse_in_place(module, fusion.layouts(module), original, shortest(fusion))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduce(self, protocol)
 
 
 def fuse(fusion: Fusion, module: nn.Module, cls: type[nn.Module]) -> nn.Module:

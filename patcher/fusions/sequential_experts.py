@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from patcher.compat.models import mark_initialized
-from patcher.fusions.base import Fusion, Surroundings
-from patcher.fusions.listed import listed
-from patcher.fusions.origins import Origins
+from patcher.conversions.layouts import Layout
+from patcher.fusions.base import Fusion
+from patcher.fusions.finding import Surroundings
+from patcher.fusions.fused_module import FusedModule, fused_class_of
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
 from patcher.fusions.tracing import NotUnderstoodError
 from patcher.fusions.understanding import located
-from patcher.fusions.unstacking import Cut, cut_layouts
-from patcher.fusions.weight_layout import Layout
-
-_lock = threading.RLock()
-#: original -> stacked weights and their biases -> the class: one load gets the class that another got
-_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[tuple[tuple[str, str], ...], type[nn.Module]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
-class ListedExperts(nn.Module):
+@dataclass(frozen=True)
+class Unstack(Layout):
+    """One matrix for each expert."""
+
+    transposed: bool = False
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [matrix.t().contiguous() if self.transposed else matrix for matrix in tensors[0].unbind()]
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        stack = torch.stack(list(tensors))
+        return [stack.transpose(1, 2).contiguous() if self.transposed else stack]
+
+
+class ListedExperts(FusedModule):
     """What the rewritten classes have in common."""
 
     _stacks: ClassVar[tuple[Stack, ...]]
-    _made_from: ClassVar[tuple[type[nn.Module], dict[str, str]]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made at run time: another process makes it again.
-        return (_bare, self._made_from, self.__getstate__())  # type: ignore[no-untyped-call]
-
-
-def _bare(original: type[nn.Module], weights: dict[str, str]) -> nn.Module:
-    cls = _class_for(original, weights)
-    return cls.__new__(cls)
 
 
 class SequentialExperts(Fusion):
@@ -62,18 +58,10 @@ class SequentialExperts(Fusion):
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         try:
-            self.fused_class_of(module)
+            fused_class_of(self, module)
         except NotUnderstoodError as error:
             return str(error)
         return ""
-
-    def fused_class_of(self, module: nn.Module) -> type[nn.Module]:
-        """The class with the rewritten forward.
-
-        Raises:
-            NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
-        """
-        return _class_for(type(module), _weights_of(module))
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         return bool(_weights_of(module))
@@ -85,30 +73,20 @@ class SequentialExperts(Fusion):
         """Many modules with parameters of three dimensions have tables of positions."""
         return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
 
-    def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> list[Layout]:
-        cuts = []
-        for path, module in matches.items():
-            cls = self.fused_class_of(module)
-            for stack in cls._stacks:  # type: ignore[attr-defined]
-                whole = f"{path}.{stack.name}" if path else stack.name
-                shape = tuple(getattr(module, stack.name).shape)
-                cuts.append(Cut(whole, f"{whole}.{{}}.weight", stack.transposed, shape))
-                if stack.bias:
-                    bias = f"{path}.{stack.bias}" if path else stack.bias
-                    cuts.append(Cut(bias, f"{whole}.{{}}.bias", False, tuple(getattr(module, stack.bias).shape)))
-        return cut_layouts(cuts, origins)
+    def layouts(self, module: nn.Module) -> Iterator[Layout]:
+        for stack in fused_class_of(self, module)._stacks:  # type: ignore[attr-defined]
+            numbers = range(module._parameters[stack.name].shape[0])  # type: ignore[union-attr]
+            yield Unstack(stack.name, tuple(f"{stack.name}.{number}.weight" for number in numbers), (), stack.transposed)
+            if stack.bias:
+                yield Unstack(stack.bias, tuple(f"{stack.name}.{number}.bias" for number in numbers))
 
-    def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
-        assert issubclass(fused_class, ListedExperts)
-        module.__class__ = fused_class
-        for stack in fused_class._stacks:
-            weight = module._parameters.pop(stack.name)
-            bias = module._parameters.pop(stack.bias) if stack.bias else None
-            assert weight is not None
-            setattr(module, stack.name, listed(weight, bias, stack.transposed))
-        # The model's `_init_weights` looks for the stacks of such a module; the linear layers have their own turn.
-        mark_initialized(module)
-        return module
+    def recipe(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
+        if isinstance(module, ListedExperts):
+            return module._made_by[2]  # type: ignore[return-value]
+        return tuple(_weights_of(module).items())
+
+    def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
+        return _compile(original_cls, dict(recipe))
 
 
 def _weights_of(module: nn.Module) -> dict[str, str]:
@@ -120,15 +98,6 @@ def _weights_of(module: nn.Module) -> dict[str, str]:
         for name, parameter in own.items()
         if parameter.dim() == 3 and type(module).__module__.partition(".")[0] != "torch"
     }
-
-
-def _class_for(original: type[nn.Module], weights: dict[str, str]) -> type[nn.Module]:
-    key = tuple(weights.items())
-    with _lock:
-        made = _classes.setdefault(original, {})
-        if key not in made:
-            made[key] = _compile(original, weights)
-        return made[key]
 
 
 def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.Module]:
@@ -146,5 +115,4 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.M
     )
     cls.__qualname__ = f"Sequential{original.__qualname__.rsplit('.', 1)[-1]}"
     cls._stacks = stacks
-    cls._made_from = (original, weights)
     return cls

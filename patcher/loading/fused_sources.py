@@ -22,7 +22,7 @@ from patcher.compat.models import ModelView
 from patcher.conversions.fused_weights import FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Route
-from patcher.conversions.sources import Computation, Computed, dtype_of, fused_sources, shape_of
+from patcher.conversions.sources import Computation, Computed, NamedSources, dtype_of, fused_sources, shape_of
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import single
 from patcher.errors import PatchedWeightsError
@@ -35,15 +35,19 @@ class FusedReading:
 
     Attributes:
         checkpoint: key -> tensor, or what is read as one.
+        conversions: those to read it with.
         keys: key of a source -> the keys of the checkpoint that it takes, and the layout.
         missing: fused parameter -> its parts, of those that the checkpoint has no part of.
+        fused_already: whether the checkpoint is in the runtime layout.
         unknown: the keys of which nobody knows the shapes.
         problem: what can't be made of the checkpoint.
     """
 
     checkpoint: Mapping[str, Any]
+    conversions: Sequence[WeightTransform]
     keys: Mapping[str, tuple[tuple[str, ...], Layout]] = field(default_factory=dict)
     missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_already: bool = False
     unknown: Set[str] = frozenset()
     problem: PatchedWeightsError | None = None
 
@@ -75,16 +79,20 @@ def with_fused_sources(
     """
     fused = fused_modules(model)
     if not fused:
-        return FusedReading(checkpoint, unknown=unknown)
+        return FusedReading(checkpoint, conversions, unknown=unknown)
     own = model.state_dict()
     stock = _stock_parameters(own, fused)
     wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
     parts, rest, companions = _parts(model, checkpoint, conversions, stock, wanted, unknown)
+    # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
+    read = {rename_key(key, conversions, model, own)[0] for key in rest}
+    fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read
     keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
-    blind = set(unknown)
+    blind, named = set(unknown), NamedSources()
     missing: dict[str, tuple[str, ...]] = {}
     incomplete: dict[str, list[str]] = {}
     misfits: list[str] = []
+    made_of: dict[str, tuple[str, ...]] = {}
     for path, _, carried in fused:
         prefix = inside(path)
         for layout in carried.layouts:
@@ -108,12 +116,24 @@ def with_fused_sources(
                 continue
             sources = fused_sources(layout, [part.source for part in found])
             for target, source in zip(targets, sources, strict=True):
-                key = _key_of(target, found[0].keys[0], names[0], model, conversions, own)
+                key = named.key_for(target)
                 rest[key] = source
                 keys[key] = taken, layout
+                made_of[target] = taken
                 if not unknown.isdisjoint(taken):
                     blind.add(key)
-    return FusedReading(rest, keys, missing, blind, _problem(incomplete, misfits, companions))
+    if fused_already:
+        missing = {}  # what such a checkpoint lacks, it lacks under its own names
+    twice = {target: taken for target in fused_already if (taken := made_of.get(target))}
+    return FusedReading(
+        rest,
+        [named, *conversions],
+        keys,
+        missing,
+        bool(fused_already),
+        blind,
+        _problem(incomplete, misfits, companions, twice),
+    )
 
 
 def _stock_parameters(
@@ -220,40 +240,17 @@ class _Group:
         return {name: single(tensor) for name, tensor in made.items()}
 
 
-def _key_of(
-    target: str,
-    key: str,
-    part: str,
-    model: PreTrainedModel,
-    conversions: Sequence[WeightTransform],
-    parameters: dict[str, torch.Tensor],
-) -> str:
-    """A key that a load renames to a fused parameter: its name, or one like those of the checkpoint.
-
-    Raises:
-        PatchedWeightsError: the conversions take both elsewhere.
-    """
-    end = 0
-    while end < min(len(key), len(part)) and key[-end - 1] == part[-end - 1]:
-        end += 1
-    head = part[: len(part) - end]
-    candidates = [target]
-    if target.startswith(head):
-        candidates.append(key[: len(key) - end] + target.removeprefix(head))
-    for candidate in candidates:
-        renamed, taker, _ = rename_key(candidate, conversions, model, parameters)
-        if renamed == target and taker is None:
-            return candidate
-    raise PatchedWeightsError(
-        f"{target} can't be read: the conversions of this load rename it to {rename_key(target, conversions)[0]}. "
-        "Leave this module out of the fusion, with modules=..."
-    )
-
-
 def _problem(
-    incomplete: Mapping[str, Sequence[str]], misfits: Sequence[str], companions: Sequence[str]
+    incomplete: Mapping[str, Sequence[str]],
+    misfits: Sequence[str],
+    companions: Sequence[str],
+    twice: Mapping[str, Sequence[str]],
 ) -> PatchedWeightsError | None:
     lines = []
+    for target, taken in list(twice.items())[:3]:
+        lines.append(
+            f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out of the file."
+        )
     if companions:
         lines.append("The checkpoint is quantized: it has tensors beside the weights that a fusion takes:")
         lines += [f"  {key}" for key in compress(companions)[:5]]

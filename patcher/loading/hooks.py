@@ -219,7 +219,7 @@ def _convert_and_load(
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
     loaded, info, disk_index = read(
-        load, state_dict, load_config, lambda checkpoint: stock(model, checkpoint, load_config, *args, **kwargs)
+        load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
     )
     _LOAD.set(loaded)
     return info, disk_index

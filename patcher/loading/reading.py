@@ -46,13 +46,13 @@ def read(
     selected: Selected,
     checkpoint: Mapping[str, Any],
     load_config: Any,
-    read_weights: Callable[[Mapping[str, Any]], tuple[Any, Any]],
+    read_weights: Callable[[Mapping[str, Any], Any], tuple[Any, Any]],
 ) -> tuple[Loaded, Any, Any]:
     """Check the names and shapes of a checkpoint, then have its weights read.
 
     Args:
-        read_weights: reads what it is given as the checkpoint; gives what transformers knows of the load then, and its
-            index of the disk.
+        read_weights: reads what it is given as the checkpoint, by this configuration of a load; gives what
+            transformers knows of the load then, and its index of the disk.
 
     Returns:
         The result, and what `read_weights` gave.
@@ -70,7 +70,7 @@ def read(
         raise reading.problem
     if _can_be_simulated(load_config) and not _fits_as_it_is(selected, reading.checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
-    info, disk_index = read_weights(reading.checkpoint)
+    info, disk_index = read_weights(reading.checkpoint, replace(load_config, weight_mapping=reading.conversions))
     loaded = _check_read(selected, mapping, checkpoint, reading, info, disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
@@ -132,7 +132,9 @@ def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
     copied = [copies[id(item)] for item in mapping]
     shapes, unknown = shapes_of(checkpoint), _unknown(selected)
     reading = with_fused_sources(selected.model, shapes, copied, unknown)
-    outcome = simulate(selected.model, copied, shapes_of(reading.checkpoint), reading.unknown, going_on=True)
+    outcome = simulate(
+        selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
+    )
     outcome.routes = [reading.route(route) for route in outcome.routes]
     if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
         return None
@@ -166,7 +168,7 @@ def _check_read(
     lost = [item for item in selected.traced if item.trace.lost]
     ran = [*lost, *(_plain_if_even(item, selected.followed) for item in mapping)]
     done: dict[str, Any] = {
-        "read": True,
+        "read": not reading.fused_already,
         "conversions": tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
         "dropped": selected.conversions.dropped,
     }

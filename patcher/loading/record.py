@@ -48,7 +48,7 @@ class PatchRecord:
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     fusion_transforms: tuple[WeightTransform, ...] = ()
-    #: whether a checkpoint was read; the conversions of a model without one are found when it is saved
+    #: whether a checkpoint in the original layout was read; otherwise the conversions are found when it is saved
     read: bool = False
     #: the conversions of the load in their order: traces of ours, and stock ones that were used
     conversions: tuple[ConversionTrace | WeightTransform, ...] = ()

@@ -33,6 +33,7 @@ from transformers import (
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import Fusion
+from patcher.fusions.fused_module import fuse
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding, PatchEmbeddings
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
@@ -58,6 +59,12 @@ IMAGE_MODEL: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
+
+
+def linear_form(convolution: nn.Module) -> LinearPatchEmbedding:
+    made = fuse(PatchEmbeddings(), convolution, LinearPatchEmbedding)
+    assert isinstance(made, LinearPatchEmbedding)
+    return made
 
 
 def qwen2_5_vl() -> Qwen2_5_VLConfig:
@@ -192,7 +199,7 @@ def test_it_computes_the_convolution_for_inputs_of_any_size(
     convolution, image = case
     if channels_last and image.dim() == 4:
         image = image.contiguous(memory_format=torch.channels_last)
-    linear = LinearPatchEmbedding.of(convolution)
+    linear = linear_form(convolution)
 
     torch.testing.assert_close(linear(image), convolution(image), atol=1e-5, rtol=1e-5)
 
@@ -204,12 +211,12 @@ def test_what_the_convolution_refuses_is_refused(shape: tuple[int, ...]) -> None
         convolution(torch.randn(shape))
 
     with pytest.raises(RuntimeError, match=r"Expected an input of 3 channels and at least \(4, 4\) in size"):
-        LinearPatchEmbedding.of(convolution)(torch.randn(shape))
+        linear_form(convolution)(torch.randn(shape))
 
 
 def test_it_has_the_attributes_of_the_convolution() -> None:
     convolution = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), dtype=torch.bfloat16)
-    linear = LinearPatchEmbedding.of(convolution)
+    linear = linear_form(convolution)
 
     names = "in_channels out_channels kernel_size stride padding dilation groups padding_mode training".split()
     assert {name: getattr(linear, name) for name in names} == {name: getattr(convolution, name) for name in names}
@@ -219,7 +226,7 @@ def test_it_has_the_attributes_of_the_convolution() -> None:
 
 @pytest.mark.slow
 def test_it_compiles_whole_and_exports_with_sizes_left_open() -> None:
-    linear = LinearPatchEmbedding.of(nn.Conv2d(3, 8, 4, 4)).eval()
+    linear = linear_form(nn.Conv2d(3, 8, 4, 4)).eval()
     compiled = torch.compile(linear, fullgraph=True, backend="eager", dynamic=True)
     size = torch.export.Dim("size", min=8, max=64)
     exported = torch.export.export(

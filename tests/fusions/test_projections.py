@@ -38,6 +38,7 @@ from patcher import (
     UnmatchedPatchError,
     report,
 )
+from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.qkv import QKV as Family  # noqa: N811
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
@@ -331,7 +332,7 @@ def test_a_forward_that_is_understood_computes_what_it_did(name: str, given: str
     randomize(stock)  # type: ignore[arg-type]
     fused = copy.deepcopy(stock)
     family = Family()
-    fused = family.convert(fused, family.fused_class_of(fused))
+    fused = fuse(family, fused, fused_class_of(family, fused))
     inputs = torch.randn(1 if given == "one" else 2, 5, 64)
     others = {"other": torch.randn(2, 5, 64)} if given == "other" else {}
 
@@ -353,7 +354,7 @@ def test_a_checkpoint_that_lacks_a_projection_is_an_error(tmp_path: Path) -> Non
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(PatchedWeightsError, match=r"layers.1.self_attn.qkv_proj.weight"):
+    with pytest.raises(PatchedWeightsError, match=r"only some. It lacks:\n  model.layers.1.self_attn.k_proj.weight\n"):
         AutoModelForCausalLM.from_pretrained(tmp_path, patcher=QKV)
 
 

@@ -15,6 +15,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM, PvtV2Config, Pvt
 
 from patcher import Patcher
 from patcher.fusions.calls import passes
+from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.qkv import QKV
 from patcher.fusions.tracing import Guards
 from tests.support.tiny import randomize
@@ -74,7 +75,7 @@ def test_what_a_module_says_of_itself_decides_a_branch(name: str, tmp_path: Path
     say(stock, fusable)
     fused = copy.deepcopy(stock)
 
-    fused = QKV().convert(fused, QKV().fused_class_of(fused))
+    fused = fuse(QKV(), fused, fused_class_of(QKV(), fused))
     inputs = torch.randn(2, 5, 64)
 
     torch.testing.assert_close(fused(inputs), stock(inputs))
@@ -100,7 +101,7 @@ def test_modules_that_say_different_things_share_a_class_where_it_decides_nothin
     say(one, {"number": 0})
     say(two, {"number": 1})
 
-    assert QKV().fused_class_of(one) is QKV().fused_class_of(two)
+    assert fused_class_of(QKV(), one) is fused_class_of(QKV(), two)
 
 
 @pytest.mark.parametrize(
