@@ -61,7 +61,8 @@ def describe_patcher(
     converted = (*transforms, *patcher.extra_weight_conversions)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
-    if converted or declared or stock_conversions(description.stock, legacy=False):
+    fused = resolution is not None and resolution.fused  # whose weights the hook of a load reads and gives back
+    if converted or declared or fused or stock_conversions(description.stock, legacy=False):
         kept = patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
         add_conversions(described, kept)
 

@@ -25,7 +25,7 @@ from patcher.codegen.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses
 from patcher.conversions.layouts import Layout
 from patcher.fusions.joined import Joined
-from patcher.fusions.rewrite import class_text
+from patcher.fusions.rewrite import class_text, trees_of
 from patcher.source import trees
 from patcher.source.reading import definition_of
 
@@ -183,14 +183,14 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
     only = owners.only_class(original, fused)
     if only is not None and not _leaves_calls(only):
         why = _reason(only)
-        if not trees.read_class(original).decorators:
+        if not _is_wrapped_by_class(original, only):
             for method, code in only._rewritten.items():
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
                 described.override_method(f"{name}.{part}", code, "for others", new=True)
             owners.add(name, fusing.format("self"), why)
             return
-        # A decorator of the original may choose among forwards: the class is replaced as a whole.
+        # A decorator of the class chooses among forwards: the class is replaced as a whole.
         if text := _replacement(original, only, fusing.format("self")):
             described.replace_class(name, text, why)
             return
@@ -204,6 +204,14 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
         return fusing.format(part), f"{part.removeprefix('self.')}: {_reason(cls)}"
 
     owners.make_subclasses(name, fused, write, change)
+
+
+def _is_wrapped_by_class(original: type[nn.Module], fused: Any) -> bool:
+    """Whether something around a class wraps methods that are rewritten, which have no decorator themselves."""
+    own = trees_of(original)
+    return any(
+        hasattr(getattr(original, name), "__wrapped__") and not own[name].decorator_list for name in fused._rewritten
+    )
 
 
 def layout_text(layout: Layout, bring: Callable[[type], None]) -> str:

@@ -118,7 +118,7 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
             fired.append((describe(item.transform), count))
     added: list[Any] = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
     layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
-    fired += layouts.items()
+    fired += layouts.items() if record.read else ()
     return Report(
         model=type(model).__name__,
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),

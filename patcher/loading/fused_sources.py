@@ -24,7 +24,7 @@ from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Route
 from patcher.conversions.sources import Computation, Computed, NamedSources, dtype_of, fused_sources, shape_of
 from patcher.conversions.tracing import trace_of, with_trace
-from patcher.conversions.transforms import single
+from patcher.conversions.transforms import describe, single
 from patcher.errors import PatchedWeightsError
 from patcher.patterns import compress, inside
 
@@ -163,6 +163,7 @@ def _parts(
     parts: dict[str, _Part] = {}
     owners = {name.rpartition(".")[0] for name in wanted}
     companions: list[str] = []
+    failed: list[str] = []
     rest = dict(checkpoint)
     view = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
     groups: dict[str, _Group] = {}
@@ -178,7 +179,15 @@ def _parts(
             if not renamed.endswith((".weight", ".bias")):  # those transformers ignores
                 companions.append(key)
     for group in groups.values():
-        if group.first not in stock or not wanted.intersection(made := group.made(stock, unknown)):
+        if group.first not in stock:
+            continue
+        try:
+            made = group.made(stock, unknown)
+        except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
+            if wanted.intersection(group.named()):
+                failed.append(f"{group.taken[0][0]}: {describe(group.converter)} raises {type(error).__name__}: {error}")
+            continue
+        if not wanted.intersection(made):
             continue
         group.record()
         sources = {key: rest.pop(key) for key, _ in group.taken}
@@ -190,7 +199,7 @@ def _parts(
                 parts[name] = _Part(source, tuple(sources))
             else:
                 rest[name] = source
-    return parts, rest, companions
+    return parts, rest, [*companions, *failed]
 
 
 class _Group:
@@ -200,6 +209,7 @@ class _Group:
     """
 
     def __init__(self, converter: WeightConverter, first: str, view: Any) -> None:
+        self.converter = converter
         self.first = first
         #: (key, source pattern) of all that it takes
         self.taken: list[tuple[str, str]] = []
@@ -214,12 +224,15 @@ class _Group:
         self._shapes[key] = shape_of(source)
         self._recording.add_tensor(self.first, key, pattern, torch.empty(self._shapes[key], device="meta"))  # type: ignore[arg-type]
 
+    def named(self) -> list[str]:
+        """What it makes, by its patterns alone."""
+        target, *targets = self._unused.target_patterns
+        return [self.first, *(self.first.replace(target, other) for other in targets)]
+
     def made(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
         """What it makes, and of which shapes."""
-        if not unknown.isdisjoint(self._shapes):  # by its patterns alone
-            target, *targets = self._unused.target_patterns
-            names = [self.first, *(self.first.replace(target, other) for other in targets)]
-            return {name: tuple(stock[name].shape) for name in names if name in stock}
+        if not unknown.isdisjoint(self._shapes):
+            return {name: tuple(stock[name].shape) for name in self.named() if name in stock}
         tensors = {key: torch.empty(shape, device="meta") for key, shape in self._shapes.items()}
         return {name: tuple(tensor.shape) for name, tensor in self.run(tensors).items()}
 
@@ -252,7 +265,7 @@ def _problem(
             f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out of the file."
         )
     if companions:
-        lines.append("The checkpoint is quantized: it has tensors beside the weights that a fusion takes:")
+        lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
         lines += [f"  {key}" for key in compress(companions)[:5]]
         lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
     if incomplete:

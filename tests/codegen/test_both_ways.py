@@ -297,7 +297,7 @@ def test_the_fused_forward_stands_as_code() -> None:
     text = generate(PatchConfig.from_patcher(Patcher(fusions="qkv"), LlamaForCausalLM))
     assert "self.qkv_proj(hidden_states).split(self.qkv_proj_sizes, dim=-1)" in text
     assert "self.q_proj(hidden_states)" not in text
-    assert r'r"^((?:model\.)?layers\.\d+\.self_attn\.)q_proj\.weight$"' in text
+    assert 'fuse(self, Rows(["q_proj.weight", "k_proj.weight", "v_proj.weight"], "qkv_proj.weight"))' in text
 
 
 def test_a_replacement_of_a_notebook_is_copied(imported: Any, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -233,11 +233,6 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
         "PvtV2ForImageClassification",
         r"spatial_reduction is not fused, .*no class of .*modeling_pvt_v2 builds those that are, and no others",
     ),
-    "an operation that looks at the original": (
-        Patcher(fusions="qkv"),
-        "Molmo2ForConditionalGeneration",
-        r"can't be written into the file: Split looks at parameters that only the original has",
-    ),
 }
 
 
