@@ -1,4 +1,4 @@
-"""`sequential_experts`: stacked expert weights as lists of linear layers, which quantizers and adapters understand."""
+"""`sequential_experts`: stacked expert weights as linear layers of each expert, for quantizers and adapters."""
 
 from __future__ import annotations
 
@@ -9,49 +9,61 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from patcher.compat.models import mark_initialized
 from patcher.fusions.base import Fusion, Surroundings
-from patcher.fusions.listed import listed
+from patcher.fusions.expert_loops import ExpertLoop, expert_loop
+from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
+from patcher.fusions.gate_splits import methods_of
+from patcher.fusions.listed import ListedExperts, list_experts
+from patcher.fusions.matrices import Matrices
 from patcher.fusions.origins import Origins
-from patcher.fusions.rewrite import compile_subclass
-from patcher.fusions.stacks import Stack, forward_of, sequential
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.rewrite import Method, compile_subclass, trees_of
+from patcher.fusions.stacks import Stack, by_experts, forward_of
+from patcher.fusions.tracing import NotUnderstoodError, names_in, self_of
 from patcher.fusions.understanding import located
 from patcher.fusions.unstacking import Cut, cut_layouts
 from patcher.fusions.weight_layout import Layout
+from patcher.patterns import inside
 
 _lock = threading.RLock()
-#: original -> stacked weights and their biases -> the class: one load gets the class that another got
-_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[tuple[tuple[str, str], ...], type[nn.Module]]] = (
-    weakref.WeakKeyDictionary()
-)
+#: original -> (stacked weights and their biases, all tokens) -> the class: one load gets the class that another got
+_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
-class ListedExperts(nn.Module):
-    """What the rewritten classes have in common."""
-
+class _Rewritten(ListedExperts):
     _stacks: ClassVar[tuple[Stack, ...]]
-    _made_from: ClassVar[tuple[type[nn.Module], dict[str, str]]]
+    _loop: ClassVar[ExpertLoop | None]
+    _made_from: ClassVar[tuple[type[nn.Module], dict[str, str], bool]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made at run time: another process makes it again.
         return (_bare, self._made_from, self.__getstate__())  # type: ignore[no-untyped-call]
 
 
-def _bare(original: type[nn.Module], weights: dict[str, str]) -> nn.Module:
-    cls = _class_for(original, weights)
+def _bare(original: type[nn.Module], weights: dict[str, str], all_tokens: bool) -> nn.Module:
+    cls = _class_for(original, weights, all_tokens)
     return cls.__new__(cls)
 
 
 class SequentialExperts(Fusion):
-    """Each stack of expert weights, `(experts, out, in)` -> an `nn.ModuleList` of `nn.Linear` of the same name.
+    """Each expert as linear layers of its own: `experts.3.gate_proj`, `experts.3.up_proj`, `experts.3.down_proj`.
 
-    `experts.gate_up_proj[i]` is then the gate and up projection of expert i, a plain `nn.Linear`, and
-    `experts.down_proj[i]` the down projection. The forward is the model's eager one, whatever
+    That is so in every architecture, whatever it calls its stacks and however gate and up lie in them; a stack whose
+    role isn't known keeps its name, and a module of one stack called `weight` becomes a list of linear layers. The
+    experts are indexed like an `nn.ModuleList`. The forward is the model's eager one, whatever
     `experts_implementation` says: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
+
+    In training an expert without tokens runs on no rows, so that its gradient is zero and not None.
+
+    Args:
+        all_tokens: every expert computes every token, and what a token didn't choose weighs nothing. Then nothing
+            depends on the data: for `torch.export`, `torch.compile(fullgraph=True)`, and for calibration, where hooks
+            on the layers of every expert see every token.
     """
 
     name = "sequential_experts"
+
+    def __init__(self, *, all_tokens: bool = False) -> None:
+        self.all_tokens = all_tokens
 
     def is_fusable(self, module: nn.Module) -> bool:
         return bool(_weights_of(module)) and not self.refusal(module)
@@ -62,7 +74,7 @@ class SequentialExperts(Fusion):
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         try:
-            self.fused_class_of(module)
+            self.layouts_of(module)
         except NotUnderstoodError as error:
             return str(error)
         return ""
@@ -73,7 +85,31 @@ class SequentialExperts(Fusion):
         Raises:
             NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
         """
-        return _class_for(type(module), _weights_of(module))
+        return _class_for(type(module), _weights_of(module), self.all_tokens)
+
+    def rewrite(self, module: nn.Module) -> dict[str, str]:
+        """The methods that a class of experts gets, by name, as source.
+
+        Raises:
+            NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
+        """
+        return dict(self.fused_class_of(module)._rewritten)
+
+    def layouts_of(self, module: nn.Module) -> tuple[Matrices, ...]:
+        """Which parameters of the module become which, by names relative to it.
+
+        Raises:
+            NotUnderstoodError: the module isn't what its forward takes it for.
+        """
+        cls = self.fused_class_of(module)
+        assert issubclass(cls, _Rewritten)
+        _check(module, cls._stacks, cls._loop)
+        layouts = []
+        for stack in cls._stacks:
+            layouts.append(_matrices(module, stack, stack.name, "weight"))
+            if stack.bias:
+                layouts.append(_matrices(module, stack, stack.bias, "bias"))
+        return tuple(layouts)
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         return bool(_weights_of(module))
@@ -86,28 +122,13 @@ class SequentialExperts(Fusion):
         return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
 
     def layouts(self, matches: Mapping[str, nn.Module], origins: Origins) -> list[Layout]:
-        cuts = []
-        for path, module in matches.items():
-            cls = self.fused_class_of(module)
-            for stack in cls._stacks:  # type: ignore[attr-defined]
-                whole = f"{path}.{stack.name}" if path else stack.name
-                shape = tuple(getattr(module, stack.name).shape)
-                cuts.append(Cut(whole, f"{whole}.{{}}.weight", stack.transposed, shape))
-                if stack.bias:
-                    bias = f"{path}.{stack.bias}" if path else stack.bias
-                    cuts.append(Cut(bias, f"{whole}.{{}}.bias", False, tuple(getattr(module, stack.bias).shape)))
+        cuts = [Cut(inside(path), layout) for path, module in matches.items() for layout in self.layouts_of(module)]
         return cut_layouts(cuts, origins)
 
     def convert(self, module: nn.Module, fused_class: type[nn.Module]) -> nn.Module:
-        assert issubclass(fused_class, ListedExperts)
+        layouts = self.layouts_of(module)
         module.__class__ = fused_class
-        for stack in fused_class._stacks:
-            weight = module._parameters.pop(stack.name)
-            bias = module._parameters.pop(stack.bias) if stack.bias else None
-            assert weight is not None
-            setattr(module, stack.name, listed(weight, bias, stack.transposed))
-        # The model's `_init_weights` looks for the stacks of such a module; the linear layers have their own turn.
-        mark_initialized(module)
+        list_experts(module, layouts)
         return module
 
 
@@ -122,29 +143,92 @@ def _weights_of(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _class_for(original: type[nn.Module], weights: dict[str, str]) -> type[nn.Module]:
-    key = tuple(weights.items())
+def _matrices(module: nn.Module, stack: Stack, name: str, kind: str) -> Matrices:
+    """The layout of a stack, or of its biases."""
+    shape = tuple(getattr(module, name).shape)
+    fused = tuple(
+        ".".join(filter(None, (str(number), part, kind))) for number in range(shape[0]) for part in stack.parts
+    )
+    try:
+        return Matrices((name,), fused, (shape,), stack.transposed and kind == "weight", stack.interleaved)
+    except ValueError as error:
+        raise NotUnderstoodError(str(error)) from error
+
+
+def _check(module: nn.Module, stacks: tuple[Stack, ...], loop: ExpertLoop | None) -> None:
+    """Whether the module is as its forward was understood.
+
+    Raises:
+        NotUnderstoodError: it isn't.
+    """
+    if numbered := [name for name in (*module._modules, *module._parameters) if name.isdigit()]:
+        raise NotUnderstoodError(f"it has {numbered[0]} already, which an expert would be called")
+    numbers = {stack.name: len(getattr(module, stack.name)) for stack in stacks}
+    most, fewest = max(numbers.values()), min(numbers.values())
+    for stack in stacks:
+        if stack.counted and numbers[stack.name] != most:
+            raise NotUnderstoodError(f"it asks {stack.name} for the number of experts, and other stacks have more")
+    if loop is None:
+        if most != fewest:
+            raise NotUnderstoodError(f"its stacks are of different numbers of experts: {numbers}")
+        return
+    for names, least in ((loop.beyond, most), (loop.complete, fewest)):
+        for name in names:
+            value = getattr(module, name, None)
+            if not isinstance(value, int) or value < least:
+                raise NotUnderstoodError(f"{name} is {value!r}, and experts up to {least} have weights")
+    if most != fewest and not loop.complete:
+        raise NotUnderstoodError(f"its stacks are of different numbers of experts: {numbers}")
+
+
+def _class_for(original: type[nn.Module], weights: dict[str, str], all_tokens: bool) -> type[nn.Module]:
+    key = (tuple(weights.items()), all_tokens)
     with _lock:
         made = _classes.setdefault(original, {})
         if key not in made:
-            made[key] = _compile(original, weights)
+            made[key] = _compile(original, weights, all_tokens)
         return made[key]
 
 
-def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.Module]:
+def _compile(original: type[nn.Module], weights: Mapping[str, str], all_tokens: bool) -> type[nn.Module]:
+    for name in ("__len__", "__getitem__", "__iter__"):
+        if hasattr(original, name):
+            raise NotUnderstoodError(f"it has {name} of its own")
     method = forward_of(original)
+    _check_other_methods(original, weights)
     try:
-        stacks, source = sequential(method, weights)
+        loop, stacks, source = _rewritten(original, method, weights, all_tokens)
     except NotUnderstoodError as error:
         raise located(error, method) from error
-    listed = " and ".join(stack.name for stack in stacks)
+    prefix = "AllTokens" if all_tokens else "Sequential"
     cls = compile_subclass(
-        f"Sequential{original.__name__}",
-        f"{original.__name__} with lists of linear layers as {listed}. Rewritten by patcher from {method.at(1)}.",
-        (ListedExperts, original),
+        f"{prefix}{original.__name__}",
+        f"{original.__name__} with linear layers for each expert. Rewritten by patcher from {method.at(1)}.",
+        (_Rewritten, original),
         [(method, source)],
     )
-    cls.__qualname__ = f"Sequential{original.__qualname__.rsplit('.', 1)[-1]}"
-    cls._stacks = stacks
-    cls._made_from = (original, weights)
+    cls.__qualname__ = f"{prefix}{original.__qualname__.rsplit('.', 1)[-1]}"
+    cls._stacks, cls._loop = stacks, loop
+    cls._made_from = (original, weights, all_tokens)
     return cls
+
+
+def _rewritten(
+    original: type[nn.Module], method: Method, weights: Mapping[str, str], all_tokens: bool
+) -> tuple[ExpertLoop | None, tuple[Stack, ...], str]:
+    methods, this = methods_of(original), self_of(method.node, "self")
+    # First what it says, of the source that it has; then what becomes of it.
+    stacks, source = by_experts(method.source, weights, methods)
+    every = {*weights, *(bias for bias in weights.values() if bias)}
+    loop = expert_loop(method.node, this, tuple(every))
+    if loop is not None:
+        visiting = visiting_all_with_all_tokens if all_tokens else visiting_all_in_training
+        _, source = by_experts(visiting(method.source, this, loop), weights, methods)
+    return loop, stacks, source
+
+
+def _check_other_methods(original: type[nn.Module], weights: Mapping[str, str]) -> None:
+    """Raise if another method than the forward uses a stack."""
+    for name, tree in trees_of(original).items():
+        if name != "forward" and (used := sorted(names_in(tree) & weights.keys())):
+            raise NotUnderstoodError(f"its method {name} uses {used[0]}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from patcher.conversions.transforms import single
+from patcher.fusions.matrices import Matrices
 from patcher.fusions.origins import NotConvertibleError, Origins
 from patcher.fusions.weight_layout import Layout, LayoutConversion, Step
 from patcher.patterns import common_prefix
@@ -21,23 +22,18 @@ from patcher.patterns import common_prefix
 
 @dataclass(frozen=True)
 class Cut:
-    """A stacked parameter, and how the layers are called that it becomes.
+    """A stacked parameter and the layers that it becomes, in a module whose names begin with `prefix`."""
 
-    Attributes:
-        name: the parameter, (experts, ...).
-        pieces: the name of a piece, with {} for the number of the expert.
-        transposed: the matrices are (in, out), a linear layer has (out, in).
-        shape: the shape of the stack.
-    """
+    prefix: str
+    layout: Matrices
 
-    name: str
-    pieces: str
-    transposed: bool
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str:
+        return self.prefix + self.layout.stock[0]
 
-    def under(self, prefix: str) -> Cut:
-        """The same with names that start after `prefix`."""
-        return replace(self, name=self.name.removeprefix(prefix), pieces=self.pieces.removeprefix(prefix))
+    @property
+    def pieces(self) -> list[str]:
+        return [self.prefix + name for name in self.layout.fused]
 
 
 def cut_layouts(cuts: Iterable[Cut], origins: Origins) -> list[Layout]:
@@ -53,9 +49,11 @@ def cut_layouts(cuts: Iterable[Cut], origins: Origins) -> list[Layout]:
         made = tuple(target for _, target in source.targets)
         if others := [target for target in made if target not in by_name]:
             raise NotConvertibleError(f"{source} makes {', '.join(others)} as well")
-        prefix = common_prefix(list(made))
-        relative = tuple(by_name[target].under(prefix) for target in made)
-        target = by_name[made[0]].pieces.format(0)
+        prefix = common_prefix([by_name[target].prefix for target in made])
+        relative = tuple(
+            replace(by_name[target], prefix=by_name[target].prefix.removeprefix(prefix)) for target in made
+        )
+        target = by_name[made[0]].pieces[0]
         layouts[source.keys] = Layout(made, target, partial(CutStacks, cuts=relative), takes_lists=True)
     return list(layouts.values())
 
@@ -74,23 +72,18 @@ class CutStacks(LayoutConversion):
     def fuse(self, tensors: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
         result: dict[str, torch.Tensor] = {}
         for cut, stack in zip(self._cuts_at(name), tensors, strict=True):
-            if tuple(stack.shape) != cut.shape:
-                raise ValueError(f"{cut.name} has the shape {tuple(stack.shape)}, not {cut.shape}")
-            for number, matrix in enumerate(stack.unbind()):
-                result[cut.pieces.format(number)] = matrix.t().contiguous() if cut.transposed else matrix
+            result |= zip(cut.pieces, cut.layout.fuse([stack]), strict=True)
         return result
 
     def separate(self, tensors: dict[str, Any], name: str) -> list[torch.Tensor]:
-        stacks = []
-        for cut in self._cuts_at(name):
-            stack = torch.stack([single(tensors.pop(cut.pieces.format(i))) for i in range(cut.shape[0])])
-            stacks.append(stack.transpose(1, 2).contiguous() if cut.transposed else stack)
-        return stacks
+        return [
+            cut.layout.separate([single(tensors.pop(piece)) for piece in cut.pieces])[0] for cut in self._cuts_at(name)
+        ]
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        return {cut.name: cut.shape for cut in self._cuts_at(name)}
+        return {cut.name: cut.layout.stock_shapes[0] for cut in self._cuts_at(name)}
 
     def _cuts_at(self, name: str) -> list[Cut]:
         """The cuts with whole names, in the layer of which the first piece has this name."""
-        head = name.removesuffix(self.cuts[0].pieces.format(0))
-        return [replace(cut, name=head + cut.name, pieces=head + cut.pieces) for cut in self.cuts]
+        head = name.removesuffix(self.cuts[0].pieces[0])
+        return [replace(cut, prefix=head + cut.prefix) for cut in self.cuts]

@@ -1,0 +1,90 @@
+"""The matrices of experts: a stack of all of them, or one linear layer for each, and how one becomes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters of a stock module that become others together; all names are relative to the module."""
+
+    stock: tuple[str, ...]
+    fused: tuple[str, ...]
+    stock_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Matrices(Layout):
+    """A stack of weights, `(experts, out, in)`, or of biases, `(experts, out)`, as parameters of linear layers.
+
+    >>> layout = Matrices(("up_proj",), ("0.up_proj.weight", "1.up_proj.weight"), ((2, 3, 4),))
+    >>> stack = torch.randn(2, 3, 4)
+    >>> [tuple(weight.shape) for weight in layout.fuse([stack])]
+    [(3, 4), (3, 4)]
+    >>> torch.equal(layout.separate(layout.fuse([stack]))[0], stack)
+    True
+
+    Attributes:
+        stock: the stack; one name.
+        fused: the parameters of the layers, expert by expert. Where an expert has several of one stack (gate and up),
+            they come in the order of their rows in it.
+        stock_shapes: the shape of the stack.
+        transposed: the stack is `(experts, in, out)`, with the input on the left of the matrices.
+        interleaved: the parts of an expert take turns, row by row; otherwise one comes after the other.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        (shape,) = self.stock_shapes
+        rows = shape[-1] if self.transposed else shape[1]
+        if len(self.fused) % shape[0] or rows % self.parts:
+            raise ValueError(f"{self.stock[0]} of the shape {shape} can't be cut into {len(self.fused)} equal parameters")
+
+    @property
+    def parts(self) -> int:
+        """How many layers an expert has of this stack."""
+        return len(self.fused) // self.stock_shapes[0][0]
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters of the layers, in the order of `fused`: views of the stack where they can be.
+
+        Raises:
+            ValueError: the stack has another shape.
+        """
+        (stack,) = tensors
+        if tuple(stack.shape) != self.stock_shapes[0]:
+            raise ValueError(f"{self.stock[0]} has the shape {tuple(stack.shape)}, not {self.stock_shapes[0]}")
+        return [piece.contiguous() for piece in self._pieces(stack)]
+
+    @torch.no_grad()
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The stack of what `fuse` gave, byte for byte.
+
+        Raises:
+            ValueError: there are more or fewer parameters than the stack has, or they differ in dtype or shape.
+        """
+        if len(tensors) != len(self.fused):
+            raise ValueError(f"{self.stock[0]} is made of {len(self.fused)} parameters, found {len(tensors)}")
+        stack = tensors[0].new_empty(self.stock_shapes[0])
+        for name, piece, tensor in zip(self.fused, self._pieces(stack), tensors, strict=True):
+            if tensor.shape != piece.shape or tensor.dtype != stack.dtype:
+                found, wanted = (f"{tuple(each.shape)}, {each.dtype}" for each in (tensor, piece))
+                raise ValueError(f"{name} is {found}, and {self.stock[0]} needs {wanted}")
+            piece.copy_(tensor)
+        return [stack]
+
+    def _pieces(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        """The part of the stack that each parameter is, as views."""
+        matrices = stack.transpose(1, 2) if self.transposed else stack
+        parts = self.parts
+        if self.interleaved:
+            cut = [matrices[:, part::parts] for part in range(parts)]
+        else:
+            cut = list(matrices.chunk(parts, dim=1))
+        return [piece for expert in zip(*(part.unbind() for part in cut), strict=True) for piece in expert]
