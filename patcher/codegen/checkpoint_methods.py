@@ -20,14 +20,12 @@ from transformers.core_model_loading import (
 )
 
 from patcher.codegen.dependencies import Dependencies
-from patcher.codegen.runtime import CONVERSIONS, ORIGINAL, Unstack
+from patcher.codegen.runtime import CONVERSIONS, ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
 from patcher.fusions.joining import JoinRows
-from patcher.fusions.unstacking import CutStacks
 
 if TYPE_CHECKING:
     from patcher.codegen.builder import PatchConfig
@@ -184,12 +182,4 @@ def _in_plain_terms(transform: WeightTransform) -> WeightTransform:
     operation, *more = transform.operations
     if isinstance(operation, JoinRows) and not any(step.operations for step in operation.steps):
         return WeightConverter(sources, targets, operations=[Concatenate(dim=0), *more])
-    if isinstance(operation, CutStacks) and not more and len(operation.cuts) == 1:
-        (cut,), (step,) = operation.cuts, operation.steps
-        if not step.operations:
-            return WeightConverter(sources, targets, operations=[Unstack(cut.transposed)])
-        (stack,) = step.targets
-        pieces = stack.removesuffix("$") + cut.pieces.removeprefix(cut.name).format(0)
-        merged = [Concatenate(o.dim) if type(o) is ReversibleConcatenate else o for o in step.operations]
-        return WeightConverter(list(step.sources), pieces, operations=[*merged, Unstack(cut.transposed)])
     return transform

@@ -18,8 +18,8 @@ from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import named_modules
 from patcher.fusions.joined import JoinedProjections
+from patcher.fusions.listed import ListedExperts
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
-from patcher.fusions.sequential_experts import ListedExperts
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
 

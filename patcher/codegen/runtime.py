@@ -21,12 +21,11 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from patcher.compat.models import mark_initialized
+from patcher.compat.models import is_initialized, mark_initialized
 from patcher.construction.construction import under_construction
 from patcher.conversions.transforms import single
 from patcher.fusions.joined import Joined, join, part_property
 from patcher.fusions.joining import JoinRows
-from patcher.fusions.listed import listed
 from patcher.fusions.patch_embeddings import FlattenPatches, LinearPatchEmbedding
 from patcher.fusions.weight_layout import Step
 from patcher.loading import record_of
@@ -136,8 +135,35 @@ def list_stack(module: nn.Module, name: str, bias: str = "", transposed: bool = 
     """
     weight = module._parameters.pop(name)
     assert weight is not None
-    setattr(module, name, listed(weight, module._parameters.pop(bias) if bias else None, transposed))
+    setattr(module, name, _listed(weight, module._parameters.pop(bias) if bias else None, transposed))
     mark_initialized(module)  # _init_weights looks for stacks here; layers have their turn
+
+
+def _listed(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> nn.ModuleList:
+    """One layer for each matrix of a stack.
+
+    Args:
+        weight: (experts, out, in), or (experts, in, out) where it is transposed.
+        bias: (experts, out).
+        transposed: whether the input stands on the left of the matrices.
+    """
+    experts = nn.ModuleList()
+    for number, matrix in enumerate(weight.detach().unbind()):
+        linear = nn.Linear.__new__(nn.Linear)  # its `__init__` gives values: seconds in vain for 30,000 experts
+        nn.Module.__init__(linear)
+        linear.weight = _parameter(matrix.t() if transposed else matrix, weight)
+        linear.out_features, linear.in_features = linear.weight.shape
+        linear.register_parameter("bias", None if bias is None else _parameter(bias.detach()[number], bias))
+        experts.append(linear)
+    mark_initialized(experts)  # where the module around it initialises what has this name
+    return experts
+
+
+def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=like.requires_grad)
+    if is_initialized(like):
+        mark_initialized(new)
+    return new
 
 
 class Unstack(ConversionOps):
