@@ -22,6 +22,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from patcher.fusions.loop_effects import check_effects
 from patcher.fusions.tracing import NotUnderstoodError
 
 
@@ -119,7 +120,11 @@ class _Reading:
             node = self.parents[node]
 
     def loop_around(self, node: ast.AST) -> ast.For | None:
-        return next((loop for inner, loop in self.above(node) if isinstance(loop, ast.For) and inner in loop.body), None)
+        """The loop in whose body a node is."""
+        for inner, outer in self.above(node):
+            if isinstance(outer, ast.For) and inner in outer.body:
+                return outer
+        return None
 
     def uses(self, name: str) -> list[ast.Name]:
         return [node for node in ast.walk(self.function) if isinstance(node, ast.Name) and node.id == name]
@@ -191,7 +196,7 @@ class _Reading:
 
     def _conditions(self, use: ast.AST, loop: ast.For, numbers: set[str]) -> set[str]:
         """The attributes that bound the numbers for which a weight is used."""
-        found = set()
+        found = set[str]()
         for inner, outer in self.above(use):
             if outer is loop:
                 return found
@@ -234,7 +239,7 @@ class _Reading:
             if len(stores) > most:
                 raise NotUnderstoodError(f"{name} is assigned in a way that isn't known", stores[-1].lineno)
         self._check_tokens(token, position, loop)
-        self._check_effects(loop)
+        check_effects(self.function, loop)
         if any(name != token for name in guards):
             raise NotUnderstoodError("the loop leaves out experts by something else than their tokens", line)
         return TokenChoice(hit, mask, chosen, weights, position, token)
@@ -265,9 +270,9 @@ class _Reading:
             assert isinstance(first.func, ast.Attribute)
             first, texts = first.func.value, [*texts, f"{mask}.{turned}"]
         match first:
-            case ast.Call(func=function, args=[ast.Name(id=chosen), *_]) if (
-                ast.unparse(function).endswith("one_hot") and texts == [f"{mask}.{turned}"]
-            ):
+            case ast.Call(func=function, args=[ast.Name(id=chosen), *_]) if ast.unparse(function).endswith(
+                "one_hot"
+            ) and texts == [f"{mask}.{turned}"]:
                 return chosen
         raise NotUnderstoodError(f"{mask} isn't understood as a mask of the tokens of each expert", line)
 
@@ -279,7 +284,9 @@ class _Reading:
                 continue
             read = self.parents[self.parents[use]]
             if not isinstance(read, ast.Subscript) or ast.unparse(read.slice) != f"({token}, {position}, None)":
-                raise NotUnderstoodError(f"{position} is used for something else than the weight of tokens", use.lineno)
+                raise NotUnderstoodError(
+                    f"{position} is used for something else than the weight of tokens", use.lineno
+                )
             names.add(ast.unparse(read.value))
         if len(names) != 1 or not (name := names.pop()).isidentifier():
             raise NotUnderstoodError("one variable should weigh the tokens of all experts")
@@ -308,51 +315,6 @@ class _Reading:
                 case ast.Attribute(attr="numel") if without_rows(self.parents[self.parents[parent]]) == token:
                     continue
             raise NotUnderstoodError(f"{token} is used in a way that isn't known", use.lineno)
-
-    def _check_effects(self, loop: ast.For) -> None:
-        """An expert without tokens leaves nothing behind: what the body computes is of this expert, and used up in it."""
-        stored = {
-            node.id
-            for statement in loop.body
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        assert isinstance(loop.target, ast.Name)
-        stored.add(loop.target.id)
-        within = {id(node) for node in ast.walk(loop)}
-        for node in ast.walk(self.function):
-            if isinstance(node, ast.Name) and node.id in stored and id(node) not in within and node.lineno > loop.lineno:
-                raise NotUnderstoodError(f"{node.id} is used after the loop over the experts", node.lineno)
-        self._definite(loop.body, {loop.target.id}, stored)
-
-    def _definite(self, statements: Sequence[ast.stmt], have: set[str], stored: set[str]) -> set[str]:
-        """The variables of the body that have values of this expert behind some statements."""
-        for statement in statements:
-            looked: Sequence[ast.AST] = [statement]
-            match statement:
-                case ast.If():
-                    looked = [statement.test]
-                case ast.Assign(targets=[ast.Name() | ast.Tuple()]) | ast.Continue() | ast.Pass():
-                    pass
-                case ast.AugAssign(target=ast.Name(id=name)) if name in have:
-                    pass
-                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="index_add_"))):
-                    pass
-                case _:
-                    raise NotUnderstoodError("the loop over the experts does something that isn't known", statement.lineno)
-            for node in (each for top in looked for each in ast.walk(top)):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in stored - have:
-                    raise NotUnderstoodError(f"{node.id} may be what another expert left", node.lineno)
-            if isinstance(statement, ast.If):
-                yes, no = (self._definite(body, set(have), stored) for body in (statement.body, statement.orelse))
-                have = no if isinstance(statement.body[-1], ast.Continue) else yes & no
-            else:
-                have = have | {
-                    node.id
-                    for node in ast.walk(statement)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                }
-        return have
 
 
 def without_rows(test: ast.AST) -> str:

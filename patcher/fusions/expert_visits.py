@@ -39,11 +39,11 @@ def visiting_all_with_all_tokens(source: str, this: str, loop: ExpertLoop) -> st
 
 def _check_writes(tree: ast.AST, loop: ExpertLoop) -> None:
     """Raise if the loop may write into what it is given: into a copy of some rows before, into all of them here."""
-    inside = (node for found in ast.walk(tree) if isinstance(found, ast.For) for node in ast.walk(found))
-    for node in inside:
+    body = (statement for found in ast.walk(tree) if isinstance(found, ast.For) for statement in found.body)
+    for node in (inner for statement in body for inner in ast.walk(statement)):
         name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
         writes = name.endswith("_") and not name.endswith("__") and name != "index_add_"
-        if writes or isinstance(node, ast.AugAssign):
+        if isinstance(node, ast.Call | ast.AugAssign) and (writes or isinstance(node, ast.AugAssign)):
             raise NotUnderstoodError("all_tokens=True: the loop changes something in place", node.lineno)
 
 
@@ -163,6 +163,7 @@ class _Returning(cst.CSTTransformer):
         self._this = this
 
     def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
-        value = f"{self._this}.with_incomplete_experts({code_of(updated_node.value)})" if updated_node.value else "None"
+        if updated_node.value is None:
+            return updated_node
+        value = f"{self._this}.with_incomplete_experts({code_of(updated_node.value)})"
         return updated_node.with_changes(value=cst.parse_expression(value))
-

@@ -42,7 +42,7 @@ def methods_of(cls: type[nn.Module]) -> Methods:
     """The methods that objects of the class have, to be looked up by name."""
 
     def method(name: str) -> ast.FunctionDef:
-        function = inspect.unwrap(inspect.getattr_static(cls, name, None))  # type: ignore[arg-type]
+        function = inspect.unwrap(inspect.getattr_static(cls, name, None))
         if not isinstance(function, FunctionType):
             raise NotUnderstoodError(f"{name} is no method with a source")
         return read_method(function.__name__, function).node
@@ -68,8 +68,9 @@ def splits_of(
                     slices[ast.unparse(value.slice)] = ast.unparse(target)
             if isinstance(node.value, ast.Call) and is_chunk(node.value) and _is(chunked(node.value), name):
                 found.add(in_halves(node))
-        if isinstance(node, ast.Call) and any(_is(argument, name) for argument in node.args):
-            found |= handed_on(node, [_is(argument, name) for argument in node.args].index(True), this, methods, within)
+        for position, argument in enumerate(node.args if isinstance(node, ast.Call) else ()):
+            if isinstance(node, ast.Call) and _is(argument, name):
+                found |= handed_on(node, position, this, methods, within)
     if {"(..., ::2)", "(..., 1::2)"} <= slices.keys():
         even, odd = slices["(..., ::2)"], slices["(..., 1::2)"]
         found.add(Split(_parts(even, odd, function.lineno), interleaved=True))
@@ -81,7 +82,9 @@ def handed_on(
 ) -> set[Split]:
     """How the method of the module that is called cuts its argument at a position."""
     function = call.func
-    if not isinstance(function, ast.Attribute) or not _is(function.value, this) or call.keywords or function.attr in within:
+    if not isinstance(function, ast.Attribute) or not _is(function.value, this):
+        return set()
+    if call.keywords or function.attr in within:
         return set()
     try:
         method = methods(function.attr)
@@ -131,8 +134,8 @@ def _parts(first: str, second: str, line: int) -> tuple[str, str]:
 def _pairs(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     """(target, value) of an assignment, tuples apart."""
     (target,) = node.targets if len(node.targets) == 1 else (None,)
-    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple) and len(target.elts) == len(node.value.elts):
-        return list(zip(target.elts, node.value.elts, strict=True))
+    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+        return list(zip(target.elts, node.value.elts, strict=False))
     return [(target, node.value)] if target is not None else []
 
 

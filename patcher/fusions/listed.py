@@ -68,9 +68,28 @@ class ListedExperts(nn.Module):
             return output
         most = max(len(expert._modules) for expert in self)
         for expert in self:
-            for layer in expert.children() if len(expert._modules) < most else ():
+            layers: list[Any] = list(expert.children()) if len(expert._modules) < most else []
+            for layer in layers:
                 output = output + layer(output.new_zeros(0, layer.in_features)).sum().to(output.dtype)
         return output
+
+
+class Moved:
+    """What a class of listed experts has under the name of a stack, as modules around experts initialise stacks.
+
+    It says that it is initialised. All else that is asked of it is an error.
+    """
+
+    def __init__(self, name: str, layers: Iterable[str]) -> None:
+        parts = " and ".join(f"experts[i].{layer}" if layer else "experts[i]" for layer in layers)
+        self._text = f"{name} of these experts is laid out as {parts}"
+        mark_initialized(self)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._text}, and has no {name}: ask these")
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
 
 
 def list_experts(module: nn.Module, layouts: Iterable[Matrices]) -> None:
@@ -99,9 +118,9 @@ def _layer(module: nn.Module, path: str) -> nn.Linear:
         layer.register_parameter("weight", None)
         layer.register_parameter("bias", None)
         module._modules[name] = layer
-    layer = module._modules[name]
-    assert isinstance(layer, nn.Linear)
-    return layer
+    found = module._modules[name]
+    assert isinstance(found, nn.Linear)
+    return found
 
 
 def _parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:

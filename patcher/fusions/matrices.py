@@ -44,7 +44,8 @@ class Matrices(Layout):
         (shape,) = self.stock_shapes
         rows = shape[-1] if self.transposed else shape[1]
         if len(self.fused) % shape[0] or rows % self.parts:
-            raise ValueError(f"{self.stock[0]} of the shape {shape} can't be cut into {len(self.fused)} equal parameters")
+            number = len(self.fused)
+            raise ValueError(f"{self.stock[0]} of the shape {shape} can't be cut into {number} equal parameters")
 
     @property
     def parts(self) -> int:

@@ -13,7 +13,7 @@ from patcher.fusions.base import Fusion, Surroundings
 from patcher.fusions.expert_loops import ExpertLoop, expert_loop
 from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
 from patcher.fusions.gate_splits import methods_of
-from patcher.fusions.listed import ListedExperts, list_experts
+from patcher.fusions.listed import ListedExperts, Moved, list_experts
 from patcher.fusions.matrices import Matrices
 from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import Method, compile_subclass, trees_of
@@ -93,7 +93,8 @@ class SequentialExperts(Fusion):
         Raises:
             NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
         """
-        return dict(self.fused_class_of(module)._rewritten)
+        rewritten: Any = self.fused_class_of(module)
+        return dict(rewritten._rewritten)
 
     def layouts_of(self, module: nn.Module) -> tuple[Matrices, ...]:
         """Which parameters of the module become which, by names relative to it.
@@ -208,6 +209,9 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str], all_tokens: 
         [(method, source)],
     )
     cls.__qualname__ = f"{prefix}{original.__qualname__.rsplit('.', 1)[-1]}"
+    for stack in stacks:
+        for name in filter(None, (stack.name, stack.bias)):
+            setattr(cls, name, Moved(name, stack.parts))
     cls._stacks, cls._loop = stacks, loop
     cls._made_from = (original, weights, all_tokens)
     return cls
