@@ -176,9 +176,9 @@ def follow_no_split_names(models: Iterable[PreTrainedModel], replaced: Iterable[
             model._no_split_modules = {*listed, *(mine for theirs, mine in names if theirs in listed)}
 
 
-def mark_initialized(tensor: torch.Tensor | nn.Module) -> None:
+def mark_initialized(tensor: Any) -> None:
     """Keep transformers' initialisation away from a tensor that has its value, or from a module's own part in it."""
-    tensor._is_hf_initialized = True  # type: ignore[union-attr]
+    tensor._is_hf_initialized = True
 
 
 def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:

@@ -59,8 +59,8 @@ class FusedWeights:
             PatchedWeightsError: the module has been changed so that they can't be given back.
         """
         prefix, result = inside(path), {}
-        for name in self.fused & tensors.keys():
-            if _is_quantized(tensors[name]):
+        for name in (name for layout in self.layouts for name in layout.fused if name in tensors):
+            if is_quantized(tensors[name]):
                 raise _cannot(
                     f"{prefix}{name}",
                     f"it is quantized ({type(tensors[name]).__name__} of {tensors[name].dtype}), its companions can't be "
@@ -163,5 +163,5 @@ def _cannot(name: str, reason: str) -> PatchedWeightsError:
     return PatchedWeightsError(f"{name} can't be saved in the original format: {reason}.")
 
 
-def _is_quantized(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: torch.Tensor) -> bool:
     return type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype.itemsize == 1

@@ -41,12 +41,12 @@ class Layout:
     Args:
         stock: the parameters of the module as transformers has it, by their names in the module; one may be given by
             itself.
-        fused: those that they become.
+        fused: those that they become, where that doesn't follow from the shapes.
         stock_shapes: the shapes of the first. The engine fills them in, from the module that it meets.
     """
 
     stock: tuple[str, ...]
-    fused: tuple[str, ...]
+    fused: tuple[str, ...] = ()
     stock_shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import importlib
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -155,10 +155,30 @@ def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[n
         module._modules.clear()
         module._modules.update([*before[:place], *added, *before[place:]])
     for layout in layouts:
+        module.__dict__.update({name: Moved(name, layout.fused) for name in layout.stock if "." not in name})
         owner, _, last = layout.fused[0].rpartition(".")
         if isinstance(layout, Rows) and len(layout.stock) > 1 and last == "weight":
             setattr(module, f"{owner}_sizes", layout.sizes)
     _carry(module, FusedWeights(fusion, original, layouts, names))
+
+
+class Moved:
+    """What a fused module has under the name of a parameter of its own, which modules around it may initialise.
+
+    It says that it is initialised. All else that is asked of it is an error.
+    """
+
+    def __init__(self, name: str, fused: Sequence[str]) -> None:
+        self._text = f"{name} is fused: its values are in {', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}"
+        mark_initialized(self)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self._text}. It has no {name!r}: ask these")
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
 
 
 def _carry(module: nn.Module, weights: FusedWeights) -> None:

@@ -1,53 +1,54 @@
-"""`sequential_experts`: stacked expert weights as lists of linear layers, which quantizers and adapters understand."""
+"""`sequential_experts`: stacked expert weights as linear layers of each expert, for quantizers and adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from patcher.conversions.layouts import Layout
+from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
+from patcher.fusions.expert_loops import ExpertLoop, expert_loop
+from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import FusedModule, fused_class_of
-from patcher.fusions.rewrite import compile_subclass
-from patcher.fusions.stacks import Stack, forward_of, sequential
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.gate_splits import methods_of
+from patcher.fusions.listed import ListedExperts
+from patcher.fusions.matrices import Matrices
+from patcher.fusions.rewrite import Method, compile_subclass, trees_of
+from patcher.fusions.stacks import Stack, by_experts, forward_of
+from patcher.fusions.tracing import NotUnderstoodError, names_in, self_of
 from patcher.fusions.understanding import located
 
 
-@dataclass(frozen=True)
-class Unstack(Layout):
-    """One matrix for each expert."""
-
-    transposed: bool = False
-
-    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [matrix.t().contiguous() if self.transposed else matrix for matrix in tensors[0].unbind()]
-
-    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        stack = torch.stack(list(tensors))
-        return [stack.transpose(1, 2).contiguous() if self.transposed else stack]
-
-
-class ListedExperts(FusedModule):
+class RewrittenExperts(FusedModule, ListedExperts):
     """What the rewritten classes have in common."""
 
     _stacks: ClassVar[tuple[Stack, ...]]
+    _loop: ClassVar[ExpertLoop | None]
 
 
 class SequentialExperts(Fusion):
-    """Each stack of expert weights, `(experts, out, in)` -> an `nn.ModuleList` of `nn.Linear` of the same name.
+    """Each expert as linear layers of its own: `experts.3.gate_proj`, `experts.3.up_proj`, `experts.3.down_proj`.
 
-    `experts.gate_up_proj[i]` is then the gate and up projection of expert i, a plain `nn.Linear`, and
-    `experts.down_proj[i]` the down projection. The forward is the model's eager one, whatever
+    That is so in every architecture, whatever it calls its stacks and however gate and up lie in them; a stack whose
+    role isn't known keeps its name, and a module of one stack called `weight` becomes a list of linear layers. The
+    experts are indexed like an `nn.ModuleList`. The forward is the model's eager one, whatever
     `experts_implementation` says: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
+
+    In training an expert without tokens runs on no rows, so that its gradient is zero and not None.
+
+    Args:
+        all_tokens: every expert computes every token, and what a token didn't choose weighs nothing. Then nothing
+            depends on the data: for `torch.export`, `torch.compile(fullgraph=True)`, and for calibration, where hooks
+            on the layers of every expert see every token.
     """
 
     name = "sequential_experts"
+
+    def __init__(self, *, all_tokens: bool = False) -> None:
+        self.all_tokens = all_tokens
 
     def is_fusable(self, module: nn.Module) -> bool:
         return bool(_weights_of(module)) and not self.refusal(module)
@@ -58,10 +59,37 @@ class SequentialExperts(Fusion):
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         try:
-            fused_class_of(self, module)
-        except NotUnderstoodError as error:
+            cls: Any = fused_class_of(self, module)
+            _check(module, cls._stacks, cls._loop)
+            for layout in self.layouts(module):
+                layout.of(module)
+        except (NotUnderstoodError, InvalidPatcherError) as error:
             return str(error)
         return ""
+
+    def layouts(self, module: nn.Module) -> Iterator[Matrices]:
+        cls: Any = fused_class_of(self, module)
+        for stack in cls._stacks:
+            for name, kind in ((stack.name, "weight"), (stack.bias, "bias")):
+                if name:
+                    layers = tuple(f"{part}.{kind}" if part else kind for part in stack.parts)
+                    transposed = stack.transposed and kind == "weight"
+                    yield Matrices(name, layers=layers, transposed=transposed, interleaved=stack.interleaved)
+
+    def recipe(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
+        """The stacks, and the parameter that holds the biases of each."""
+        if isinstance(module, RewrittenExperts):
+            known: Any = module._made_by[2]
+            return tuple(known)
+        return tuple(_weights_of(module).items())
+
+    def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
+        """The class with the rewritten forward.
+
+        Raises:
+            NotUnderstoodError: its forward uses the stacks in another way than expert by expert.
+        """
+        return _compile(original_cls, dict(recipe), self.all_tokens)
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         return bool(_weights_of(module))
@@ -72,21 +100,6 @@ class SequentialExperts(Fusion):
     def is_told(self, path: str, module: nn.Module) -> bool:
         """Many modules with parameters of three dimensions have tables of positions."""
         return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
-
-    def layouts(self, module: nn.Module) -> Iterator[Layout]:
-        for stack in fused_class_of(self, module)._stacks:  # type: ignore[attr-defined]
-            numbers = range(module._parameters[stack.name].shape[0])  # type: ignore[union-attr]
-            yield Unstack(stack.name, tuple(f"{stack.name}.{number}.weight" for number in numbers), (), stack.transposed)
-            if stack.bias:
-                yield Unstack(stack.bias, tuple(f"{stack.name}.{number}.bias" for number in numbers))
-
-    def recipe(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
-        if isinstance(module, ListedExperts):
-            return module._made_by[2]  # type: ignore[return-value]
-        return tuple(_weights_of(module).items())
-
-    def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
-        return _compile(original_cls, dict(recipe))
 
 
 def _weights_of(module: nn.Module) -> dict[str, str]:
@@ -100,19 +113,70 @@ def _weights_of(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _compile(original: type[nn.Module], weights: Mapping[str, str]) -> type[nn.Module]:
+def _check(module: nn.Module, stacks: tuple[Stack, ...], loop: ExpertLoop | None) -> None:
+    """Whether the module is as its forward was understood.
+
+    Raises:
+        NotUnderstoodError: it isn't.
+    """
+    if numbered := [name for name in (*module._modules, *module._parameters) if name.isdigit()]:
+        raise NotUnderstoodError(f"it has {numbered[0]} already, which an expert would be called")
+    numbers = {stack.name: len(getattr(module, stack.name)) for stack in stacks}
+    most, fewest = max(numbers.values()), min(numbers.values())
+    for stack in stacks:
+        if stack.counted and numbers[stack.name] != most:
+            raise NotUnderstoodError(f"it asks {stack.name} for the number of experts, and other stacks have more")
+    if loop is None:
+        if most != fewest:
+            raise NotUnderstoodError(f"its stacks are of different numbers of experts: {numbers}")
+        return
+    for names, least in ((loop.beyond, most), (loop.complete, fewest)):
+        for name in names:
+            value = getattr(module, name, None)
+            if not isinstance(value, int) or value < least:
+                raise NotUnderstoodError(f"{name} is {value!r}, and experts up to {least} have weights")
+    if most != fewest and not loop.complete:
+        raise NotUnderstoodError(f"its stacks are of different numbers of experts: {numbers}")
+
+
+def _compile(original: type[nn.Module], weights: Mapping[str, str], all_tokens: bool) -> type[nn.Module]:
+    for name in ("__len__", "__getitem__", "__iter__"):
+        if hasattr(original, name):
+            raise NotUnderstoodError(f"it has {name} of its own")
     method = forward_of(original)
+    _check_other_methods(original, weights)
     try:
-        stacks, source = sequential(method, weights)
+        loop, stacks, source = _rewritten(original, method, weights, all_tokens)
     except NotUnderstoodError as error:
         raise located(error, method) from error
-    listed = " and ".join(stack.name for stack in stacks)
+    prefix = "AllTokens" if all_tokens else "Sequential"
     cls = compile_subclass(
-        f"Sequential{original.__name__}",
-        f"{original.__name__} with lists of linear layers as {listed}. Rewritten by patcher from {method.at(1)}.",
-        (ListedExperts, original),
+        f"{prefix}{original.__name__}",
+        f"{original.__name__} with linear layers for each expert. Rewritten by patcher from {method.at(1)}.",
+        (RewrittenExperts, original),
         [(method, source)],
     )
-    cls.__qualname__ = f"Sequential{original.__qualname__.rsplit('.', 1)[-1]}"
-    cls._stacks = stacks
+    cls.__qualname__ = f"{prefix}{original.__qualname__.rsplit('.', 1)[-1]}"
+    cls._stacks, cls._loop = stacks, loop
     return cls
+
+
+def _rewritten(
+    original: type[nn.Module], method: Method, weights: Mapping[str, str], all_tokens: bool
+) -> tuple[ExpertLoop | None, tuple[Stack, ...], str]:
+    methods, this = methods_of(original), self_of(method.node, "self")
+    # First what it says, of the source that it has; then what becomes of it.
+    stacks, source = by_experts(method.source, weights, methods)
+    every = {*weights, *(bias for bias in weights.values() if bias)}
+    loop = expert_loop(method.node, this, tuple(every))
+    if loop is not None:
+        visiting = visiting_all_with_all_tokens if all_tokens else visiting_all_in_training
+        _, source = by_experts(visiting(method.source, this, loop), weights, methods)
+    return loop, stacks, source
+
+
+def _check_other_methods(original: type[nn.Module], weights: Mapping[str, str]) -> None:
+    """Raise if another method than the forward uses a stack."""
+    for name, tree in trees_of(original).items():
+        if name != "forward" and (used := sorted(names_in(tree) & weights.keys())):
+            raise NotUnderstoodError(f"its method {name} uses {used[0]}")

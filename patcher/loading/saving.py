@@ -65,6 +65,8 @@ class SavePlan:
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
+        if not self.order:
+            return result
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: result[key] for key in keys}
 
@@ -90,6 +92,8 @@ def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[st
         renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
+        if not self.order:
+            return result
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: result[key] for key in keys}
 

@@ -122,10 +122,18 @@ def test_every_expert_is_a_plain_linear_layer(config: PretrainedConfig, tmp_path
 
     for experts in experts_of(listed):
         assert set(dict(experts.named_parameters(recurse=False))) == set()
-        for name in ("gate_up_proj", "down_proj"):
-            layers = getattr(experts, name)
-            assert isinstance(layers, nn.ModuleList)
-            assert [type(layer) for layer in layers] == [nn.Linear] * 4
+        assert len(experts) == 4
+        assert [experts[number] for number in range(4)] == list(experts)
+        for number, expert in enumerate(experts):
+            assert expert is experts.get_submodule(str(number)) is experts[number - 4]
+            layers = dict(expert.named_children())
+            assert sorted(layers) == ["down_proj", "gate_proj", "up_proj"]
+            for layer in layers.values():
+                assert type(layer) is nn.Linear
+                assert tuple(layer.weight.shape) == (layer.out_features, layer.in_features)
+                assert layer.weight.is_contiguous()
+        with pytest.raises(IndexError, match="expert 4 of 4"):
+            experts[4]
     assert not any(parameter.dim() == 3 and "conv" not in name for name, parameter in listed.named_parameters())
     assert sum(p.numel() for p in listed.parameters()) == sum(p.numel() for p in stock.parameters())
 
@@ -193,8 +201,9 @@ def test_the_source_says_what_runs() -> None:
     cls = SequentialExperts().fused_class_of(build_tiny(tiny_gpt_oss_config()).model.layers[0].mlp.experts)
     source = inspect.getsource(cls)
 
-    assert "gate_up = self.gate_up_proj[expert_idx](current_state)\n" in source
-    assert "out = self.down_proj[expert_idx](gated_output)\n" in source
+    parts = "(self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state))"
+    assert f"gate_up = torch.stack({parts}, dim=-1).flatten(-2)\n" in source
+    assert "out = self[expert_idx].down_proj(gated_output)\n" in source
     assert "_bias" not in source
     assert "# skip masking index" in source  # comments stay
 
@@ -246,12 +255,12 @@ VARIANTS = [
             | {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "head_dim": 16}
             | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
         ),
-        ["up_proj", "down_proj"],
+        ["down_proj", "up_proj"],
         id="Nemotron-H, no gate",
     ),
     pytest.param(
         JetMoeConfig(**DECODER_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
-        ["weight"],
+        [],
         id="JetMoe, experts get their own part",
     ),
     pytest.param(
@@ -261,7 +270,7 @@ VARIANTS = [
             | {"zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
             | {"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_hidden_layers": 2}
         ),
-        ["gate_up_proj", "down_proj"],
+        ["down_proj", "gate_proj", "up_proj"],
         id="LongCat, experts that do nothing",
     ),
 ]
@@ -275,7 +284,8 @@ def test_other_layouts(config: PretrainedConfig, names: list[str], tmp_path: Pat
     listed.save_pretrained(tmp_path / "listed")
 
     for experts in experts_of(listed):
-        assert [name for name, child in experts.named_children() if isinstance(child, nn.ModuleList)] == names
+        assert sorted(name for name, _ in experts[0].named_children()) == names
+        assert names or all(type(expert) is nn.Linear for expert in experts)
     torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
     assert same_checkpoint(tmp_path / "listed", tmp_path / "stock")
 
@@ -392,7 +402,7 @@ def test_it_is_applied_to_a_model_in_memory_and_taken_back() -> None:
 def test_training_an_expert_changes_its_part_of_the_saved_stack(tmp_path: Path) -> None:
     _, listed = loaded(tiny_gpt_oss_config(), tmp_path / "checkpoint")
     with torch.no_grad():
-        listed.model.layers[1].mlp.experts.gate_up_proj[2].weight += 1
+        listed.model.layers[1].mlp.experts[2].gate_proj.weight += 1
     listed.save_pretrained(tmp_path / "trained")
     before = GptOssForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
     after = GptOssForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
@@ -401,6 +411,8 @@ def test_training_an_expert_changes_its_part_of_the_saved_stack(tmp_path: Path) 
     ((name, difference),) = changed.items()
     assert name == "model.layers.1.mlp.experts.gate_up_proj"
     assert [part.abs().max().item() > 0.5 for part in difference] == [False, False, True, False]
+    assert (difference[2, :, ::2] > 0.5).all()  # the columns of the gate
+    assert not difference[2, :, 1::2].any()
 
 
 def test_it_combines_with_the_other_families(tmp_path: Path) -> None:
@@ -425,7 +437,7 @@ def test_a_checkpoint_that_lacks_an_expert_is_an_error(tmp_path: Path) -> None:
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(PatchedWeightsError, match=r"gate_up_proj"):
+    with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj"):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=LISTED)
 
 
@@ -472,12 +484,12 @@ def test_quantizers_quantize_every_expert(config: PretrainedConfig, name: str, t
     listed = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=LISTED, **options)
 
     assert quantized_experts(stock) == 0
-    assert quantized_experts(listed) == 2 * 4 * 2  # layers, experts, projections
+    assert quantized_experts(listed) == 2 * 4 * 3  # layers, experts, projections
     inputs = tiny_inputs(config)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(**inputs).logits
     error = (listed(**inputs).logits - exact).pow(2).mean().sqrt() / exact.std()
     assert error < (0.5 if "4 bits" in name else 0.2)
-    with pytest.raises(PatchedWeightsError, match=r"gate_up_proj\.0\.weight.* is quantized"):
+    with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj\.weight.* is quantized"):
         listed.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

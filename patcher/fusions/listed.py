@@ -1,0 +1,71 @@
+"""Experts as a list: each one a module of `nn.Linear`s, in a module that is indexed like an `nn.ModuleList`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import index
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ListedExperts(nn.Module):
+    """What rewritten classes of experts have in common: the experts are the children that have numbers as names.
+
+    `experts[3].down_proj` is a linear layer of the fourth; `len(experts)`, and iteration, go by the experts.
+    """
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([self[number] for number in range(len(self))])
+
+    def __getitem__(self, number: Any) -> Any:
+        """The expert of a number: an int, or a tensor of one, as loops over the experts that are hit have it."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        position = index(number)
+        name = str(position + len(self) if position < 0 else position)
+        if name not in self._modules:
+            raise IndexError(f"expert {position} of {len(self)}")
+        return self._modules[name]
+
+    def every_expert_runs(self) -> bool:
+        """Whether experts without tokens run too, on no rows.
+
+        In training they do, so that their gradients are zero and not None: optimizers then treat them like the part of
+        a stack that got no token, and processes that train together use the same parameters in the same order. Layers
+        that are sharded one by one are gathered by all processes or by none, whatever the tokens of each.
+        """
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            return True
+        return any(hasattr(parameter, "placements") for parameter in self.parameters())
+
+    def experts_to_run(self, hit: torch.Tensor) -> torch.Tensor:
+        """The numbers of the experts that run, in the form of `hit`, the numbers of those that have tokens."""
+        if not self.every_expert_runs():
+            return hit
+        return torch.arange(len(self), device=hit.device).view(-1, *[1] * (hit.dim() - 1))
+
+    def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.
+
+        Args:
+            chosen: the numbers of the experts that tokens choose, (tokens, choices). One that no expert has is nobody.
+            weights: what they weigh, of the same shape.
+        """
+        nothing = weights.new_zeros(weights.shape[0], len(self) + 1)
+        return nothing.scatter_add(1, chosen.clamp(max=len(self)), weights)
+
+    def with_incomplete_experts(self, output: torch.Tensor) -> torch.Tensor:
+        """The output, and nothing of the layers of experts that lack others and so never run."""
+        if not self.every_expert_runs():
+            return output
+        most = max(len(expert._modules) for expert in self)
+        for expert in self:
+            layers: list[Any] = list(expert.children()) if len(expert._modules) < most else []
+            for layer in layers:
+                output = output + layer(output.new_zeros(0, layer.in_features)).sum().to(output.dtype)
+        return output
