@@ -6,18 +6,19 @@ first: its conversions run inside of the sources.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key
+from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key, stock_revert
 from patcher.compat.models import ModelView
 from patcher.conversions.fused_weights import FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout
@@ -57,6 +58,20 @@ class FusedReading:
         return Route(keys, route.parameters, layout) if layout is not None else route
 
 
+class _Trouble(NamedTuple):
+    """What keeps parts from being made.
+
+    Attributes:
+        companions: what a quantizer has put beside weights.
+        failed: the conversions of transformers that raise.
+        lacking: the keys that these would need.
+    """
+
+    companions: list[str]
+    failed: list[str]
+    lacking: list[str]
+
+
 @dataclass(frozen=True, eq=False)
 class _Part:
     """A parameter of the model as transformers has it, and what it is read from."""
@@ -70,12 +85,15 @@ def with_fused_sources(
     checkpoint: Mapping[str, Any],
     conversions: Sequence[WeightTransform],
     unknown: Set[str] = frozenset(),
+    *,
+    quantized: bool = False,
 ) -> FusedReading:
     """Put sources of fused parameters in the place of what they are made of.
 
     Args:
         conversions: those of the load, in their order.
         unknown: the keys whose shapes nobody knows: they fit.
+        quantized: whether a quantizer has written the checkpoint.
     """
     fused = fused_modules(model)
     if not fused:
@@ -83,14 +101,16 @@ def with_fused_sources(
     own = model.state_dict()
     stock = _stock_parameters(own, fused)
     wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
-    parts, rest, companions = _parts(model, checkpoint, conversions, stock, wanted, unknown)
+    parts, rest, trouble = _parts(
+        model, checkpoint, conversions, stock, wanted, unknown, {path for path, *_ in fused} if quantized else set()
+    )
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
     read = {rename_key(key, conversions, model, own)[0] for key in rest}
     fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read
     keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
     blind, named = set(unknown), NamedSources()
     missing: dict[str, tuple[str, ...]] = {}
-    incomplete: dict[str, list[str]] = {}
+    incomplete: list[str] = []
     misfits: list[str] = []
     made_of: dict[str, tuple[str, ...]] = {}
     for path, _, carried in fused:
@@ -103,7 +123,7 @@ def with_fused_sources(
                 missing |= dict.fromkeys(targets, tuple(names))
                 continue
             if len(found) < len(names):
-                incomplete |= {name: targets for name in names if name not in parts}
+                incomplete += [name for name in names if name not in parts]
                 continue
             taken = tuple(dict.fromkeys(key for part in found for key in part.keys))
             unfit = [
@@ -122,6 +142,8 @@ def with_fused_sources(
                 made_of[target] = taken
                 if not unknown.isdisjoint(taken):
                     blind.add(key)
+    if trouble.companions:
+        fused_already = set()
     if fused_already:
         missing = {}  # what such a checkpoint lacks, it lacks under its own names
     twice = {target: taken for target in fused_already if (taken := made_of.get(target))}
@@ -132,7 +154,7 @@ def with_fused_sources(
         missing,
         bool(fused_already),
         blind,
-        _problem(incomplete, misfits, companions, twice),
+        _problem([*incomplete, *trouble.lacking], [] if trouble.lacking else misfits, trouble, twice),
     )
 
 
@@ -158,26 +180,32 @@ def _parts(
     stock: dict[str, torch.Tensor],
     wanted: set[str],
     unknown: Set[str],
-) -> tuple[dict[str, _Part], dict[str, Any], list[str]]:
-    """The wanted parameters, the rest of the checkpoint, and what of that a quantizer has put beside them."""
+    quantized: Set[str],
+) -> tuple[dict[str, _Part], dict[str, Any], _Trouble]:
+    """The wanted parameters, the rest of the checkpoint, and what is wrong with it.
+
+    Args:
+        quantized: the paths of fused modules, if the checkpoint is quantized.
+    """
     parts: dict[str, _Part] = {}
-    owners = {name.rpartition(".")[0] for name in wanted}
-    companions: list[str] = []
+    unused: dict[str, str] = {}
     failed: list[str] = []
+    lacking: list[str] = []
     rest = dict(checkpoint)
     view = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
     groups: dict[str, _Group] = {}
+    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
     for key in sorted(checkpoint, key=dot_natural_key):
         renamed, taker, pattern = rename_key(key, conversions, model, stock)
         if isinstance(taker, WeightConverter):
             if renamed not in groups:
                 groups[renamed] = _Group(taker, renamed, view)
-            groups[renamed].add(key, pattern or "", checkpoint[key])
+            between, _, _ = rename_key(key, renamings)
+            groups[renamed].add(key, pattern or "", checkpoint[key], between)
         elif renamed in wanted:
             parts[renamed] = _Part(rest.pop(key), (key,))
-        elif renamed not in stock and renamed.rpartition(".")[0] in owners:
-            if not renamed.endswith((".weight", ".bias")):  # those transformers ignores
-                companions.append(key)
+        if renamed not in stock:
+            unused[key] = renamed
     for group in groups.values():
         if group.first not in stock:
             continue
@@ -185,10 +213,15 @@ def _parts(
             made = group.made(stock, unknown)
         except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
             if wanted.intersection(group.named()):
-                failed.append(f"{group.taken[0][0]}: {describe(group.converter)} raises {type(error).__name__}: {error}")
+                found = group.lacking(stock)
+                lacking += found
+                if not found:
+                    failed.append(f"{describe(group.converter)} raises {type(error).__name__}: {error}")
             continue
         if not wanted.intersection(made):
             continue
+        if any(shape != tuple(stock[name].shape) for name, shape in made.items() if name in wanted):
+            lacking += group.lacking(stock)
         group.record()
         sources = {key: rest.pop(key) for key, _ in group.taken}
         computation = Computation(partial(group.run, sources))
@@ -199,7 +232,26 @@ def _parts(
                 parts[name] = _Part(source, tuple(sources))
             else:
                 rest[name] = source
-    return parts, rest, [*companions, *failed]
+    layers = {key.rpartition(".")[0] for part in parts.values() for key in part.keys}
+    companions = [
+        key
+        for key, renamed in unused.items()
+        if key in rest
+        and (
+            _is_below(renamed, quantized)
+            # What is called weight or bias transformers ignores, where the model has no place for it.
+            or (_is_below(key, layers) and not key.endswith((".weight", ".bias")))
+        )
+    ]
+    return parts, rest, _Trouble(companions, failed, lacking)
+
+
+def _is_below(key: str, paths: Set[str]) -> bool:
+    while key:
+        key = key.rpartition(".")[0]
+        if key in paths:
+            return True
+    return False
 
 
 class _Group:
@@ -214,13 +266,17 @@ class _Group:
         #: (key, source pattern) of all that it takes
         self.taken: list[tuple[str, str]] = []
         self._view = view
-        self._unused = with_trace(trace.transform) if (trace := trace_of(converter)) else copy_transform(converter)
+        self._plain = trace.transform if (trace := trace_of(converter)) else converter
+        self._unused = with_trace(self._plain) if trace else copy_transform(converter)
         # With the trace of the load, if it has one. It knows the key that was renamed last, so tensors are added at once.
         self._recording = deepcopy(converter)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        #: the name that the converter meets -> the key
+        self._renamed: dict[str, str] = {}
 
-    def add(self, key: str, pattern: str, source: Any) -> None:
+    def add(self, key: str, pattern: str, source: Any, renamed: str) -> None:
         self.taken.append((key, pattern))
+        self._renamed[renamed] = key
         self._shapes[key] = shape_of(source)
         self._recording.add_tensor(self.first, key, pattern, torch.empty(self._shapes[key], device="meta"))  # type: ignore[arg-type]
 
@@ -228,6 +284,20 @@ class _Group:
         """What it makes, by its patterns alone."""
         target, *targets = self._unused.target_patterns
         return [self.first, *(self.first.replace(target, other) for other in targets)]
+
+    def lacking(self, stock: Mapping[str, torch.Tensor]) -> list[str]:
+        """The keys that the checkpoint should have besides, as far as the reverse of the converter tells."""
+        try:
+            whole = {name: stock[name] for name in self.named()}
+            expected = stock_revert(self._view, whole, [copy_transform(self._plain)])
+        except Exception:  # it may have none, and then there is nothing to tell
+            return []
+        # In the names that the converter meets; the checkpoint's own may begin otherwise.
+        named, key = next(iter(self._renamed.items()))
+        end = len(os.path.commonprefix([named[::-1], key[::-1]]))
+        head, own = named[: len(named) - end], key[: len(key) - end]
+        absent = sorted(expected.keys() - self._renamed.keys(), key=dot_natural_key)
+        return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
 
     def made(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
         """What it makes, and of which shapes."""
@@ -254,26 +324,27 @@ class _Group:
 
 
 def _problem(
-    incomplete: Mapping[str, Sequence[str]],
-    misfits: Sequence[str],
-    companions: Sequence[str],
-    twice: Mapping[str, Sequence[str]],
+    lacking: Sequence[str], misfits: Sequence[str], trouble: _Trouble, twice: Mapping[str, Sequence[str]]
 ) -> PatchedWeightsError | None:
     lines = []
     for target, taken in list(twice.items())[:3]:
         lines.append(
             f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out of the file."
         )
-    if companions:
+    if trouble.companions:
         lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
-        lines += [f"  {key}" for key in compress(companions)[:5]]
+        lines += [f"  {key}" for key in compress(trouble.companions)[:5]]
         lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
-    if incomplete:
+    if trouble.failed:
+        lines.append("Conversions of this load fail for weights that a fusion takes:")
+        lines += [f"  {reason}" for reason in dict.fromkeys(trouble.failed)][:5]
+        lines.append("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
+    if lacking:
         lines.append("Fused parameters are made of several tensors, of which the checkpoint has only some. It lacks:")
-        lines += [f"  {key}" for key in compress(sorted(incomplete, key=dot_natural_key))]
+        lines += [f"  {key}" for key in compress(sorted(dict.fromkeys(lacking), key=dot_natural_key))]
     if misfits:
         lines.append("Parts of fused parameters don't have the shapes that the model has for them:")
         lines += [f"  {line}" for line in misfits[:5]]
-    if incomplete or misfits:
+    if lacking or misfits:
         lines.append("Load without the fusion, or leave these modules out of it with modules=...")
     return PatchedWeightsError("\n".join(lines)) if lines else None

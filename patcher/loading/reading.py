@@ -63,12 +63,13 @@ def read(
     """
     mapping = load_config.weight_mapping or []
     if selected.dry_run is not None:
-        expected = _dry_run(selected, mapping, checkpoint, selected.dry_run)
+        expected = _dry_run(selected, load_config, checkpoint, selected.dry_run)
         return expected, expected.info, None
-    reading = with_fused_sources(selected.model, checkpoint, mapping)
+    quantized = not _can_be_simulated(load_config)
+    reading = with_fused_sources(selected.model, checkpoint, mapping, quantized=quantized)
     if reading.problem is not None:
         raise reading.problem
-    if _can_be_simulated(load_config) and not _fits_as_it_is(selected, reading.checkpoint):
+    if not quantized and not _fits_as_it_is(selected, reading.checkpoint):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
     info, disk_index = read_weights(reading.checkpoint, replace(load_config, weight_mapping=reading.conversions))
     loaded = _check_read(selected, mapping, checkpoint, reading, info, disk_index)
@@ -78,10 +79,11 @@ def read(
     return loaded, info, disk_index
 
 
-def _dry_run(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
+def _dry_run(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
     if not asked.has_checkpoint:
         return Loaded(**vars(selected), info=_Info(Outcome()))
-    expected = _simulate_read(selected, mapping, checkpoint)
+    quantized = not _can_be_simulated(load_config)
+    expected = _simulate_read(selected, load_config.weight_mapping or [], checkpoint, quantized=quantized)
     assert expected is not None
     # Take from the keys what transformers doesn't mind, as a load does at its end.
     parameters = dict(named_parameters(selected.model))
@@ -111,7 +113,9 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
     return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
 
 
-def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any]) -> Loaded | None:
+def _simulate_read(
+    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], *, quantized: bool = False
+) -> Loaded | None:
     """What the load will come to, by names and shapes; None if it can't be told.
 
     On copies of the conversions, since they collect what passes through them.
@@ -131,7 +135,7 @@ def _simulate_read(selected: Selected, mapping: list[Any], checkpoint: Mapping[s
     )
     copied = [copies[id(item)] for item in mapping]
     shapes, unknown = shapes_of(checkpoint), _unknown(selected)
-    reading = with_fused_sources(selected.model, shapes, copied, unknown)
+    reading = with_fused_sources(selected.model, shapes, copied, unknown, quantized=quantized)
     outcome = simulate(
         selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
     )

@@ -21,6 +21,7 @@ from patcher.conversions.simulation import simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
+from patcher.loading.expert_names import named_as_in_checkpoint
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
@@ -48,10 +49,20 @@ class SavePlan:
         Raises:
             PatchedWeightsError: something in it can't be given back.
         """
+        fused = fused_modules(self.model)
+        moved: dict[str, str] = {}
+        for path, _, carried in fused:
+            # Experts that are quantized, where the checkpoint has names for each.
+            moved |= named_as_in_checkpoint(path, carried, state_dict, self._reverted)
+        as_they_are = {name: state_dict[key] for key, name in moved.items()}
+        state_dict = {key: value for key, value in state_dict.items() if key not in moved}
+        return self._reverted(separated(fused, state_dict)) | as_they_are
+
+    def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The checkpoint of a state dict in the layout of transformers."""
         model = self.model
-        state_dict = separated(fused_modules(model), state_dict)
         if self.record is None:
-            return stock_revert(model, state_dict)
+            return stock_revert(model, dict(state_dict))
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         restored, rest = reverse_conversions(traces, state_dict, model)
         reversible: list[Any] = []
@@ -63,33 +74,6 @@ class SavePlan:
         renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
         if not (reversible or restored or self.record.read):
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
-        # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
-        result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
-        if not self.order:
-            return result
-        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
-        return {key: result[key] for key in keys}
-
-
-def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The state dict as the unpatched model would save it.
-
-        Raises:
-            PatchedWeightsError: something in it can't be given back.
-        """
-        model = self.model
-        state_dict = separated(fused_modules(model), state_dict)
-        if self.record is None:
-            return stock_revert(model, state_dict)
-        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
-        restored, rest = reverse_conversions(traces, state_dict, model)
-        reversible: list[Any] = []
-        for item in self.conversions:
-            if not isinstance(item, ConversionTrace):
-                reversible.append(item)
-            elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
-                reversible.append(ReversibleRenaming(item, model.base_model_prefix))
-        renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
         if not self.order:

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,6 +38,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
 from patcher.compat.conversions import stock_revert
+from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import original_state_dict
 from tests.support.checkpoints import same_checkpoint
@@ -198,7 +201,7 @@ def test_a_load_holds_no_more_than_checkpoint_model_and_one_layer(smollm2_moe: P
 
 
 def test_the_source_says_what_runs() -> None:
-    cls = SequentialExperts().fused_class_of(build_tiny(tiny_gpt_oss_config()).model.layers[0].mlp.experts)
+    cls = fused_class_of(SequentialExperts(), build_tiny(tiny_gpt_oss_config()).model.layers[0].mlp.experts)
     source = inspect.getsource(cls)
 
     parts = "(self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state))"
@@ -430,14 +433,12 @@ def test_it_combines_with_the_other_families(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_an_expert_is_an_error(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     save_tiny(tiny_mixtral_config(), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj"):
+    with pytest.raises(PatchedWeightsError, match=r"It lacks:\n  model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight\n"):
         MixtralForCausalLM.from_pretrained(tmp_path, patcher=LISTED)
 
 
@@ -489,9 +490,21 @@ def test_quantizers_quantize_every_expert(config: PretrainedConfig, name: str, t
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(**inputs).logits
     error = (listed(**inputs).logits - exact).pow(2).mean().sqrt() / exact.std()
     assert error < (0.5 if "4 bits" in name else 0.2)
-    with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj\.weight.* is quantized"):
-        listed.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+    if config.model_type == "gpt_oss":  # its checkpoint knows no experts, only stacks
+        with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj\.weight.* is quantized"):
+            listed.save_pretrained(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+        return
+    original = load_file(tmp_path / "model.safetensors").keys()
+    listed.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors").keys()
+    # The names that the checkpoint has, for what the quantizer has put beside the weights too.
+    assert original <= saved
+    for key in saved - original:
+        layer = re.sub(r"\.(SCB|weight_format|weight\..*)$", "", key)
+        assert f"{layer}.weight" in original
+    with pytest.raises(PatchedWeightsError, match=r"The checkpoint is quantized.*\n.*experts.*(SCB|absmax)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved", patcher=LISTED)
 
 
 def test_a_model_with_lists_can_be_pickled(tmp_path: Path) -> None:
