@@ -20,6 +20,7 @@ from patcher.conversions.simulation import simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.base import Fusion
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
@@ -40,6 +41,11 @@ class SavePlan:
     original_format: bool = True
     conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fusions(self) -> tuple[str | Fusion, ...]:
+        """Those in whose layout the weights are saved, none in the original format."""
+        return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
     def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as the unpatched model would save it.
