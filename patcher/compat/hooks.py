@@ -41,7 +41,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         ("save_directory", "state_dict", "variant", "save_original_format", "distributed_checkpoint"),
     ),
     "write weights": (modeling_utils, "safe_save_file", ("filename",)),
-    "upload": (PreTrainedModel, "_upload_modified_files", ("working_dir", "repo_id", "token", "revision")),
+    "upload": (PreTrainedModel, "_upload_modified_files", ("working_dir", "repo_id", "token")),
     "save config": (PretrainedConfig, "save_pretrained", ("save_directory",)),
     "give back": (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),

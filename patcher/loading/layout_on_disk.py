@@ -117,20 +117,14 @@ def check_upload(written: Iterable[str], repo: str, options: Mapping[str, Any]) 
 
     Args:
         written: the names of the files that hold the weights.
-        options: `revision` and `token` of the upload.
+        options: the `token` of the upload.
 
     Raises:
         PatchedWeightsError: with what to do instead.
     """
-    if not any(map(is_layout, written)):
-        return
-    try:
-        default = _found(repo, options, None)
-    except OSError:  # no such branch as yet: it will be made of the main one
-        default = _found(repo, {**options, "revision": None}, None)
-    if default:
+    if any(map(is_layout, written)) and (default := _found(repo, options, None)):
         raise PatchedWeightsError(
             f"{repo} holds {', '.join(default)}, and weights in a runtime layout never lie beside others: which of "
-            "them are meant can't be known. Push to a repo or a branch without them, or delete them first: "
+            "them are meant can't be known. Push to a repo without them, or delete them first: "
             f"huggingface_hub.HfApi().delete_files({repo!r}, {default!r})."
         )
