@@ -165,24 +165,30 @@ def dry_run(
     return (results[-1] if results else None), error
 
 
-def _find_weights(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+def _find_weights(
+    stock: Stock,
+    pretrained_model_name_or_path: Any,
+    variant: str | None,
+    gguf_file: str | None,
+    *args: Any,
+    transformers_explicit_filename: str | None = None,
+    download_kwargs: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Find weights in a runtime layout under the names that they have, and ask for the fusions that made it."""
-    call = _CALL.get()
-    arguments = inspect.signature(stock).bind(*args, **kwargs)
-    arguments.apply_defaults()
-    given = arguments.arguments
-    if call is None or given["gguf_file"] is not None:
-        return stock(*args, **kwargs)
-    path, options = given["pretrained_model_name_or_path"], {**call.options, **(given["download_kwargs"] or {})}
-    variant, file = given["variant"], given["transformers_explicit_filename"]
-    if file is not None:  # of an adapter; or a config names it
-        path, variant = Path(path or "", options.get("subfolder") or "", file), None
-    else:
-        _CALL.set(replace(call, path=path, options=options))  # an adapter's folder has led here
-    if names := fusions_of_layout(path, options, variant):
-        _ask_for(names)
-        given["variant"] = VARIANT
-    return stock(*arguments.args, **arguments.kwargs)
+    call, path, file = _CALL.get(), pretrained_model_name_or_path, transformers_explicit_filename
+    if call is not None and gguf_file is None:
+        options = {**call.options, **(download_kwargs or {})}
+        if file is None:
+            _CALL.set(replace(call, path=path, options=options))  # an adapter's folder may have led here
+            names = fusions_of_layout(path, options, variant)
+        else:  # an adapter; or what a config names
+            names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
+        if names:
+            _ask_for(names)
+            variant = VARIANT
+    kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
+    return stock(path, variant, gguf_file, *args, **kwargs)
 
 
 def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:

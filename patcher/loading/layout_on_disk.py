@@ -38,12 +38,11 @@ def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None
     """
     if path is None or variant not in (None, VARIANT):
         return []
-    file = Path(path)
-    if file.is_file():
-        return _named(names_in_file(file.parent, {}), file, file.parent) if is_layout(file.name) else []
-    is_folder = file.is_dir()
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - quicker, and every load asks
     if is_folder and not _found(path, options, VARIANT):
-        return []  # most loads, so at the cost of a few looks into the folder
+        return []  # most loads, so at the cost of two looks into the folder
+    if not is_folder and is_layout((file := Path(path)).name) and file.is_file():
+        return _named(names_in_file(file.parent, {}), file, file.parent)
     names = names_in_file(path, options)
     if not is_folder and not names and variant is None:
         return []  # most loads from the hub, which is not asked for anything else
@@ -61,7 +60,8 @@ def fusions_of_layout(path: Any, options: Mapping[str, Any], variant: str | None
 
 
 def _found(path: Any, options: Mapping[str, Any], variant: str | None) -> list[str]:
-    return [name for name in whole_names(variant) if has_file(path, name, options)]
+    names = whole_names(variant)[: 2 if variant == VARIANT else None]  # never as .bin
+    return [name for name in names if has_file(path, name, options)]
 
 
 def _named(names: list[str], weights: str | Path, where: Any) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.files import saves_adapters_only
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
@@ -39,7 +38,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         )
     if record is not None or names_fusions(self.config):
         plan = plan_saving(self, given["state_dict"], given["save_original_format"])
-    in_layout = plan is not None and bool(plan.fusions) and not saves_adapters_only(self)
+    in_layout = plan is not None and bool(plan.fusions)
     check_variant(given["variant"], in_layout=in_layout)
     if in_layout:
         given["variant"] = VARIANT
