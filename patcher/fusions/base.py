@@ -14,7 +14,7 @@ from patcher.compat.models import named_modules, named_parameters, tie_partners
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.origins import NotConvertibleError, Origins, origins_of
 from patcher.fusions.weight_layout import Layout, converters_for, plan_of
-from patcher.patterns import nearest, search
+from patcher.patterns import check_path, matches_path, nearest, search
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -90,6 +90,18 @@ class Fusion:
     #: Expressions, searched in the path of a module. Without any, every module is asked.
     target_modules_patterns: tuple[str, ...] = ()
 
+    #: Where the family is asked for, if not wherever it can be: paths, in the language that reports print.
+    modules: tuple[str, ...] = ()
+
+    def __init__(self, modules: str | Iterable[str] = ()) -> None:
+        """Ask for the family at some paths only: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number.
+
+        Raises:
+            InvalidPatcherError: a path is none, or there is none.
+        """
+        if modules != ():  # objects without options have no attributes, whether or not this has run
+            self.modules = _paths(type(self).__name__, modules)
+
     def is_fusable(self, module: nn.Module) -> bool:
         """Whether this very module can be fused. The module is on the meta device: look at its layout only."""
         raise NotImplementedError
@@ -124,7 +136,7 @@ class Fusion:
         refused: dict[str, str] = {}
         surroundings = Surroundings(model)
         for path, module in surroundings.modules.items():
-            if not self.is_asked(path, module):
+            if not self.is_asked_for(path) or not self.is_asked(path, module):
                 continue
             reason = self.obstacle(path, module, surroundings)
             if reason is None:
@@ -153,6 +165,10 @@ class Fusion:
                 found |= self._inconvertible({path: module}, origins)
             return found
         return {}
+
+    def is_asked_for(self, path: str) -> bool:
+        """Whether what is at a path is among the `modules` that were asked for."""
+        return not self.modules or any(matches_path(pattern, path) for pattern in self.modules)
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
         """Whether the family is about this module at all."""
@@ -202,6 +218,16 @@ class Fusion:
     def __repr__(self) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in vars(self).items())
         return f"{type(self).__name__}({settings})"
+
+
+def _paths(family: str, modules: Any) -> tuple[str, ...]:
+    listed = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
+    if not listed:
+        raise InvalidPatcherError(f"{family}: modules={modules!r} names none; leave it out for all that can be fused.")
+    try:
+        return tuple(sorted({check_path(pattern) for pattern in listed}))
+    except InvalidPatcherError as error:
+        raise InvalidPatcherError(f"{family}: modules: {error}") from error
 
 
 #: Families that a Patcher finds by name, and where they live: imported when they are asked for.
