@@ -1,5 +1,31 @@
-"""Fusions: other layouts of the same computation, decided module by module while a model loads."""
+"""Fusions: other layouts of the same computation, decided module by module while a model loads.
 
-from patcher.fusions.base import Fusion
+>>> from patcher import Patcher
+>>> from patcher.fusions import QKV
+>>> Patcher(fusions=[QKV(modules="model.layers.{0..3}.self_attn"), "gate_up"])
+Patcher(fusions=[QKV(modules=('model.layers.{0..3}.self_attn',)), 'gate_up'])
+"""
 
-__all__ = ["Fusion"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from patcher.fusions.base import FAMILIES, Fusion
+
+if TYPE_CHECKING:
+    from patcher.fusions.gate_up import GateUp as GateUp
+    from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
+    from patcher.fusions.qkv import QKV as QKV
+    from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
+
+__all__ = ["QKV", "Fusion", "GateUp", "PatchEmbeddings", "SequentialExperts"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, because the families import what edits source.
+    homes = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES.values())}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(homes[name]), name)
+    return value

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, UnmatchedPatchError
-from patcher.fusions.patch_embeddings import PatchEmbeddings
-from patcher.fusions.qkv import QKV
+from patcher.fusions import QKV, PatchEmbeddings
 from tests.support.replacements import JOINED, OwnNorm
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_vl_config
 
@@ -44,7 +43,6 @@ EVIL = """
 import sys
 from pathlib import Path
 Path({marker!r}).touch()
-from patcher.fusions import Fusion
 class Evil(Fusion):
     pass
 """
@@ -194,10 +192,10 @@ def test_a_layout_that_no_name_describes_is_not_written(
 def test_options_of_a_family_are_no_name(tmp_path: Path) -> None:
     save_tiny(tiny_qwen2_vl_config(), tmp_path / "checkpoint")
     model = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "checkpoint", patcher=Patcher(fusions=PatchEmbeddings(modules="visual"))
+        tmp_path / "checkpoint", patcher=Patcher(fusions=PatchEmbeddings(modules="model.visual.**"))
     )
     with pytest.raises(
-        PatchedWeightsError, match=r"PatchEmbeddings\(modules=\('visual',\)\), which no name describes"
+        PatchedWeightsError, match=r"PatchEmbeddings\(modules=\('model\.visual\.\*\*',\)\), which no name describes"
     ):
         model.save_pretrained(tmp_path / "layout", save_original_format=False)
 

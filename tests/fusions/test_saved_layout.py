@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher, report
-from patcher.fusions.qkv import QKV
+from patcher.fusions import QKV
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OwnNorm
 from tests.support.tiny import (
