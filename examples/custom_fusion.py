@@ -57,7 +57,9 @@ class TransposedDown(Fusion):
 
 
 def main():
-    config = LlamaConfig(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
+    )
     with tempfile.TemporaryDirectory() as folder:
         original, saved = Path(folder, "original"), Path(folder, "saved")
         AutoModelForCausalLM.from_config(config).save_pretrained(original)

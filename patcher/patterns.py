@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from patcher.errors import PatchConflictError
+from patcher.errors import InvalidPatcherError, PatchConflictError
 
 
 def is_expression(key: str) -> bool:
@@ -89,6 +89,133 @@ def common_prefix(names: list[str]) -> str:
     return "".join(f"{part}." for part in shared)
 
 
+#: How reports name the model itself, whose path is "".
+ROOT = "(root)"
+
+#: What one segment of a path pattern matches: a name, runs of numbers, any one segment, or any number of segments.
+_Segment = str | tuple[tuple[int, int], ...]
+_ONE, _ANY = "*", "**"
+_IN_EXPRESSIONS = frozenset("\\^$[]()|+?")
+
+
+def matches_path(pattern: str, path: str) -> bool:
+    """Whether a pattern, in the language of `compress`, means the module or parameter at a path.
+
+    >>> matches_path("model.layers.{0..3}.mlp", "model.layers.2.mlp")
+    True
+    >>> matches_path("model.layers.*", "model.layers.2.mlp"), matches_path("**.mlp", "model.layers.2.mlp")
+    (False, True)
+
+    `{0..3}` and `{0,2..5}` stand for the numbers in them, `*` for one segment, `**` for any number of segments, none
+    included, and `(root)` for the model itself. All else is what the segment is called.
+
+    Raises:
+        InvalidPatcherError: the pattern is none.
+    """
+    segments = _segments(pattern)
+    # How many segments of the pattern can be used up, after each segment of the path: no backtracking.
+    reached = _over_any(segments, {0})
+    for name in path.split(".") if path else ():
+        reached = {at + (segments[at] != _ANY) for at in reached if at < len(segments) and _fits(segments[at], name)}
+        reached = _over_any(segments, reached)
+    return len(segments) in reached
+
+
+def check_path(pattern: object) -> str:
+    """The pattern, if it is one.
+
+    Raises:
+        InvalidPatcherError: it isn't, and what to write instead.
+    """
+    if not isinstance(pattern, str):
+        raise InvalidPatcherError(
+            f"{pattern!r} ({type(pattern).__name__}) is no path of a module; write for instance "
+            "'model.layers.{0..3}.mlp'."
+        )
+    _segments(pattern)
+    return pattern
+
+
+def nearest_paths(pattern: str, paths: Iterable[str], count: int = 3) -> list[str]:
+    """The paths most like a pattern, best first, with runs of numbers folded.
+
+    >>> nearest_paths("model.layer.{0..9}.mlp", ["model.layers.0.mlp", "model.layers.1.mlp", "model.norm"])[0]
+    'model.layers.{0..1}.mlp'
+    """
+    folded = {_unnumbered(path): path for path in compress(paths)}
+    found = nearest(_unnumbered(pattern), folded, count)
+    if not found:  # by what the module is called
+        by_name: dict[str, list[str]] = {}
+        for text in folded:
+            by_name.setdefault(text.rpartition(".")[2], []).append(text)
+        last = _unnumbered(pattern).rpartition(".")[2]
+        found = [text for name in nearest(last, by_name, count) for text in by_name[name]]
+    return [folded[text] for text in found[:count]]
+
+
+def _unnumbered(pattern: str) -> str:
+    return re.sub(r"\{[^{}]*\}", "#", without_numbers(pattern.replace(_ANY, "#").replace(_ONE, "#")))
+
+
+def _over_any(segments: tuple[_Segment, ...], reached: set[int]) -> set[int]:
+    """With what is reached when each `**` stands for no segment."""
+    found = set(reached)
+    for at in sorted(reached):
+        while at < len(segments) and segments[at] == _ANY:
+            at += 1
+            found.add(at)
+    return found
+
+
+def _fits(segment: _Segment, name: str) -> bool:
+    if isinstance(segment, str):
+        return segment in (name, _ONE, _ANY)
+    return _is_number(name) and any(first <= int(name) <= last for first, last in segment)
+
+
+def _is_number(text: str) -> bool:
+    """Whether a segment is a number as lists count: `00` is a name."""
+    return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
+
+
+@lru_cache(maxsize=4096)
+def _segments(pattern: str) -> tuple[_Segment, ...]:
+    if pattern == ROOT:
+        return ()
+    if not pattern:
+        raise InvalidPatcherError(f"the empty path is ambiguous; write {ROOT!r} for the model itself, '**' for all.")
+    texts, in_braces = [""], False
+    for each in pattern:
+        in_braces = each == "{" or (in_braces and each != "}")
+        if each == "." and not in_braces:
+            texts.append("")
+        else:
+            texts[-1] += each
+    return tuple(_segment(pattern, text) for text in texts)
+
+
+def _segment(pattern: str, text: str) -> _Segment:
+    if text in (_ONE, _ANY):
+        return text
+    runs = text[1:-1].split(",") if text.startswith("{") and text.endswith("}") else None
+    if runs is not None:
+        bounds = [(first, last if dots else first) for first, dots, last in (run.partition("..") for run in runs)]
+        if all(_is_number(first) and _is_number(last) and int(first) <= int(last) for first, last in bounds):
+            return tuple((int(first), int(last)) for first, last in bounds)
+        problem, instead = f"{text} holds no numbers in ascending order", "{0..3} or {0,2..5}"
+    elif not text:
+        problem, instead = "it has an empty segment", "names with one dot between them"
+    elif _IN_EXPRESSIONS.intersection(text):
+        problem, instead = "it looks like a regular expression", "model.layers.*.mlp, or **.mlp for any depth"
+    elif "*" in text:
+        problem, instead = f"in {text}, * stands for a part of a segment", "* for one whole segment, ** for several"
+    elif "{" in text or "}" in text:
+        problem, instead = f"in {text}, braces are a part of a segment", "{0..3} between two dots"
+    else:
+        return text
+    raise InvalidPatcherError(f"{pattern!r} is no path of modules: {problem}. Write {instead}.")
+
+
 def compress(keys: Iterable[str]) -> list[str]:
     """Parameter names with runs of layer numbers folded, in order of first appearance.
 
@@ -102,7 +229,7 @@ def compress(keys: Iterable[str]) -> list[str]:
         groups: dict[tuple[str, ...], list[int]] = {}  # what is before and after the number, or a key without one
         for key in current:
             parts = key.split(".")
-            if position < len(parts) and parts[position].isdigit():
+            if position < len(parts) and _is_number(parts[position]):
                 around = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
                 groups.setdefault(around, []).append(int(parts[position]))
             else:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
+from patcher.checkpoints.weight_files import whole_names
 from patcher.compat.models import str_to_torch_dtype
 from patcher.errors import InvalidPatcherError
-
-_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def headers_of(
     path = Path(source)
     if path.is_file():
         return _headers_of_file(path)
-    names = [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in _NAMES]
+    names = whole_names(variant)
     if not path.is_dir():
         return _headers_of_repo(str(source), subfolder, names, hub)
     for name in names:

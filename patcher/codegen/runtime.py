@@ -3,8 +3,8 @@
 >>> from torch import nn
 >>> mlp = nn.Module()
 >>> mlp.gate, mlp.up = nn.Linear(4, 6), nn.Linear(4, 6)
->>> weights, biases = Rows(["gate.weight", "up.weight"], "gate_up.weight"), Rows(["gate.bias", "up.bias"], "gate_up.bias")
->>> fuse(mlp, weights, biases)
+>>> weights = Rows(["gate.weight", "up.weight"], "gate_up.weight")
+>>> fuse(mlp, weights, Rows(["gate.bias", "up.bias"], "gate_up.bias"))
 Module(
   (gate_up): Linear(in_features=4, out_features=12, bias=True)
 )
@@ -109,8 +109,8 @@ def fuse(module: nn.Module, *layouts: Layout, into: Any = None) -> Any:
         module: as transformers builds it.
         layouts: which of its parameters become which.
         into: a class with a `from_module`, to put in its place. Without one the module itself is changed: each
-            `<name>.weight` is that of an `nn.Linear` called `<name>`, and of joined rows the module keeps how many each
-            part has, as `<name>_sizes`.
+            `<name>.weight` is that of an `nn.Linear` called `<name>`, and of joined rows the module keeps how many
+            each part has, as `<name>_sizes`.
     """
     if into is not None:
         return put_in_place(module, into, layouts, None)

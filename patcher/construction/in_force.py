@@ -41,6 +41,7 @@ class Matched:
         keys: (patcher in force, field, what of that field) of all that had an effect.
         classes: the names of the classes in the models, as they were before anything was replaced.
         refused: `path (reason)` of what fusions left alone.
+        paths: those of the modules in the models, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
         has_read: whether a checkpoint was read: filters and conversions are judged only then.
@@ -49,6 +50,7 @@ class Matched:
     keys: frozenset[tuple[InForce, str, Hashable]] = frozenset()
     classes: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
+    paths: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()
     has_read: bool = False

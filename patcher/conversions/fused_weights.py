@@ -63,8 +63,8 @@ class FusedWeights:
             if is_quantized(tensors[name]):
                 raise _cannot(
                     f"{prefix}{name}",
-                    f"it is quantized ({type(tensors[name]).__name__} of {tensors[name].dtype}), its companions can't be "
-                    "split (if only fusions made this layout, save_original_format=False saves it as it is)",
+                    f"it is quantized ({type(tensors[name]).__name__} of {tensors[name].dtype}), its companions "
+                    "can't be split (if only fusions made this layout, save_original_format=False saves it as it is)",
                 )
         self._check_names(path, tensors)
         for layout in self.layouts:
@@ -82,9 +82,9 @@ class FusedWeights:
                     )
             with torch.no_grad():
                 parts = layout.separate(found)
-            for name, part, shape in zip(layout.stock, parts, layout.stock_shapes, strict=True):
-                if tuple(part.shape) != shape:
-                    raise _cannot(f"{prefix}{name}", f"{layout} gives back {tuple(part.shape)}, and it was {shape}")
+            for name, part, was in zip(layout.stock, parts, layout.stock_shapes, strict=True):
+                if tuple(part.shape) != was:
+                    raise _cannot(f"{prefix}{name}", f"{layout} gives back {tuple(part.shape)}, and it was {was}")
                 result[name] = by_itself(part.contiguous())
         return result
 

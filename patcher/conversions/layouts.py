@@ -11,10 +11,9 @@ torch.Size([7, 2])
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -35,8 +34,8 @@ def named_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 class Layout:
     """Parameters that become others together: a value that is the same for all modules alike.
 
-    A subclass says how, in `fuse`, and how back, in `separate`. Both are given tensors, on the meta device too, and must
-    keep every value: saving compares byte for byte.
+    A subclass says how, in `fuse`, and how back, in `separate`. Both are given tensors, on the meta device too, and
+    keep every value.
 
     Args:
         stock: the parameters of the module as transformers has it, by their names in the module; one may be given by
@@ -48,6 +47,15 @@ class Layout:
     stock: tuple[str, ...]
     fused: tuple[str, ...] = ()
     stock_shapes: tuple[tuple[int, ...], ...] = ()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            stock: str | Sequence[str],
+            fused: str | Sequence[str] = (),
+            stock_shapes: tuple[tuple[int, ...], ...] = (),
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("stock", "fused"):
@@ -74,17 +82,17 @@ class Layout:
                 f"{self} takes {', '.join(absent)}, and {type(module).__qualname__} has no such parameter; "
                 f"it has {', '.join(name for name, _ in module.named_parameters()) or 'none'}."
             )
-        return replace(self, stock_shapes=tuple(tuple(parameter.shape) for parameter in found.values() if parameter is not None))
+        return replace(self, stock_shapes=tuple(tuple(each.shape) for each in found.values() if each is not None))
 
     def fused_shapes(self) -> list[torch.Size]:
         """The shapes of the fused parameters."""
-        return [tensor.shape for tensor in self.fuse([torch.empty(shape, device="meta") for shape in self.stock_shapes])]
+        stock = [torch.empty(shape, device="meta") for shape in self.stock_shapes]
+        return [tensor.shape for tensor in self.fuse(stock)]
 
     def __str__(self) -> str:
         return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
 
 
-@dataclass(frozen=True)
 class Rows(Layout):
     """Rows one under the other: (a, ...), (b, ...) -> (a + b, ...)."""
 
@@ -97,10 +105,9 @@ class Rows(Layout):
         return [tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))]
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(tensors[0].split(list(self.sizes)))
+        return list(torch.split(tensors[0], list(self.sizes)))
 
 
-@dataclass(frozen=True)
 class Flatten(Layout):
     """All dimensions but the first as one: (out, in, height, width) -> (out, in * height * width)."""
 

@@ -1,8 +1,8 @@
 """Lazy sources: what stands in a checkpoint for a weight that is made of several tensors of it.
 
 transformers reads a checkpoint tensor by tensor, through objects that know a shape and give rows on demand. These are
-such objects, so what is joined is read as one weight: cast, quantized, sharded and put on its device by transformers as
-any other, and in memory once.
+such objects, so what is joined is read as one weight: cast, quantized, sharded and put on its device by transformers
+as any other, and in memory once.
 """
 
 from __future__ import annotations

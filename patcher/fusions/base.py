@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher.conversions.layouts import Layout
-from patcher.patterns import search
+from patcher.errors import InvalidPatcherError
+from patcher.patterns import check_path, matches_path, search
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,6 +61,18 @@ class Fusion:
     #: Expressions, searched in the path of a module. Without any, every module is asked.
     target_modules_patterns: tuple[str, ...] = ()
 
+    #: Where the family is asked for, if not wherever it can be: paths, in the language that reports print.
+    modules: tuple[str, ...] = ()
+
+    def __init__(self, modules: str | Iterable[str] = ()) -> None:
+        """Ask for the family at some paths only: `model.layers.{0..3}.mlp`, `*` for one segment, `**` for any number.
+
+        Raises:
+            InvalidPatcherError: a path is none, or there is none.
+        """
+        if modules != ():  # objects without options have no attributes, whether or not this has run
+            self.modules = _paths(type(self).__name__, modules)
+
     def is_fusable(self, module: nn.Module) -> bool:
         """Whether this very module can be fused. The module is on the meta device: look at its layout only."""
         raise NotImplementedError
@@ -102,6 +115,10 @@ class Fusion:
         """The class for one recipe."""
         return self.make_fused_class(original_cls)
 
+    def is_asked_for(self, path: str) -> bool:
+        """Whether what is at a path is among the `modules` that were asked for."""
+        return not self.modules or any(matches_path(pattern, path) for pattern in self.modules)
+
     def is_asked(self, path: str, module: nn.Module) -> bool:
         """Whether the family is about this module at all."""
         patterns = self.target_modules_patterns
@@ -135,3 +152,13 @@ def more_than_a_weight_and_bias(module: nn.Module) -> str:
     if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
         return "has parameters of its own besides weight and bias"
     return ""
+
+
+def _paths(family: str, modules: Any) -> tuple[str, ...]:
+    listed = [modules] if isinstance(modules, str) or not isinstance(modules, Iterable) else list(modules)
+    if not listed:
+        raise InvalidPatcherError(f"{family}: modules={modules!r} names none; leave it out for all that can be fused.")
+    try:
+        return tuple(sorted({check_path(pattern) for pattern in listed}))
+    except InvalidPatcherError as error:
+        raise InvalidPatcherError(f"{family}: modules: {error}") from error

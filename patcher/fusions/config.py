@@ -4,8 +4,9 @@
 "fusion_config": {"patcher": ["qkv", "gate_up"]}
 ```
 
-transformers knows no fusion called "patcher", so without this package such a checkpoint is refused instead of being
-loaded with random weights. Names are all that is ever read from there.
+transformers knows no fusion called "patcher", so without this package such a config is refused. What keeps the weights
+beside it from being loaded as others, whatever config is given, is the name of their file: see
+`patcher.loading.layout_on_disk`. Names are all that is ever read from there.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from patcher.compat.models import named_modules, named_parameters, tie_partners
 from patcher.fusions.base import Fusion
 
+
 @dataclass(frozen=True)
 class Findings:
     """What a fusion has found in a model: path -> module, and path -> why a module is left alone."""
@@ -56,7 +57,7 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
     refused: dict[str, str] = {}
     surroundings = Surroundings(model)
     for path, module in surroundings.modules.items():
-        if not fusion.is_asked(path, module):
+        if not (fusion.is_asked_for(path) and fusion.is_asked(path, module)):
             continue
         reason = fusion.obstacle(path, module, surroundings)
         if reason is None:

@@ -47,7 +47,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
             if issubclass(cls, FusedModule) or not _is_importable(cls):
                 cls._made_by = (fusion, original, recipe)  # type: ignore[attr-defined]
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
-                    cls.__reduce_ex__ = _reduce  # type: ignore[assignment]
+                    cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
             made[key] = cls
         return made[key]
 
@@ -123,7 +123,7 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     if found != expected:
         raise PatchConstructionError(
             f"{cls.__qualname__}.from_module() gives a module with the parameters {found}, and with the layouts of "
-            f"{fusion!r} it has {expected}. Say with a layout what each parameter of {type(module).__qualname__} becomes."
+            f"{fusion!r} it has {expected}. Say what each parameter of a {type(module).__name__} becomes."
         )
     for name, parameter in wanted.items():
         owner, _, last = name.rpartition(".")
@@ -136,8 +136,8 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
 def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
     """Give a module the parameters of the layouts in the place of its own.
 
-    Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps how
-    many each part has, as `<name>_sizes`.
+    Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps
+    how many each part has, as `<name>_sizes`.
 
     Raises:
         PatchConstructionError: the layouts leave a part of a layer behind.
@@ -170,7 +170,7 @@ class Moved:
 
     def __init__(self, name: str, fused: Sequence[str]) -> None:
         self._text = f"{name} is fused: its values are in {', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}"
-        mark_initialized(self)  # type: ignore[arg-type]
+        mark_initialized(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -220,10 +220,11 @@ def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
             mark_initialized(module)
             continue
         child = module.get_submodule(owner)
-        left = [name for name, value in (child._parameters | child._buffers | child._modules).items() if value is not None]
+        held = {**child._parameters, **child._buffers, **child._modules}
+        left = [name for name, value in held.items() if value is not None]
         if left:
             raise PatchConstructionError(
-                f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say with a layout what these become."
+                f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say what these become, too."
             )
         parent, _, last = owner.rpartition(".")
         if not parent:

@@ -59,8 +59,7 @@ def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> Non
     asked = f"{type(module).__name__}.{name} is rows of its {joined.name}, and takes the values of a plain nn.Linear"
     if type(value) is not nn.Linear:
         raise PatchConflictError(f"{asked}; this is a {type(value).__qualname__}. {_ADVICE}")
-    reason = "" if value.bias is None and set(value._parameters) == {"weight", "bias"} else more_than_a_weight_and_bias(value)
-    if reason:
+    if reason := more_than_a_weight_and_bias(value):
         raise PatchConflictError(f"{asked}; this one {reason}. {_ADVICE}")
     if value.weight.shape != part.weight.shape or (value.bias is None) != (part.bias is None):
         raise PatchConflictError(
@@ -123,7 +122,11 @@ class ProjectionView:
     def _write(self, rows: torch.Tensor | None, value: Any) -> None:
         if rows is None or not isinstance(value, torch.Tensor) or value.shape != rows.shape or rows.is_meta:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            has = "none" if rows is None else f"{tuple(rows.shape)}{' whose values are elsewhere' if rows.is_meta else ''}"
+            has = (
+                "none"
+                if rows is None
+                else f"{tuple(rows.shape)}{' whose values are elsewhere' if rows.is_meta else ''}"
+            )
             raise PatchConflictError(f"{self._name} has rows of {has}, and can't take {found}. {_ADVICE}")
         with torch.no_grad():
             rows.copy_(value)

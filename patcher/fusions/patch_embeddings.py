@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -11,10 +11,8 @@ from torch import nn
 
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.layouts import Flatten, Layout, Rows
-from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.finding import Surroundings
-from patcher.patterns import search
 
 
 class LinearPatchEmbedding(nn.Module):
@@ -109,18 +107,9 @@ class LinearPatchEmbedding(nn.Module):
 
 
 class PatchEmbeddings(Fusion):
-    """`nn.Conv3d` and `nn.Conv2d` whose stride is their kernel size -> `LinearPatchEmbedding`, in the same place.
-
-    Args:
-        modules: expressions, searched in the path of a convolution; without any, every convolution is asked.
-    """
+    """`nn.Conv3d` and `nn.Conv2d` whose stride is their kernel size -> `LinearPatchEmbedding`, in the same place."""
 
     name = "patch_embeddings"
-
-    def __init__(self, modules: str | Iterable[str] = ()) -> None:
-        self.modules = (modules,) if isinstance(modules, str) else tuple(modules)
-        if not all(isinstance(text, str) for text in self.modules):
-            raise InvalidPatcherError(f"patch_embeddings: modules takes expressions, found {modules!r}.")
 
     def is_fusable(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Conv2d | nn.Conv3d) and not self.refusal(module)
@@ -151,8 +140,7 @@ class PatchEmbeddings(Fusion):
         return LinearPatchEmbedding
 
     def is_asked(self, path: str, module: nn.Module) -> bool:
-        wanted = not self.modules or any(search(text, path) for text in self.modules)
-        return wanted and isinstance(module, nn.Conv2d | nn.Conv3d)
+        return isinstance(module, nn.Conv2d | nn.Conv3d)
 
     def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
         return self.refusal(module) or surroundings.sharing(path, module, "it") or None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -40,6 +40,7 @@ class SequentialExperts(Fusion):
     In training an expert without tokens runs on no rows, so that its gradient is zero and not None.
 
     Args:
+        modules: where, as paths of modules in the language of the reports.
         all_tokens: every expert computes every token, and what a token didn't choose weighs nothing. Then nothing
             depends on the data: for `torch.export`, `torch.compile(fullgraph=True)`, and for calibration, where hooks
             on the layers of every expert see every token.
@@ -47,8 +48,12 @@ class SequentialExperts(Fusion):
 
     name = "sequential_experts"
 
-    def __init__(self, *, all_tokens: bool = False) -> None:
-        self.all_tokens = all_tokens
+    all_tokens = False
+
+    def __init__(self, modules: str | Iterable[str] = (), *, all_tokens: bool = False) -> None:
+        super().__init__(modules)
+        if all_tokens:
+            self.all_tokens = True
 
     def is_fusable(self, module: nn.Module) -> bool:
         return bool(_weights_of(module)) and not self.refusal(module)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
+from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
@@ -22,10 +23,12 @@ from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
 from patcher.display import Shown, Table, patched_tables
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
+from patcher.fusions.config import with_fusion_names
 from patcher.inspection.report import rows_of_classes
 from patcher.inspection.signatures import misfits
 from patcher.loading.checks import Diagnostics, ordered
 from patcher.loading.hooks import dry_run
+from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.record import PatchRecord
 from patcher.patterns import compress, without_numbers
@@ -153,6 +156,7 @@ def plan(
     Raises:
         InvalidPatcherError: no model, patcher or checkpoint that can be planned. What the load would raise is no
             exception here but in `Plan.problems`.
+        PatchedWeightsError: the checkpoint is in a runtime layout that nothing names, or lies beside another one.
     """
     if not isinstance(patcher, Patcher):
         raise InvalidPatcherError(
@@ -160,11 +164,14 @@ def plan(
             'write plan(model, Patcher({"LlamaMLP": MyMLP})).'
         )
     config = config_of(model, options)
-    headers = _headers(model, checkpoint, options)
+    headers, layout = _headers(model, checkpoint, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
     asked = DryRun(unknown, has_checkpoint=headers is not None)
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
+    if layout:  # the weights lie so, whatever is asked for
+        said = options.get("fusion_config") or getattr(config, "fusion_config", None)
+        for_the_load["fusion_config"] = with_fusion_names(said, layout)
     load, error = dry_run(cls, patcher, tensors, asked, config=config, **for_the_load)
     constructed = load if isinstance(load, Constructed) else None
     in_force = load.in_force if load is not None else in_force_for(patcher)[0]
@@ -179,15 +186,18 @@ def plan(
     )
 
 
-def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> Headers | None:
+def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> tuple[Headers | None, list[str]]:
+    """The headers of the checkpoint, and the fusions of the runtime layout that it is in."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
     if isinstance(checkpoint, Mapping):
-        return headers_of_mapping(checkpoint)
+        return headers_of_mapping(checkpoint), []
     if checkpoint is None and isinstance(model, PretrainedConfig):
-        return None
+        return None, []
     places = {name: value for name, value in options.items() if name in PLACES}
-    return headers_of(model if checkpoint is None else checkpoint, **places)
+    source = model if checkpoint is None else checkpoint
+    layout = fusions_of_layout(source, places, places.get("variant"))
+    return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
 
 
 def _completed(

@@ -126,7 +126,8 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
-        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms]) + tuple(layouts),
+        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms])
+        + tuple(layouts),
         conversions_fired=tuple(fired),
         new_weights=record.new_weights,
         dropped_weights=record.dropped_weights,

@@ -17,8 +17,9 @@ from patcher.conversions.simulation import Outcome
 from patcher.conversions.sources import shape_of
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
+from patcher.fusions.base import Fusion
 from patcher.loading.record import Replaced
-from patcher.patterns import compress, is_expression, nearest, search
+from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths, search
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,35 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
         if key not in keys and key not in grouped:
             problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}")
     for fusion in patcher.fusions:
-        if fusion not in matched.of(entry, "fusions"):
-            refused = f"; it refused {', '.join(sorted(matched.refused)[:5])}" if matched.refused else ""
-            problems.append(f"fusions: {fusion!r} found no module that it can fuse{refused}")
+        problems += _unmatched_fusion(entry, fusion, matched)
     return problems
+
+
+def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) -> list[str]:
+    patterns = fusion.modules if isinstance(fusion, Fusion) else ()
+    if not patterns:
+        if fusion in matched.of(entry, "fusions"):
+            return []
+        return [f"fusions: {fusion!r} found no module that it can fuse{_refused(matched.refused)}"]
+    problems = []
+    for pattern in patterns:
+        if (fusion, pattern) in matched.of(entry, "modules"):
+            continue
+        named = sorted((path for path in matched.paths if matches_path(pattern, path)), key=dot_natural_key)
+        if not named:
+            near = nearest_paths(pattern, sorted(matched.paths, key=dot_natural_key))
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            problems.append(f"fusions: {fusion!r} is asked for at {pattern!r}, where the model has no module{hint}")
+        else:
+            why = _refused(text for text in matched.refused if text.partition(" (")[0] in named)
+            hint = why or f"; what is inside of those that it names would be {pattern.removesuffix('.**')}.**"
+            problems.append(f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint}")
+    return problems
+
+
+def _refused(texts: Iterable[str]) -> str:
+    listed = sorted(texts)[:5]
+    return f"; it refused {', '.join(listed)}" if listed else ""
 
 
 def _reason(key: str, classes: Set[str]) -> str:

@@ -6,11 +6,11 @@ first: its conversions run inside of the sources.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +146,7 @@ def with_fused_sources(
         fused_already = set()
     if fused_already:
         missing = {}  # what such a checkpoint lacks, it lacks under its own names
-    twice = {target: taken for target in fused_already if (taken := made_of.get(target))}
+    twice = {target: made_of[target] for target in sorted(fused_already & made_of.keys())}
     return FusedReading(
         rest,
         [named, *conversions],
@@ -213,9 +213,9 @@ def _parts(
             made = group.made(stock, unknown)
         except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
             if wanted.intersection(group.named()):
-                found = group.lacking(stock)
-                lacking += found
-                if not found:
+                absent = group.lacking(stock)
+                lacking += absent
+                if not absent:
                     failed.append(f"{describe(group.converter)} raises {type(error).__name__}: {error}")
             continue
         if not wanted.intersection(made):
@@ -268,7 +268,7 @@ class _Group:
         self._view = view
         self._plain = trace.transform if (trace := trace_of(converter)) else converter
         self._unused = with_trace(self._plain) if trace else copy_transform(converter)
-        # With the trace of the load, if it has one. It knows the key that was renamed last, so tensors are added at once.
+        # With the trace of the load, if it has one: that knows the key that was renamed last, so it is told at once.
         self._recording = deepcopy(converter)
         self._shapes: dict[str, tuple[int, ...]] = {}
         #: the name that the converter meets -> the key
@@ -294,7 +294,8 @@ class _Group:
             return []
         # In the names that the converter meets; the checkpoint's own may begin otherwise.
         named, key = next(iter(self._renamed.items()))
-        end = len(os.path.commonprefix([named[::-1], key[::-1]]))
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(named), reversed(key), strict=False))
+        end = sum(1 for _ in alike)
         head, own = named[: len(named) - end], key[: len(key) - end]
         absent = sorted(expected.keys() - self._renamed.keys(), key=dot_natural_key)
         return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
@@ -329,7 +330,7 @@ def _problem(
     lines = []
     for target, taken in list(twice.items())[:3]:
         lines.append(
-            f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out of the file."
+            f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out."
         )
     if trouble.companions:
         lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")

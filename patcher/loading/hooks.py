@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
 from patcher.compat.hooks import HOOKED, check
 from patcher.compat.models import as_stock, original_class
@@ -29,10 +31,12 @@ from patcher.construction.init_hooks import building, cover_new_classes, coverin
 from patcher.construction.lock import construction_lock
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
-from patcher.errors import PatcherError
-from patcher.fusions.config import names_fusions, names_in_file, split_fusion_config, with_fusion_names
+from patcher.errors import InvalidPatcherError, PatcherError
+from patcher.fusions.config import KEY, names_in_file, split_fusion_config
+from patcher.loading import saving_hooks as saving
 from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import InitialValues, keeping_computed
+from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
     DryRun,
@@ -49,7 +53,7 @@ from patcher.loading.load import (
 from patcher.loading.reading import read
 from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
-from patcher.loading.saving import SavePlan, original_state_dict, plan_saving
+from patcher.loading.saving import original_state_dict
 from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -60,7 +64,7 @@ Stock = Callable[..., Any]
 #: The load that this thread or task is in: the result of its last step.
 _LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)
 #: What the call of `from_pretrained` around this code was given, patched or not.
-_CALL: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("patcher_call", default=(None, {}))
+_CALL: ContextVar[Request | None] = ContextVar("patcher_call", default=None)
 #: What makes the next load a dry run, and where its last result goes.
 _DRY_RUN: ContextVar[tuple[DryRun, list[Request]] | None] = ContextVar("patcher_dry_run", default=None)
 
@@ -122,7 +126,7 @@ def _from_pretrained(
     with ExitStack() as stack:
         for variable, value in (
             (_LOAD, request(cls, patcher, path, kwargs, dry[0] if dry is not None else None)),
-            (_CALL, (path, kwargs)),
+            (_CALL, Request(model_class=cls, path=path, options=kwargs)),
             (_DRY_RUN, None),  # a load inside of this one is none
         ):
             stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
@@ -162,12 +166,38 @@ def dry_run(
     return (results[-1] if results else None), error
 
 
+def _find_weights(
+    stock: Stock,
+    pretrained_model_name_or_path: Any,
+    variant: str | None,
+    gguf_file: str | None,
+    *args: Any,
+    transformers_explicit_filename: str | None = None,
+    download_kwargs: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Find weights in a runtime layout under the names that they have, and ask for the fusions that made it."""
+    call, path, file = _CALL.get(), pretrained_model_name_or_path, transformers_explicit_filename
+    if call is not None and gguf_file is None:
+        options = {**call.options, **(download_kwargs or {})}
+        if file is None:
+            _CALL.set(replace(call, path=path, options=options))  # an adapter's folder may have led here
+            names = fusions_of_layout(path, options, variant)
+        else:  # an adapter; or what a config names
+            names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
+        if names:
+            _ask_for(names)
+            variant = VARIANT
+    kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
+    return stock(path, variant, gguf_file, *args, **kwargs)
+
+
 def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
     asked, rest = split_fusion_config(fusion_config)
-    path, options = _CALL.get()
+    call = _CALL.get()
     # An argument takes the place of what the file says, but the weights in it lie as they do.
-    names = list(dict.fromkeys([*names_in_file(path, options), *asked]))
+    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *asked]
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
             # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
@@ -175,13 +205,25 @@ def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fus
                 config.fusion_config = rest
             else:
                 del config.fusion_config
-        entry = InForce(Patcher(fusions=names), "fusion_config")
-        check_supported((entry,), path, options)
-        load = _LOAD.get()
-        before = load if type(load) is Request else Request(model_class=cls, path=path, options=options)
-        _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
+        _ask_for(names)
     if rest:
         stock(cls, config, rest)
+
+
+def _ask_for(names: Iterable[str]) -> None:
+    """Have the load apply the fusions that a file or a config names."""
+    call, load, origin = _CALL.get(), _LOAD.get(), "fusion_config"
+    before = load if type(load) is Request else call
+    if call is None or before is None:
+        raise InvalidPatcherError(
+            f"fusion_config: {KEY!r} is for a load, and none goes on here. For what is built otherwise write "
+            f"with Patcher(fusions={list(names)!r}).applied(): ..."
+        )
+    known = {fusion for entry in before.own if entry.origin == origin for fusion in entry.patcher.fusions}
+    entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
+    if entry.patcher.fusions:
+        check_supported((entry,), call.path, call.options)
+        _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
 
 
 def _get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
@@ -299,49 +341,8 @@ def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -
     return [*map(copy_transform, selected.added), *selected.kept]
 
 
-#: What this thread is saving, and how.
-_SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
-
-
-def _save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    if record_of(self) is None and not names_fusions(self.config) and not fused_modules(self):
-        return stock(self, *args, **kwargs)
-    arguments = inspect.signature(stock).bind(self, *args, **kwargs)
-    arguments.apply_defaults()
-    plan = plan_saving(self, arguments.arguments["state_dict"], arguments.arguments["save_original_format"])
-    token = _SAVING.set(plan)
-    try:
-        return stock(self, *args, **kwargs)
-    finally:
-        _SAVING.reset(token)
-
-
-def _save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
-    plan = _SAVING.get()
-    if plan is None or plan.model.config is not self:
-        return stock(self, *args, **kwargs)
-    record = plan.record
-    if record is not None:
-        self.architectures = [record.model_class.__name__]
-    # Names stand in the file if the weights beside it lie so: a config that was read from elsewhere may say otherwise.
-    before = self.__dict__.get("fusion_config")
-    after = with_fusion_names(before, () if plan.original_format or record is None else record.fusions)
-    if after == (before or {}):
-        return stock(self, *args, **kwargs)
-    self.fusion_config = after
-    try:
-        if not after:
-            del self.fusion_config
-        return stock(self, *args, **kwargs)
-    finally:
-        if before is None:
-            del self.fusion_config
-        else:
-            self.fusion_config = before
-
-
 def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
-    plan = _SAVING.get()
+    plan = saving.SAVING.get()
     if record_of(model) is None and not fused_modules(model):
         return stock(model, state_dict)
     if plan is not None and plan.model is model:
@@ -352,6 +353,7 @@ def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
 # What stands at each place that `HOOKED` names.
 _HOOKS: dict[str, Callable[..., Any]] = {
     "load": _from_pretrained,
+    "find weights": _find_weights,
     "fusion config": _register_fusions,
     "make": _from_config,
     "construction contexts": _get_init_context,
@@ -362,8 +364,10 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "conversions of adapters": _conversions_of,
     "read": _convert_and_load,
     "finish": _finalize,
-    "save": _save_pretrained,
-    "save config": _save_config,
+    "save": saving.save_pretrained,
+    "save config": saving.save_config,
+    "write weights": saving.write_weights,
+    "upload": saving.upload,
     "give back": _revert,
     "record outputs": install_output_hooks,
 }

@@ -31,10 +31,11 @@ from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.fusions.base import Fusion
 from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import ParameterTraits, forget_indices, keep_new_weights
 from patcher.loading.record import PatchRecord, Replaced, keep_record
-from patcher.patterns import inside
+from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
@@ -190,6 +191,10 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         classes=frozenset((original_class(module) or type(module)).__name__ for _, module in modules),
         refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
     )
+    if keys := _asked_paths(construction, resolution):
+        matched |= Matched(
+            keys=frozenset(key for key, took in keys.items() if took), paths=frozenset(path for path, _ in modules)
+        )
     tell_blocks(matched)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
@@ -207,6 +212,21 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
     return matched, record, tuple(outermost), models
+
+
+def _asked_paths(
+    construction: Construction, resolution: Resolution
+) -> dict[tuple[InForce, str, tuple[Fusion, str]], bool]:
+    """Each path that a fusion is asked for, as a key of `Matched`, and whether the fusion took a module there."""
+    return {
+        (entry, "modules", (fusion, pattern)): any(
+            matches_path(pattern, path) for path in resolution.fusion_plan.by_fusion.get(fusion, ())
+        )
+        for entry in construction.rules.entries
+        for fusion in entry.patcher.fusions
+        if isinstance(fusion, Fusion)
+        for pattern in fusion.modules
+    }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -21,6 +21,7 @@ from patcher.conversions.simulation import simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.base import Fusion
 from patcher.loading.expert_names import named_as_in_checkpoint
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
@@ -42,6 +43,11 @@ class SavePlan:
     original_format: bool = True
     conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fusions(self) -> tuple[str | Fusion, ...]:
+        """Those in whose layout the weights are saved, none in the original format."""
+        return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
     def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as the unpatched model would save it.
@@ -110,7 +116,7 @@ def plan_saving(
         elif fused:
             raise PatchedWeightsError(
                 f"{fused[0][0]} is fused, and {type(model).__name__} around it was loaded without a patcher: "
-                "save_original_format=False would write what nothing can load. Save in the original format (the default)."
+                "save_original_format=False would write what nothing can load. Save in the original format."
             )
         return SavePlan(model, record, original_format)
     if record is None and not fused:

@@ -24,9 +24,7 @@ def prepare_fusions(construction: Construction, model_class: type[PreTrainedMode
     if not any(entry.patcher.fusions for entry in entries):
         return
     resolution = construction.resolution = resolve_in_force(entries, model_class, config)
-    construction.recorded = frozenset(
-        resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt
-    )
+    construction.recorded = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
     cover_new_classes(construction.recorded)
 
 

@@ -89,7 +89,10 @@ SLICES = st.tuples(st.none() | st.integers(-14, 14), st.none() | st.integers(-14
 
 
 @settings(deadline=None)
-@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4), index=SLICES | st.tuples(SLICES, SLICES) | st.integers(0, 9))
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    index=SLICES | st.tuples(SLICES, SLICES) | st.integers(0, 9),
+)
 def test_any_slice_is_that_of_the_joined_tensor(sizes: list[int], index: Any) -> None:
     rows = sum(sizes)
     whole = torch.arange(float(rows)).view(rows, 1).expand(rows, 3).contiguous()

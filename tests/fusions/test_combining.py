@@ -14,10 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRMSNorm
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
-from patcher.fusions import Fusion
-from patcher.fusions.patch_embeddings import PatchEmbeddings
-from patcher.fusions.qkv import QKV
-from patcher.fusions.sequential_experts import SequentialExperts
+from patcher.fusions import QKV, Fusion, PatchEmbeddings, SequentialExperts
 from patcher.loading.saving import original_state_dict
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
@@ -226,7 +223,7 @@ CONFLICTS: list[tuple[PretrainedConfig, list[Any], str]] = [
     (LLAMA, [Subclassed(r"\.mlp$"), "gate_up"], r"and 'gate_up' both claim model\.layers\.0\.mlp; use one"),
     (MIXTRAL, ["sequential_experts", MyExperts()], r"both claim model\.layers\.0\.mlp\.experts; use one"),
     (VISION, ["patch_embeddings", MyPatches()], r"both claim model\.visual\.patch_embed\.proj; use one"),
-    (VISION, ["patch_embeddings", PatchEmbeddings("visual")], r"both claim model\.visual\.patch_embed\.proj; use one"),
+    (VISION, ["patch_embeddings", PatchEmbeddings("**")], r"both claim model\.visual\.patch_embed\.proj; use one"),
 ]
 
 
@@ -277,6 +274,7 @@ def test_one_of_several_that_finds_nothing_is_an_error(llama: Path) -> None:
         ({"qkv": True, "gate_up": {}}, Patcher(fusions=["qkv", "gate_up"])),
         ({"qkv": False, "gate_up": True}, Patcher(fusions="gate_up")),
         ({"patch_embeddings": {"modules": "visual"}}, Patcher(fusions=PatchEmbeddings("visual"))),
+        ({"qkv": {"modules": ["a.*", "b"]}}, Patcher(fusions=QKV(["b", "a.*"]))),
         (dict.fromkeys(FAMILIES, True), Patcher(fusions=FAMILIES)),
         ({"qkv": False}, Patcher()),
         ({}, Patcher()),

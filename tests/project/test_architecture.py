@@ -134,10 +134,9 @@ def test_loading_and_codegen_do_not_know_each_others_inside() -> None:
     none_of(inside)
 
 
-def test_generated_files_import_no_libcst() -> None:
-    assert {
-        each for each in reached("patcher.codegen.runtime", house()) if each.partition(".")[0] == "libcst"
-    } == set()
+@pytest.mark.parametrize("module", ["patcher.codegen.runtime", "patcher.fusions"])
+def test_what_generated_files_and_configs_import_edits_no_source(module: str) -> None:
+    assert {each for each in reached(module, house()) if each.partition(".")[0] == "libcst"} == set()
 
 
 def is_module(name: str) -> bool:

@@ -22,9 +22,8 @@ from transformers.core_model_loading import (
 )
 
 from patcher import InvalidPatcherError, Patcher
+from patcher.fusions import QKV, GateUp, PatchEmbeddings, SequentialExperts
 from patcher.fusions.base import Fusion
-from patcher.fusions.patch_embeddings import PatchEmbeddings
-from patcher.fusions.qkv import QKV
 from tests.support.replacements import JOINED, OWN, JoinedMLP, OwnMLP, OwnNorm
 
 OWN_MLP = "tests.support.replacements:OwnMLP"
@@ -44,7 +43,11 @@ CLASSES = st.sampled_from([OwnMLP, OwnNorm, JoinedMLP, nn.Linear])
 FUSIONS = st.lists(
     st.one_of(
         st.sampled_from(["qkv", "gate_up", "sequential_experts", QKV()]),
-        st.builds(PatchEmbeddings, st.lists(NAMES, max_size=2)),
+        st.builds(
+            lambda family, modules: family(modules),
+            st.sampled_from([QKV, GateUp, PatchEmbeddings, SequentialExperts]),
+            st.lists(st.one_of(NAMES, st.sampled_from(["**.mlp", "a.{0,2..5}.*"])), min_size=1, max_size=2),
+        ),
     ),
     max_size=3,
 )

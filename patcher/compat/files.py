@@ -1,0 +1,23 @@
+"""The files of a checkpoint, as transformers finds and writes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils.hub import has_file as _has_file
+
+_WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "token")
+
+
+def has_file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder, or a repo on the hub, has a file; of the hub nothing but that is asked.
+
+    Args:
+        options: the keyword arguments of `from_pretrained`, some of which say where the file is.
+    """
+    below = f"{options['subfolder']}/{name}" if options.get("subfolder") else name
+    if os.path.isdir(path):  # noqa: PTH112 - quicker, and every load asks
+        return os.path.isfile(os.path.join(path, below))  # noqa: PTH113, PTH118
+    return bool(_has_file(path, below, **{key: options[key] for key in _WHERE if options.get(key) is not None}))

@@ -1,0 +1,99 @@
+"""What stands at the places where transformers saves: a model, its config, files of weights, an upload."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from patcher.checkpoints.weight_files import VARIANT
+from patcher.conversions.fused_weights import fused_modules
+from patcher.errors import InvalidPatcherError
+from patcher.fusions.config import names_fusions, with_fusion_names
+from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
+from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.saving import SavePlan, plan_saving
+
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
+
+#: What this thread is saving, and how.
+SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
+#: The names of the files of weights that the save in this thread has written so far.
+_WRITTEN: ContextVar[set[str] | None] = ContextVar("patcher_written", default=None)
+
+
+def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(stock).bind(self, *args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    plan, record = None, record_of(self)
+    if given["distributed_checkpoint"] and (fused_modules(self) or (record is not None and _converts(record))):
+        name = type(self) if record is None else record.model_class
+        raise InvalidPatcherError(
+            "distributed_checkpoint=True writes the parameters as they lie in memory, and those of a patched model "
+            f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
+        )
+    if record is not None or names_fusions(self.config) or fused_modules(self):
+        plan = plan_saving(self, given["state_dict"], given["save_original_format"])
+    in_layout = plan is not None and bool(plan.fusions)
+    check_variant(given["variant"], in_layout=in_layout)
+    if in_layout:
+        given["variant"] = VARIANT
+    written: set[str] = set()
+    tokens = SAVING.set(plan), _WRITTEN.set(written)
+    try:
+        result = stock(*arguments.args, **arguments.kwargs)
+    finally:
+        SAVING.reset(tokens[0])
+        _WRITTEN.reset(tokens[1])
+    remove_others(given["save_directory"], written)
+    return result
+
+
+def _converts(record: PatchRecord) -> bool:
+    """Whether the parameters of a model may lie otherwise than in its checkpoint."""
+    return any(
+        patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in record.patchers
+    )
+
+
+def write_weights(stock: Stock, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(tensors, filename, *args, **kwargs)
+    if (written := _WRITTEN.get()) is not None:
+        written.add(Path(filename).name)
+    return result
+
+
+def upload(stock: Stock, self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(stock).bind(self, working_dir, repo_id, *args, **kwargs).arguments
+    check_upload(_WRITTEN.get() or (), repo_id, {"token": given.get("token")})
+    return stock(self, working_dir, repo_id, *args, **kwargs)
+
+
+def save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    plan = SAVING.get()
+    if plan is None or plan.model.config is not self:
+        return stock(self, *args, **kwargs)
+    record = plan.record
+    if record is not None:
+        self.architectures = [record.model_class.__name__]
+    # Names stand in the file if the weights beside it lie so: a config that was read from elsewhere may say otherwise.
+    before = self.__dict__.get("fusion_config")
+    after = with_fusion_names(before, plan.fusions)
+    if after == (before or {}):
+        return stock(self, *args, **kwargs)
+    self.fusion_config = after
+    try:
+        if not after:
+            del self.fusion_config
+        return stock(self, *args, **kwargs)
+    finally:
+        if before is None:
+            del self.fusion_config
+        else:
+            self.fusion_config = before
