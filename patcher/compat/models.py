@@ -105,6 +105,11 @@ def as_stock(model: Any) -> Any:
     return ModelView(model, named_modules=shown_modules) if replaced else model
 
 
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were loaded into a model, of which transformers then saves nothing else."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
 def tied_keys(model: PreTrainedModel) -> set[str]:
     """The parameters that are tied to another one, and so don't come from a checkpoint."""
     return set(getattr(model, "all_tied_weights_keys", None) or ())

@@ -6,6 +6,7 @@ any model that holds the module becomes one in the layout of transformers by it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ class FusedWeights:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedWeights:
         return self
+
+    def __reduce__(self) -> Any:
+        return (_unpickled, (self.fusion, self.original, self.layouts, self.names))
 
     @property
     def fused(self) -> frozenset[str]:
@@ -91,13 +95,11 @@ class FusedWeights:
     def _check_names(self, path: str, tensors: Iterable[str]) -> None:
         names = set(tensors)
         fused, prefix = self.fused, inside(path)
-        if not fused & names and not any(".parametrizations." in f".{name}" for name in names):
-            return
         for name in sorted(self.stock & names - fused):
             raise _cannot(
                 f"{prefix}{name}",
-                f"the module holds it beside {', '.join(sorted(fused & names))}, which its forward uses. Give the "
-                "values to the fused parameter, or take the fusions off with Patcher().apply(model)",
+                f"{', '.join(sorted(fused)[:2])} of a fused module stands for it, and both are there. Assign layers to "
+                "a fused module by its attributes, or take the fusions off with Patcher().apply(model)",
             )
         owners = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for name in sorted(names - fused - set(self.names)):
@@ -105,8 +107,13 @@ class FusedWeights:
                 raise _cannot(
                     f"{prefix}{name}",
                     "it was added to a fused layer, and the checkpoint has no place for it. Take it off before "
-                    "saving, or take the fusions off with Patcher().apply(model) before adding it",
+                    "saving, or take the fusions off with Patcher().apply(model) before it is added",
                 )
+
+
+def _unpickled(*values: Any) -> FusedWeights:
+    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    return FusedWeights(*values)
 
 
 def fused_weights(module: nn.Module) -> FusedWeights | None:

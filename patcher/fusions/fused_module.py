@@ -7,7 +7,6 @@ made from it; any other is built again from the arguments of its constructor.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import weakref
@@ -72,7 +71,6 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def _restored(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> nn.Module:
-    importlib.import_module("patcher").install()  # so that the model saves there as it does here
     cls = fused_class(fusion, original, recipe)
     return cls.__new__(cls)
 

@@ -167,7 +167,7 @@ def plan(
     headers, layout = _headers(model, checkpoint, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    asked = DryRun(unknown, has_checkpoint=headers is not None)
+    asked = DryRun(unknown, has_checkpoint=headers is not None, runtime_layout=bool(layout))
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the weights lie so, whatever is asked for
         said = options.get("fusion_config") or getattr(config, "fusion_config", None)

@@ -187,6 +187,9 @@ def _find_weights(
             names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
         if names:
             _ask_for(names)
+            load = _LOAD.get()
+            if type(load) is Request:
+                _LOAD.set(replace(load, runtime_layout=True))
             variant = VARIANT
     kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
     return stock(path, variant, gguf_file, *args, **kwargs)

@@ -47,10 +47,12 @@ class DryRun:
     Attributes:
         unknown: the keys of the checkpoint whose shapes nobody knows.
         has_checkpoint: whether there is one; without it conversions and weights are not judged.
+        runtime_layout: whether it has the parameters of the model as they are.
     """
 
     unknown: frozenset[str] = frozenset()
     has_checkpoint: bool = True
+    runtime_layout: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,6 +64,7 @@ class Request:
         own: those of them that this very load brings.
         path: what is loaded.
         options: the keyword arguments of `from_pretrained`.
+        runtime_layout: whether the checkpoint has the parameters of the model as they are.
     """
 
     model_class: type[PreTrainedModel]
@@ -70,6 +73,7 @@ class Request:
     path: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dry_run: DryRun | None = None
+    runtime_layout: bool = False
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -92,7 +96,15 @@ def request(
     for entry in own:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
-    return Request(model_class=model_class, in_force=in_force, own=own, path=path, options=options, dry_run=dry_run)
+    return Request(
+        model_class=model_class,
+        in_force=in_force,
+        own=own,
+        path=path,
+        options=options,
+        dry_run=dry_run,
+        runtime_layout=dry_run is not None and dry_run.runtime_layout,
+    )
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
@@ -251,6 +263,8 @@ def select(
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
     conversions = select_conversions(stock[asked:], constructed.record.patchers, constructed.record.fusion_transforms)
     traced = tuple(with_trace(transform) for transform in conversions.added)
+    if constructed.runtime_layout:  # what transformers converts has been converted
+        conversions = replace(conversions, kept=())
     kept = [with_trace(item) if joins(item) else item for item in conversions.kept]
     followed = tuple(item for item in kept if trace_of(item) is not None)
     selected = Selected(

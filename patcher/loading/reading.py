@@ -66,7 +66,7 @@ def read(
         expected = _dry_run(selected, load_config, checkpoint, selected.dry_run)
         return expected, expected.info, None
     quantized = not _can_be_simulated(load_config)
-    reading = with_fused_sources(selected.model, checkpoint, mapping, quantized=quantized)
+    reading = _reading(selected, checkpoint, mapping, quantized=quantized)
     if reading.problem is not None:
         raise reading.problem
     if not quantized and not _fits_as_it_is(selected, reading.checkpoint):
@@ -77,6 +77,20 @@ def read(
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
     set_used_conversions(selected.model, own)
     return loaded, info, disk_index
+
+
+def _reading(
+    selected: Selected,
+    checkpoint: Mapping[str, Any],
+    mapping: list[Any],
+    unknown: frozenset[str] = frozenset(),
+    *,
+    quantized: bool,
+) -> FusedReading:
+    """How the checkpoint is read by a model with fused modules."""
+    if selected.runtime_layout:
+        return FusedReading(checkpoint, mapping, fused_already=True, unknown=unknown)
+    return with_fused_sources(selected.model, checkpoint, mapping, unknown, quantized=quantized)
 
 
 def _dry_run(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
@@ -135,7 +149,7 @@ def _simulate_read(
     )
     copied = [copies[id(item)] for item in mapping]
     shapes, unknown = shapes_of(checkpoint), _unknown(selected)
-    reading = with_fused_sources(selected.model, shapes, copied, unknown, quantized=quantized)
+    reading = _reading(selected, shapes, copied, unknown, quantized=quantized)
     outcome = simulate(
         selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
     )

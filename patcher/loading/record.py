@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,6 +73,14 @@ class PatchRecord:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
         return self
+
+    def __reduce__(self) -> Any:
+        return (_unpickled, (vars(self),))
+
+
+def _unpickled(values: dict[str, Any]) -> PatchRecord:
+    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    return PatchRecord(**values)
 
 
 def record_of(model: nn.Module) -> PatchRecord | None:

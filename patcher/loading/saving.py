@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
-from patcher.compat.models import ModelView
+from patcher.compat.models import ModelView, has_adapters
 from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
@@ -66,7 +66,12 @@ class SavePlan:
 
     def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The checkpoint of a state dict in the layout of transformers."""
-        model = self.model
+
+        def get_parameter(name: str) -> torch.Tensor:
+            # Operations look at parameters, some of which the model has in another form.
+            return state_dict[name] if name in state_dict else self.model.get_parameter(name)
+
+        model: Any = ModelView(self.model, get_parameter=get_parameter)
         if self.record is None:
             return stock_revert(model, dict(state_dict))
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
@@ -82,7 +87,7 @@ class SavePlan:
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
-        if not self.order:
+        if not (self.order or traces):
             return result
         keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: result[key] for key in keys}
@@ -122,6 +127,8 @@ def plan_saving(
     if record is None and not fused:
         return SavePlan(model, record, original_format)
     plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
+    if has_adapters(model) and state_dict is None:
+        return plan
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
     plan.original_state_dict(

@@ -81,7 +81,7 @@ class OnDisk:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         found = self.tensor[index]
-        self.rows |= {int(row[0]) for row in found.reshape(-1, self.tensor.shape[-1])} if found.numel() else set()
+        self.rows |= {int(value) for value in found.flatten()}
         return found
 
 

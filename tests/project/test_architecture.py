@@ -48,8 +48,11 @@ ORDER = (
 )
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME = {"training"}
-#: The functions that may import what stands below them: methods of the value that act by what is built on it.
+#: The functions that may import what stands below them: methods of the value that act by what is built on it, and
+#: what a pickle runs where it is read, which installs the hook.
 LATE = {
+    ("patcher.conversions.fused_weights", "_unpickled"),
+    ("patcher.loading.record", "_unpickled"),
     ("patcher", "__getattr__"),
     ("patcher.spec.patcher", "Patcher.applied"),
     ("patcher.spec.patcher", "Patcher.apply"),

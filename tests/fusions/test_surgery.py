@@ -1,0 +1,306 @@
+"""Fused modules in other hands: copied, moved, appended, pickled, changed. They save right, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from patcher import PatchConflictError, PatchedWeightsError, Patcher
+from patcher.conversions.fused_weights import fused_modules
+from tests.support.comparing import logits
+from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
+
+BOTH = Patcher(fusions=["qkv", "gate_up"])
+CONFIGS = {"llama": tiny_llama_config, "biases": lambda: tiny_llama_config(attention_bias=True, mlp_bias=True), "experts": tiny_mixtral_config}
+PATCHERS = {"llama": BOTH, "biases": BOTH, "experts": Patcher(fusions=["qkv", "sequential_experts"])}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_tiny(config(), tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
+
+
+def load(folder: Path, patcher: Patcher | None = None) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
+
+
+def settle(model: Any) -> Any:
+    """What whoever changes the number of layers does as well."""
+    model.config.num_hidden_layers = len(model.model.layers)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = ["full_attention"] * len(model.model.layers)
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number
+    return model
+
+
+# --- any surgery on layers --------------------------------------------------------------------------------------------
+
+#: what is done to the layers of a model, given those of another one that is fused where it isn't
+SURGERY: dict[str, Callable[[list[Any], list[Any], int, int], None]] = {
+    "append a copy": lambda layers, others, i, j: layers.append(copy.deepcopy(layers[i % len(layers)])),
+    "insert a copy": lambda layers, others, i, j: layers.insert(i % len(layers), copy.deepcopy(layers[j % len(layers)])),
+    "append one of the other": lambda layers, others, i, j: layers.append(copy.deepcopy(others[i % len(others)])),
+    "replace by one of the other": lambda layers, others, i, j: layers.__setitem__(
+        i % len(layers), copy.deepcopy(others[j % len(others)])
+    ),
+    "swap": lambda layers, others, i, j: layers.__setitem__(
+        slice(None), [layers[-1], *layers[1:-1], layers[0]] if len(layers) > 1 else layers
+    ),
+    "move the last to the front": lambda layers, others, i, j: layers.insert(0, layers.pop()),
+    "truncate": lambda layers, others, i, j: layers.pop() if len(layers) > 1 else None,
+    "take the attention of the other": lambda layers, others, i, j: setattr(
+        layers[i % len(layers)], "self_attn", copy.deepcopy(others[j % len(others)].self_attn)
+    ),
+    "pickle": lambda layers, others, i, j: layers.__setitem__(
+        i % len(layers), pickle.loads(pickle.dumps(layers[i % len(layers)]))
+    ),
+    "twice the same": lambda layers, others, i, j: layers.extend(copy.deepcopy(layers)) if len(layers) < 5 else None,
+}
+
+
+def operated(model: Any, other: Any, steps: list[tuple[str, int, int]]) -> Any:
+    layers = list(model.model.layers)
+    for name, i, j in steps:
+        SURGERY[name](layers, list(other.model.layers), i, j)
+    model.model.layers = nn.ModuleList(layers)
+    return settle(model)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(CONFIGS)),
+    steps=st.lists(st.tuples(st.sampled_from(sorted(SURGERY)), st.integers(0, 5), st.integers(0, 5)), max_size=5),
+    fused_host=st.booleans(),
+)
+def test_whatever_is_done_with_layers_the_checkpoint_is_that_of_stock(
+    name: str, steps: list[tuple[str, int, int]], fused_host: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    stock, fused, twin = load(folders[name]), load(folders[name], PATCHERS[name]), load(folders[name])
+    with torch.no_grad():  # so that it is seen whose layer is whose
+        for model in (stock, fused):
+            for layer in model.model.layers:
+                layer.input_layernorm.weight.add_(1.0)
+    host, other = (fused, twin) if fused_host else (twin, fused)
+    expected_host, expected_other = (stock, load(folders[name])) if fused_host else (load(folders[name]), stock)
+
+    found = operated(host, other, steps)
+    expected = operated(expected_host, expected_other, steps)
+
+    inputs = tiny_inputs(found.config)
+    torch.testing.assert_close(logits(found, inputs), logits(expected, inputs), atol=1e-4, rtol=1e-4)
+    for model, folder in ((found, "found"), (expected, "expected")):
+        model.save_pretrained(tmp_path / folder)
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("found", "expected"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    again = load(tmp_path / "found")
+    torch.testing.assert_close(logits(again, inputs), logits(expected, inputs), atol=1e-4, rtol=1e-4)
+
+
+# --- changes that have no place in the checkpoint ----------------------------------------------------------------------
+
+
+def add_bias(layer: nn.Linear) -> None:
+    layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+
+
+def older_weight_norm(layer: nn.Linear) -> None:
+    with pytest.warns(FutureWarning, match="is deprecated"):
+        nn.utils.weight_norm(layer)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+def replace(name: str, make: Callable[[nn.Linear], nn.Module]) -> Callable[[Any], None]:
+    return lambda module: setattr(module, name, make(getattr(module, name)))
+
+
+#: change of a fused attention -> what is said when the model is saved
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a bias": (
+        lambda attention: add_bias(attention.qkv_proj),
+        r"layers\.1\.self_attn\.qkv_proj\.bias can't be saved in the original format: it was added to a fused layer",
+    ),
+    "weight_norm": (
+        lambda attention: nn.utils.parametrizations.weight_norm(attention.qkv_proj),
+        r"qkv_proj\.parametrizations\.weight\.original0 can't be saved.* it was added to a fused layer",
+    ),
+    "the older weight_norm": (
+        lambda attention: older_weight_norm(attention.qkv_proj),
+        r"qkv_proj\.weight_g can't be saved in the original format: it was added to a fused layer",
+    ),
+    "another size": (
+        replace("qkv_proj", lambda old: nn.Linear(old.in_features, old.out_features + 1, bias=False)),
+        r"qkv_proj\.weight can't be saved in the original format: it had the shape \(128, 64\) when it was fused, "
+        r"it has \(129, 64\) now",
+    ),
+    "a wrapper": (
+        replace("qkv_proj", Wrapped),
+        r"qkv_proj\.inner\.weight can't be saved in the original format: it was added to a fused layer",
+    ),
+    "a buffer": (
+        lambda attention: attention.qkv_proj.register_buffer("scale", torch.ones(1)),
+        r"qkv_proj\.scale can't be saved in the original format: it was added to a fused layer",
+    ),
+    "a projection behind its back": (
+        lambda attention: attention._modules.__setitem__("q_proj", nn.Linear(64, 64, bias=False)),
+        r"q_proj\.weight can't be saved.* qkv_proj\.weight of a fused module stands for it, and both are there",
+    ),
+    "eight bits": (
+        lambda attention: attention.qkv_proj._parameters.__setitem__(
+            "weight", nn.Parameter(torch.zeros(128, 64, dtype=torch.int8), requires_grad=False)
+        ),
+        r"qkv_proj\.weight can't be saved in the original format: it is quantized",
+    ),
+}
+
+
+@pytest.mark.parametrize("host", ["its own model", "a stock model"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_can_not_be_given_back_raises_before_a_file_is_written(
+    change: str, host: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = load(folders["llama"], BOTH)
+    act, message = CHANGES[change]
+    act(model.model.layers[1].self_attn)
+    if host == "a stock model":
+        stock = load(folders["llama"])
+        stock.model.layers[1] = model.model.layers[1]
+        model = stock
+
+    with pytest.raises(PatchedWeightsError, match=message):
+        model.save_pretrained(tmp_path / "saved")
+
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_fused_layer_in_a_stock_model_has_no_runtime_layout_to_save(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load(folders["llama"])
+    model.model.layers[1] = load(folders["llama"], BOTH).model.layers[1]
+
+    with pytest.raises(PatchedWeightsError, match=r"model\.layers\.1\.self_attn is fused, and LlamaForCausalLM around"):
+        model.save_pretrained(tmp_path / "saved", save_original_format=False)
+
+
+# --- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_is_assigned_to_a_part_moves_its_values_in(folders: dict[str, Path], tmp_path: Path) -> None:
+    stock, fused = load(folders["biases"]), load(folders["biases"], BOTH)
+    for model in (stock, fused):
+        torch.manual_seed(1)
+        attention = model.model.layers[1].self_attn
+        attention.k_proj = nn.Linear(64, attention.k_proj.out_features)
+        attention.v_proj.weight = nn.Parameter(torch.randn_like(attention.v_proj.weight))
+        with torch.no_grad():
+            attention.q_proj.bias.fill_(2.0)
+            model.model.layers[0].mlp.up_proj.weight.mul_(3.0)
+
+    inputs = tiny_inputs(stock.config)
+    torch.testing.assert_close(logits(fused, inputs), logits(stock, inputs), atol=1e-4, rtol=1e-4)
+    for model, folder in ((stock, "stock"), (fused, "fused")):
+        model.save_pretrained(tmp_path / folder)
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("stock", "fused")]
+    assert files[0] == files[1]
+
+
+def with_hook(layer: nn.Linear) -> nn.Linear:
+    layer.register_forward_hook(lambda *args: None)
+    return layer
+
+
+#: what is assigned to `q_proj` of 64 inputs and outputs -> what is said
+NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "another size": (
+        lambda: nn.Linear(64, 32, bias=False),
+        r"q_proj is rows of its qkv_proj, and takes the values of a plain nn\.Linear of 64 inputs and 64 outputs, "
+        r"without bias; this one is Linear\(in_features=64, out_features=32, bias=False\)",
+    ),
+    "a bias": (lambda: nn.Linear(64, 64), r"without bias; this one is Linear\(.*bias=True\)"),
+    "a wrapper": (lambda: Wrapped(nn.Linear(64, 64, bias=False)), r"this is a Wrapped\."),
+    "a hook": (lambda: with_hook(nn.Linear(64, 64, bias=False)), r"this one has hooks\."),
+    "nothing": (lambda: None, r"this is a NoneType\."),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_what_is_no_such_layer_is_refused(case: str, folders: dict[str, Path]) -> None:
+    attention = load(folders["llama"], BOTH).model.layers[0].self_attn
+    make, message = NOT_TAKEN[case]
+    before = attention.qkv_proj.weight.clone()
+
+    with pytest.raises(PatchConflictError, match=message + r".*Patcher\(\)\.apply\(model\)"):
+        attention.q_proj = make()
+
+    assert torch.equal(attention.qkv_proj.weight, before)
+
+
+def test_a_part_says_that_it_is_no_module(folders: dict[str, Path]) -> None:
+    model = load(folders["llama"], BOTH)
+    part = model.model.layers[0].self_attn.q_proj
+
+    assert not isinstance(part, nn.Module)
+    with pytest.raises(AttributeError, match=r"q_proj is rows of qkv_proj and no module .*Patcher\(\)\.apply\(model\)"):
+        part.register_forward_hook(print)
+    with pytest.raises(PatchConflictError, match=r"q_proj has rows of \(64, 64\), and can't take \(3, 3\)"):
+        part.weight = nn.Parameter(torch.zeros(3, 3))
+
+    # The advice is followed, and arrives.
+    plain = Patcher().apply(model)
+    plain.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: None)
+    assert not fused_modules(plain)
+
+
+# --- pickles -----------------------------------------------------------------------------------------------------------
+
+READER = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    model = pickle.load(file)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a fused model", "a stock model with a fused layer"])
+def test_a_pickle_saves_right_where_nobody_has_imported_the_package(
+    what: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = load(folders["llama"], BOTH)
+    if "stock" in what:
+        stock = load(folders["llama"])
+        stock.model.layers[1] = model.model.layers[1]
+        model = stock
+    with (tmp_path / "model.pickle").open("wb") as file:
+        pickle.dump(model, file)
+
+    subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path / "model.pickle"), str(tmp_path / "saved")],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+    original, saved = (folder / "model.safetensors" for folder in (folders["llama"], tmp_path / "saved"))
+    assert saved.read_bytes() == original.read_bytes()
