@@ -19,6 +19,8 @@ from patcher.spec.patcher import Patcher
 T = TypeVar("T")
 
 REGISTRY = "monkey_patching"
+#: How fusions come into force that a config names.
+FUSION_CONFIG = "fusion_config"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.compat.models import named_parameters, tied_keys
-from patcher.construction.in_force import InForce, Matched
+from patcher.construction.in_force import FUSION_CONFIG, InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
@@ -246,10 +246,41 @@ def check_weights(
         absent.difference_update(stock.missing, stock.mismatched)
         left_over -= stock.unexpected
     error = None
-    if patchers and (absent or left_over):
+    named = [name for entry in entries if entry.origin == FUSION_CONFIG for name in entry.patcher.fusions]
+    if named and (torn := _torn(missing & {name for name, _ in named_parameters(model)}, info.unexpected_keys)):
+        error = PatchedWeightsError(
+            f"The config names fusions, {', '.join(map(repr, named))}, in whose layout the checkpoint is, and these "
+            "modules of it are not fused here:\n"
+            + "".join(f"  {path}\n" for path in _folded(torn))
+            + f"Patcher(fusions={named!r}).resolve(model_class, config).refused says why. Load it with the releases "
+            "that have saved it, and save it in the original format (the default)."
+        )
+    elif patchers and (absent or left_over):
         elsewhere = {key for key in absent if not under_replaced(key)}
         error = PatchedWeightsError(_weights_text(absent - elsewhere, left_over, elsewhere, mismatched, parameters))
     return WeightsFound(new, dropped, error)
+
+
+def _torn(missing: Iterable[str], unexpected: Iterable[str]) -> set[str]:
+    """The modules whose parameters are missing, and of which the checkpoint has others, as a fusion would have them.
+
+    Of joined projections those are one level below (`x.q_proj.weight`, `x.qkv_proj.weight`), of others inside of the
+    very module (`x.proj.weight`, `x.proj.linear.weight`). Beside the whole model there may be what other heads need.
+    """
+    holders: dict[str, set[int]] = {}
+    for key in missing:
+        inner = key.split(".")
+        for above, depth in ((1, 3), (2, 2)):
+            if path := ".".join(inner[:-above]):
+                holders.setdefault(path, set()).add(depth)
+    found = set()
+    for key in unexpected:
+        inner = key.split(".")
+        for depth in range(1, 4):
+            path = ".".join(inner[:-depth])
+            if path in holders and depth <= max(holders[path]):
+                found.add(path)
+    return found
 
 
 def _weights_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
 from patcher.checkpoints.weight_files import is_default, is_layout
+from patcher.fusions import QKV
 from tests.support.checkpoints import same_checkpoint
 from tests.support.hub_server import serving
 from tests.support.offloaded import offloaded
@@ -295,6 +303,39 @@ def test_a_tensor_of_it_that_is_missing_is_an_error_whatever_config_is_given(lay
     for options in ({}, {"config": tiny_llama_config()}, {"fusion_config": {}}):
         with pytest.raises(PatchedWeightsError, match=r"layers\.1\.mlp\.gate_up_proj\.weight"):
             LlamaForCausalLM.from_pretrained(layout, **options)
+
+
+def test_a_module_that_another_release_does_not_fuse_is_an_error(
+    layout: Path, fused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = QKV.obstacle
+
+    def obstacle(self: QKV, path: str, *args: Any) -> str | None:
+        return "its forward is another by now" if path == "model.layers.1.self_attn" else decide(self, path, *args)
+
+    monkeypatch.setattr(QKV, "obstacle", obstacle)
+    message = r"fusions, 'qkv', 'gate_up', .* not fused here:\n  model\.layers\.1\.self_attn\nPatcher\(fusions=\['qkv'"
+    for options in ({}, {"config": tiny_llama_config()}, {"patcher": Patcher(fusions="qkv", strict=False)}):
+        with pytest.raises(PatchedWeightsError, match=message):
+            LlamaForCausalLM.from_pretrained(layout, **options)
+    with pytest.raises(PatchedWeightsError, match=message):
+        LlamaForCausalLM.from_pretrained(
+            None, config=AutoConfig.from_pretrained(layout), state_dict=dict(fused.state_dict())
+        )
+    (problem,) = plan(layout, Patcher()).problems
+    assert re.search(message, problem)
+
+
+def test_a_name_that_the_config_has_lost_is_missed(layout: Path) -> None:
+    change_config(layout, fusion_config={"patcher": ["qkv"]})
+    with pytest.raises(PatchedWeightsError, match=r"'qkv', .* not fused here:\n  model\.layers\.\{0\.\.1\}\.mlp\n"):
+        LlamaForCausalLM.from_pretrained(layout)
+
+
+def test_what_a_head_has_and_the_layout_has_not_is_no_affair_of_it(layout: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(layout)
+
+    assert len(report(model).fused) == 4  # lm_head is left over and score is new, as without fusions
 
 
 # --- on the hub ------------------------------------------------------------------------------------------------------
