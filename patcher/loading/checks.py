@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_parameters, tied_keys
-from patcher.construction.in_force import FUSION_CONFIG, InForce, Matched
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.loading.matches import check_matches, folded, ordered
@@ -138,7 +138,7 @@ def check_weights(
         absent.difference_update(stock.missing, stock.mismatched)
         left_over -= stock.unexpected
     error = None
-    named = [name for entry in entries if entry.origin == FUSION_CONFIG for name in entry.patcher.fusions]
+    named = [name for entry in entries if entry.origin in (FUSION_CONFIG, LAYOUT) for name in entry.patcher.fusions]
     if named and (torn := _torn(missing & {name for name, _ in named_parameters(model)}, info.unexpected_keys)):
         error = PatchedWeightsError(
             f"The config names fusions, {', '.join(map(repr, named))}, in whose layout the checkpoint is, and these "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
-from patcher.construction.in_force import InForce, Matched
+from patcher.construction.in_force import LAYOUT, InForce, Matched
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import UnmatchedPatchError
 from patcher.fusions.base import Fusion
@@ -71,7 +71,8 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
 def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) -> list[str]:
     patterns = fusion.modules if isinstance(fusion, Fusion) else ()
     if not patterns:
-        if fusion in matched.of(entry, "fusions"):
+        # A layout is that of the whole model, of which a part may be loaded; what of it isn't fused, its weights say.
+        if fusion in matched.of(entry, "fusions") or entry.origin == LAYOUT:
             return []
         return [f"fusions: {fusion!r} found no module that it can fuse{_refused(matched.refused)}"]
     problems = []

@@ -21,6 +21,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
@@ -330,6 +332,23 @@ def test_a_name_that_the_config_has_lost_is_missed(layout: Path) -> None:
     change_config(layout, fusion_config={"patcher": ["qkv"]})
     with pytest.raises(PatchedWeightsError, match=r"'qkv', .* not fused here:\n  model\.layers\.\{0\.\.1\}\.mlp\n"):
         LlamaForCausalLM.from_pretrained(layout)
+
+
+def test_a_part_of_the_model_may_have_nothing_of_a_fusion(tmp_path: Path) -> None:
+    """An Auto class takes the text model out of such a checkpoint, and gives it the config of that alone."""
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+    folder, patcher = tmp_path / "stock", Patcher(fusions=["patch_embeddings", "gate_up"])
+    Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).save_pretrained(folder)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(folder, patcher=patcher)
+    whole.save_pretrained(tmp_path / "layout", save_original_format=False)
+
+    part = AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
+
+    expected = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(fusions="gate_up")).state_dict()
+    assert len(report(whole).fused) > len(report(part).fused) > 0
+    assert all(torch.equal(value, expected[name]) for name, value in part.state_dict().items())
 
 
 def test_what_a_head_has_and_the_layout_has_not_is_no_affair_of_it(layout: Path) -> None:
