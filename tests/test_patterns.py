@@ -85,6 +85,7 @@ MODULES = [f"model.layers.{number}.{name}" for number in range(30) for name in (
         ("model.layer.{0..3}.mlp", "model.layers.{0..29}.mlp"),
         ("model.layers.{30..40}.self_attn", "model.layers.{0..29}.self_attn"),
         ("**.self_atn", "model.layers.{0..29}.self_attn"),
+        ("**.mpl", "model.layers.{0..29}.mlp"),
         ("layers.*.mlp", "model.layers.{0..29}.mlp"),
     ],
 )

@@ -19,6 +19,9 @@ from patcher.spec.patcher import Patcher
 T = TypeVar("T")
 
 REGISTRY = "monkey_patching"
+#: How fusions come into force that a config names, and that made the layout in which weights lie on the disk.
+FUSION_CONFIG = "fusion_config"
+LAYOUT = "the layout on disk"
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,23 @@
-"""Whether a load does what the patcher says: what matched nothing, what is missing, what is left over."""
+"""Whether a load does what the patcher says: what is missing, what is left over, and all that is said of it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.compat.models import named_parameters, tied_keys
-from patcher.construction.in_force import InForce, Matched
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.sources import shape_of
-from patcher.conversions.transforms import describe, identity
-from patcher.errors import PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
-from patcher.fusions.base import Fusion
+from patcher.errors import PatchedWeightsError, PatcherError, warn
+from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
-from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths, search
+from patcher.patterns import search
 
 
 @dataclass(frozen=True)
@@ -76,112 +74,6 @@ class Diagnostics:
         """Say it, at the line of whoever asked for the load."""
         if self.warnings:
             warn("\n".join(dict.fromkeys(self.warnings)))
-
-
-def check_matches(
-    entry: InForce, matched: Matched, *, classes: bool = True, conversions: bool = True, model_name: str = ""
-) -> UnmatchedPatchError | None:
-    """The error that names each class key, filter, conversion or fusion of a patcher that matched nothing.
-
-    Args:
-        classes: whether class keys and fusions are judged.
-        conversions: whether filters and conversions are, which count only where a checkpoint was read.
-    """
-    if entry.is_registry:
-        return None  # it meets every model of the process
-    patcher = entry.patcher
-    problems = []
-    if classes:
-        problems += _unmatched_classes(entry, matched)
-    if conversions and matched.has_read:
-        for text in patcher.filtered_weight_conversion_patterns:
-            if text not in matched.of(entry, "filtered_weight_conversion_patterns"):
-                problems.append(
-                    f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
-                    f"{_suggest(text, matched.patterns, 'patterns')}"
-                )
-        for transform in patcher.extra_weight_conversions:
-            if identity(transform) not in matched.of(entry, "extra_weight_conversions"):
-                problems.append(
-                    f"extra_weight_conversions: {describe(transform)} took no tensor; "
-                    f"{_suggest(source_patterns(transform)[0], _folded(matched.checkpoint_keys), 'checkpoint keys')}"
-                )
-    if not problems:
-        return None
-    name, where = (f" {patcher.name!r}" if patcher.name else ""), (f" in {model_name}" if model_name else "")
-    return UnmatchedPatchError(
-        f"The patcher{name} asks for what it can't do{where}:\n"
-        + "".join(f"  {problem}\n" for problem in problems)
-        + "Correct it or take it out; with strict=False this is a warning."
-    )
-
-
-def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
-    patcher, problems = entry.patcher, []
-    keys = matched.of(entry, "class_mapping")
-    grouped = {key for group in patcher.alternatives for key in group}
-    for group in patcher.alternatives:
-        if not keys.intersection(group):
-            problems.append(
-                f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
-                f"{_suggest(group[0], matched.classes, 'classes')}"
-            )
-    for key in patcher.class_mapping:
-        if key not in keys and key not in grouped:
-            problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}")
-    for fusion in patcher.fusions:
-        problems += _unmatched_fusion(entry, fusion, matched)
-    return problems
-
-
-def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) -> list[str]:
-    patterns = fusion.modules if isinstance(fusion, Fusion) else ()
-    if not patterns:
-        if fusion in matched.of(entry, "fusions"):
-            return []
-        return [f"fusions: {fusion!r} found no module that it can fuse{_refused(matched.refused)}"]
-    problems = []
-    for pattern in patterns:
-        if (fusion, pattern) in matched.of(entry, "modules"):
-            continue
-        named = sorted((path for path in matched.paths if matches_path(pattern, path)), key=dot_natural_key)
-        if not named:
-            near = nearest_paths(pattern, sorted(matched.paths, key=dot_natural_key))
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.append(f"fusions: {fusion!r} is asked for at {pattern!r}, where the model has no module{hint}")
-        else:
-            why = _refused(text for text in matched.refused if text.partition(" (")[0] in named)
-            hint = why or f"; what is inside of those that it names would be {pattern.removesuffix('.**')}.**"
-            problems.append(f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint}")
-    return problems
-
-
-def _refused(texts: Iterable[str]) -> str:
-    listed = sorted(texts)[:5]
-    return f"; it refused {', '.join(listed)}" if listed else ""
-
-
-def _reason(key: str, classes: Set[str]) -> str:
-    if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
-        return (
-            ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
-            "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
-        )
-    return f"; {_suggest(key, classes, 'classes')}"
-
-
-def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
-    known = sorted(candidates)
-    close = nearest(name, known)
-    # Tail by tail: `q_proj.weight` is near to `model.layers.{0..1}.self_attn.q_proj.weight`.
-    if not close:
-        tails = {text[-len(name) :]: text for text in known if len(text) > len(name)}
-        close = [tails[tail] for tail in nearest(name, tails)]
-    if close:
-        return f"nearest: {', '.join(close)}"
-    if not known:
-        return f"the model has no {what}"
-    return f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
 
 
 @dataclass(frozen=True)
@@ -250,10 +142,41 @@ def check_weights(
         absent = {key for key in absent if not not_read.issuperset(parts_of.get(key, (key,)))}
         left_over -= stock.unexpected
     error = None
-    if patchers and (absent or left_over):
+    named = [name for entry in entries if entry.origin in (FUSION_CONFIG, LAYOUT) for name in entry.patcher.fusions]
+    if named and (torn := _torn(missing & {name for name, _ in named_parameters(model)}, info.unexpected_keys)):
+        error = PatchedWeightsError(
+            f"The config names fusions, {', '.join(map(repr, named))}, in whose layout the checkpoint is, and these "
+            "modules of it are not fused here:\n"
+            + "".join(f"  {path}\n" for path in folded(torn))
+            + f"Patcher(fusions={named!r}).resolve(model_class, config).refused says why. Load it with the releases "
+            "that have saved it, and save it in the original format (the default)."
+        )
+    elif patchers and (absent or left_over):
         elsewhere = {key for key in absent if not under_replaced(key)}
         error = PatchedWeightsError(_weights_text(absent - elsewhere, left_over, elsewhere, mismatched, parameters))
     return WeightsFound(new, dropped, error)
+
+
+def _torn(missing: Iterable[str], unexpected: Iterable[str]) -> set[str]:
+    """The modules whose parameters are missing, and of which the checkpoint has others, as a fusion would have them.
+
+    Of joined projections those are one level below (`x.q_proj.weight`, `x.qkv_proj.weight`), of others inside of the
+    very module (`x.proj.weight`, `x.proj.linear.weight`). Beside the whole model there may be what other heads need.
+    """
+    holders: dict[str, set[int]] = {}
+    for key in missing:
+        inner = key.split(".")
+        for above, depth in ((1, 3), (2, 2)):
+            if path := ".".join(inner[:-above]):
+                holders.setdefault(path, set()).add(depth)
+    found = set()
+    for key in unexpected:
+        inner = key.split(".")
+        for depth in range(1, 4):
+            path = ".".join(inner[:-depth])
+            if path in holders and depth <= max(holders[path]):
+                found.add(path)
+    return found
 
 
 def _weights_text(
@@ -266,7 +189,7 @@ def _weights_text(
     lines = []
     if elsewhere:
         lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
-        lines += [f"  {key}" for key in _folded(elsewhere)]
+        lines += [f"  {key}" for key in folded(elsewhere)]
         lines.append(
             "Bind their patterns to the modules that are meant: "
             r"r'(text_model\.layers\.\d+\.self_attn\.)q_proj\.weight' "
@@ -277,11 +200,11 @@ def _weights_text(
     lines.append("The replaced modules and the checkpoint don't fit together.")
     if absent:
         lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
-        lines += [f"  {key}" for key in _folded(absent)]
+        lines += [f"  {key}" for key in folded(absent)]
         lines += [f"  ({key}: {mismatched[key]})" for key in ordered(absent & set(mismatched))[:5]]
     if left_over:
         lines.append("In the checkpoint, and used by nobody:")
-        lines += [f"  {key}" for key in _folded(left_over)]
+        lines += [f"  {key}" for key in folded(left_over)]
     additions = [f"new_weights={_expressions(absent, parameters)}"] if absent else []
     additions += [f"dropped_weights={_expressions(left_over, ())}"] if left_over else []
     lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
@@ -289,15 +212,6 @@ def _weights_text(
         "If not, a conversion is missing: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
     )
     return "\n".join(lines)
-
-
-def ordered(keys: Iterable[str]) -> tuple[str, ...]:
-    """Names in the order of the layers."""
-    return tuple(sorted(keys, key=dot_natural_key))
-
-
-def _folded(keys: Iterable[str]) -> list[str]:
-    return compress(ordered(keys))
 
 
 def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ from patcher.compat.hooks import HOOKED, check
 from patcher.compat.models import as_stock, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, current_construction
-from patcher.construction.in_force import Block, InForce, entered, entering, in_force_for
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes, covering
 from patcher.construction.lock import construction_lock
 from patcher.conversions.fused_weights import fused_modules
@@ -186,7 +186,7 @@ def _find_weights(
         else:  # an adapter; or what a config names
             names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
         if names:
-            _ask_for(names)
+            _ask_for(names, LAYOUT)
             load = _LOAD.get()
             if type(load) is Request:
                 _LOAD.set(replace(load, runtime_layout=True))
@@ -208,21 +208,21 @@ def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fus
                 config.fusion_config = rest
             else:
                 del config.fusion_config
-        _ask_for(names)
+        _ask_for(names, FUSION_CONFIG)
     if rest:
         stock(cls, config, rest)
 
 
-def _ask_for(names: Iterable[str]) -> None:
+def _ask_for(names: Iterable[str], origin: str) -> None:
     """Have the load apply the fusions that a file or a config names."""
-    call, load, origin = _CALL.get(), _LOAD.get(), "fusion_config"
+    call, load = _CALL.get(), _LOAD.get()
     before = load if type(load) is Request else call
     if call is None or before is None:
         raise InvalidPatcherError(
             f"fusion_config: {KEY!r} is for a load, and none goes on here. For what is built otherwise write "
             f"with Patcher(fusions={list(names)!r}).applied(): ..."
         )
-    known = {fusion for entry in before.own if entry.origin == origin for fusion in entry.patcher.fusions}
+    known = {fusion for entry in before.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
     entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
     if entry.patcher.fusions:
         check_supported((entry,), call.path, call.options)

@@ -87,7 +87,8 @@ class Patcher:
     Args:
         class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
             name; any other key is a regular expression, searched in class names. An exact name wins.
-        fusions: layout families, by name or as objects of `patcher.fusions.Fusion`.
+        fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
+            applied at some paths only: `QKV(modules="model.layers.{0..3}.self_attn")`.
 
     *Conversions of weights*
 

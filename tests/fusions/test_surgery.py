@@ -23,7 +23,11 @@ from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
-CONFIGS = {"llama": tiny_llama_config, "biases": lambda: tiny_llama_config(attention_bias=True, mlp_bias=True), "experts": tiny_mixtral_config}
+CONFIGS = {
+    "llama": tiny_llama_config,
+    "biases": lambda: tiny_llama_config(attention_bias=True, mlp_bias=True),
+    "experts": tiny_mixtral_config,
+}
 PATCHERS = {"llama": BOTH, "biases": BOTH, "experts": Patcher(fusions=["qkv", "sequential_experts"])}
 
 
@@ -51,7 +55,9 @@ def settle(model: Any) -> Any:
 #: what is done to the layers of a model, given those of another one that is fused where it isn't
 SURGERY: dict[str, Callable[[list[Any], list[Any], int, int], None]] = {
     "append a copy": lambda layers, others, i, j: layers.append(copy.deepcopy(layers[i % len(layers)])),
-    "insert a copy": lambda layers, others, i, j: layers.insert(i % len(layers), copy.deepcopy(layers[j % len(layers)])),
+    "insert a copy": lambda layers, others, i, j: layers.insert(
+        i % len(layers), copy.deepcopy(layers[j % len(layers)])
+    ),
     "append one of the other": lambda layers, others, i, j: layers.append(copy.deepcopy(others[i % len(others)])),
     "replace by one of the other": lambda layers, others, i, j: layers.__setitem__(
         i % len(layers), copy.deepcopy(others[j % len(others)])
@@ -195,11 +201,15 @@ def test_what_can_not_be_given_back_raises_before_a_file_is_written(
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_fused_layer_in_a_stock_model_has_no_runtime_layout_to_save(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fused_layer_in_a_stock_model_has_no_runtime_layout_to_save(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     model = load(folders["llama"])
     model.model.layers[1] = load(folders["llama"], BOTH).model.layers[1]
 
-    with pytest.raises(PatchedWeightsError, match=r"model\.layers\.1\.self_attn is fused, and LlamaForCausalLM around"):
+    with pytest.raises(
+        PatchedWeightsError, match=r"model\.layers\.1\.self_attn is fused, and LlamaForCausalLM around"
+    ):
         model.save_pretrained(tmp_path / "saved", save_original_format=False)
 
 
@@ -261,7 +271,9 @@ def test_a_part_says_that_it_is_no_module(folders: dict[str, Path]) -> None:
     part = model.model.layers[0].self_attn.q_proj
 
     assert not isinstance(part, nn.Module)
-    with pytest.raises(AttributeError, match=r"q_proj is rows of qkv_proj and no module .*Patcher\(\)\.apply\(model\)"):
+    with pytest.raises(
+        AttributeError, match=r"q_proj is rows of qkv_proj and no module .*Patcher\(\)\.apply\(model\)"
+    ):
         part.register_forward_hook(print)
     with pytest.raises(PatchConflictError, match=r"q_proj has rows of \(64, 64\), and can't take \(3, 3\)"):
         part.weight = nn.Parameter(torch.zeros(3, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
 from patcher.checkpoints.weight_files import is_default, is_layout
+from patcher.fusions import QKV
 from tests.support.checkpoints import same_checkpoint
 from tests.support.hub_server import serving
 from tests.support.offloaded import offloaded
@@ -295,6 +305,56 @@ def test_a_tensor_of_it_that_is_missing_is_an_error_whatever_config_is_given(lay
     for options in ({}, {"config": tiny_llama_config()}, {"fusion_config": {}}):
         with pytest.raises(PatchedWeightsError, match=r"layers\.1\.mlp\.gate_up_proj\.weight"):
             LlamaForCausalLM.from_pretrained(layout, **options)
+
+
+def test_a_module_that_another_release_does_not_fuse_is_an_error(
+    layout: Path, fused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = QKV.obstacle
+
+    def obstacle(self: QKV, path: str, *args: Any) -> str | None:
+        return "its forward is another by now" if path == "model.layers.1.self_attn" else decide(self, path, *args)
+
+    monkeypatch.setattr(QKV, "obstacle", obstacle)
+    message = r"fusions, 'qkv', 'gate_up', .* not fused here:\n  model\.layers\.1\.self_attn\nPatcher\(fusions=\['qkv'"
+    for options in ({}, {"config": tiny_llama_config()}, {"patcher": Patcher(fusions="qkv", strict=False)}):
+        with pytest.raises(PatchedWeightsError, match=message):
+            LlamaForCausalLM.from_pretrained(layout, **options)
+    with pytest.raises(PatchedWeightsError, match=message):
+        LlamaForCausalLM.from_pretrained(
+            None, config=AutoConfig.from_pretrained(layout), state_dict=dict(fused.state_dict())
+        )
+    (problem,) = plan(layout, Patcher()).problems
+    assert re.search(message, problem)
+
+
+def test_a_name_that_the_config_has_lost_is_missed(layout: Path) -> None:
+    change_config(layout, fusion_config={"patcher": ["qkv"]})
+    with pytest.raises(PatchedWeightsError, match=r"'qkv', .* not fused here:\n  model\.layers\.\{0\.\.1\}\.mlp\n"):
+        LlamaForCausalLM.from_pretrained(layout)
+
+
+def test_a_part_of_the_model_may_have_nothing_of_a_fusion(tmp_path: Path) -> None:
+    """An Auto class takes the text model out of such a checkpoint, and gives it the config of that alone."""
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+    folder, patcher = tmp_path / "stock", Patcher(fusions=["patch_embeddings", "gate_up"])
+    Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).save_pretrained(folder)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(folder, patcher=patcher)
+    whole.save_pretrained(tmp_path / "layout", save_original_format=False)
+
+    part = AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
+
+    expected = AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(fusions="gate_up")).state_dict()
+    assert len(report(whole).fused) > len(report(part).fused) > 0
+    assert all(torch.equal(value, expected[name]) for name, value in part.state_dict().items())
+
+
+def test_what_a_head_has_and_the_layout_has_not_is_no_affair_of_it(layout: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(layout)
+
+    assert len(report(model).fused) == 4  # lm_head is left over and score is new, as without fusions
 
 
 # --- on the hub ------------------------------------------------------------------------------------------------------
