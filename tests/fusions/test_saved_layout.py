@@ -232,7 +232,7 @@ def test_what_is_quantized_can_be_saved_so(bits: str, tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "layout")
 
     linear = [module for path, module in again.named_modules() if isinstance(module, nn.Linear) and path != "lm_head"]
-    assert len(linear) == 2 * (1 + 1 + 4 * 2)  # qkv, out; experts
+    assert len(linear) == 2 * (1 + 1 + 4 * 3)  # qkv, out; experts
     assert all(module.weight.dtype in (torch.int8, torch.uint8) for module in linear)
     assert equal(again, quantized)
 
