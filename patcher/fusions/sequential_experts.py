@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import weakref
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from patcher.fusions.base import Fusion, Surroundings
-from patcher.fusions.expert_loops import ExpertLoop, expert_loop
+from patcher.fusions.expert_loops import ExpertLoop, attribute_of, expert_loop
 from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
 from patcher.fusions.gate_splits import methods_of
 from patcher.fusions.listed import ListedExperts, Moved, list_experts
@@ -18,7 +19,7 @@ from patcher.fusions.matrices import Matrices
 from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import Method, compile_subclass, trees_of
 from patcher.fusions.stacks import Stack, by_experts, forward_of
-from patcher.fusions.tracing import NotUnderstoodError, names_in, self_of
+from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.fusions.understanding import located
 from patcher.fusions.unstacking import Cut, cut_layouts
 from patcher.fusions.weight_layout import Layout
@@ -234,5 +235,6 @@ def _rewritten(
 def _check_other_methods(original: type[nn.Module], weights: Mapping[str, str]) -> None:
     """Raise if another method than the forward uses a stack."""
     for name, tree in trees_of(original).items():
-        if name != "forward" and (used := sorted(names_in(tree) & weights.keys())):
+        read = {attribute_of(self_of(tree), node) for node in ast.walk(tree)}
+        if name != "forward" and (used := sorted(read & weights.keys())):
             raise NotUnderstoodError(f"its method {name} uses {used[0]}")
