@@ -286,6 +286,16 @@ REFUSED = {
         "token is used in a way that isn't known|does something that isn't known",
         "final.index_add_",
     ),
+    "tokens as values": (
+        [(WEIGHING, f"{IN_LOOP}current = current + token[:, None]\n{WEIGHING}")],
+        "token is used in a way that isn't known",
+        "current = current +",
+    ),
+    "places as values": (
+        [(WEIGHING, f"{IN_LOOP}current = current + place[:, None]\n{WEIGHING}")],
+        "place is used for something else than the weight of tokens",
+        "current = current +",
+    ),
     "two loops": (
         [("        return final\n", f"        for expert in hit:\n{IN_LOOP}{SPLIT}\n        return final\n")],
         "the weight of one expert is used outside of one loop over the experts",
