@@ -53,7 +53,7 @@ class ListedExperts(nn.Module):
         """
         if not self.every_expert_runs():
             return hit.cpu()
-        return torch.arange(len(self)).view(-1, *[1] * (hit.dim() - 1))
+        return torch.arange(len(self), device="cpu").view(-1, *[1] * (hit.dim() - 1))
 
     def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.
