@@ -25,6 +25,7 @@ from patcher.codegen.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses
 from patcher.conversions.layouts import Layout
 from patcher.fusions.joined import Joined
+from patcher.fusions.listed import ListedExperts
 from patcher.fusions.rewrite import class_text, trees_of
 from patcher.source import trees
 from patcher.source.reading import definition_of
@@ -183,7 +184,7 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
     only = owners.only_class(original, fused)
     if only is not None and not _leaves_calls(only):
         why = _reason(only)
-        if not _is_wrapped_by_class(original, only):
+        if not _is_wrapped_by_class(original, only) and not issubclass(only, ListedExperts):
             for method, code in only._rewritten.items():
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
@@ -191,14 +192,15 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
             owners.add(name, fusing.format("self"), why)
             return
         # A decorator of the class chooses among forwards: the class is replaced as a whole.
-        if text := _replacement(original, only, fusing.format("self")):
+        if text := _replacement(original, only, fusing.format("self"), _mixins(described, only)):
             described.replace_class(name, text, why)
             return
 
     def write(cls: Any, new: str) -> tuple[str, str]:
         used = _leaves_calls(cls) or _is_used(original, cls)
         extra = list(_parts(described, cls).values()) if used else []
-        return class_text(new, name, str(cls.__doc__), [*extra, *cls._rewritten.values()]), _reason(cls)
+        bases = ", ".join([*_mixins(described, cls), name])
+        return class_text(new, bases, str(cls.__doc__), [*extra, *cls._rewritten.values()]), _reason(cls)
 
     def change(cls: Any, part: str) -> tuple[str, str]:
         return fusing.format(part), f"{part.removeprefix('self.')}: {_reason(cls)}"
@@ -273,7 +275,15 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
     return False
 
 
-def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
+def _mixins(described: PatchConfig, fused: Any) -> list[str]:
+    """What the rewritten methods use of the class that they were written for."""
+    if not issubclass(fused, ListedExperts):
+        return []
+    described.add_import(RUNTIME, names=[ListedExperts.__name__])
+    return [ListedExperts.__name__]
+
+
+def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[str]) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
     node = trees.read_class(original)
     own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
@@ -287,4 +297,5 @@ def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
         init: [init.with_changes(body=init.body.with_changes(body=statements))],
     }
     changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
-    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))
+    bases = [*(cst.Arg(cst.Name(name)) for name in mixins), *changed.bases]
+    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[], bases=bases))

@@ -23,6 +23,8 @@ from patcher.construction.construction import under_construction
 from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.fusions.fused_module import fuse_in_place, put_in_place
 from patcher.fusions.joined import Joined, part_property
+from patcher.fusions.listed import ListedExperts
+from patcher.fusions.matrices import Matrices
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
@@ -32,6 +34,8 @@ __all__ = [
     "ORIGINAL",
     "Flatten",
     "LinearPatchEmbedding",
+    "ListedExperts",
+    "Matrices",
     "Rows",
     "from_config",
     "from_pretrained",

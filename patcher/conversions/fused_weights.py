@@ -98,8 +98,8 @@ class FusedWeights:
         for name in sorted(self.stock & names - fused):
             raise _cannot(
                 f"{prefix}{name}",
-                f"{', '.join(sorted(fused)[:2])} of a fused module stands for it, and both are there. Assign layers to "
-                "a fused module by its attributes, or take the fusions off with Patcher().apply(model)",
+                f"{', '.join(sorted(fused)[:2])} of a fused module stands for it, and both are there. Assign layers "
+                "to a fused module by its attributes, or take the fusions off with Patcher().apply(model)",
             )
         owners = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for name in sorted(names - fused - set(self.names)):

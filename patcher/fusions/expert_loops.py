@@ -81,14 +81,15 @@ def expert_loop(function: ast.FunctionDef, this: str, stacks: Sequence[str]) -> 
     """
     reading = _Reading(function, this, stacks)
     uses = [node for node in ast.walk(function) if reading.is_one_expert(node)]
-    loops = {id(loop): loop for use in uses if (loop := reading.loop_around(use))}
     if not uses:
         return None
-    if len(loops) != 1 or any(reading.loop_around(use) is None for use in uses):
-        line = next((use.lineno for use in uses if reading.loop_around(use) is None), uses[-1].lineno)  # type: ignore[attr-defined]
-        raise NotUnderstoodError("the weight of one expert is used outside of one loop over the experts", line)
-    (loop,) = loops.values()
-    return reading.read(loop, uses)
+    loops = [reading.loop_around(use) for use in uses]
+    for use, loop in zip(uses, loops, strict=True):
+        if loop is None or loop is not loops[0]:
+            why = "the weight of one expert is used outside of one loop over the experts"
+            raise NotUnderstoodError(why, getattr(use, "lineno", None))
+    assert loops[0] is not None
+    return reading.read(loops[0], uses)
 
 
 class _Reading:
@@ -104,10 +105,7 @@ class _Reading:
         return self.attribute(node) in self.stacks
 
     def attribute(self, node: ast.AST) -> str:
-        """`name` of `self.name`, or ""."""
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self.this:
-            return node.attr
-        return ""
+        return attribute_of(self.this, node)
 
     def is_one_expert(self, node: ast.AST) -> bool:
         """Whether it is `self.stack[...]`, and no shape."""
@@ -315,6 +313,13 @@ class _Reading:
                 case ast.Attribute(attr="numel") if without_rows(self.parents[self.parents[parent]]) == token:
                     continue
             raise NotUnderstoodError(f"{token} is used in a way that isn't known", use.lineno)
+
+
+def attribute_of(this: str, node: ast.AST) -> str:
+    """`name` of `self.name`, or ""."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == this:
+        return node.attr
+    return ""
 
 
 def without_rows(test: ast.AST) -> str:

@@ -44,10 +44,13 @@ class ListedExperts(nn.Module):
         return any(hasattr(parameter, "placements") for parameter in self.parameters())
 
     def experts_to_run(self, hit: torch.Tensor) -> torch.Tensor:
-        """The numbers of the experts that run, in the form of `hit`, the numbers of those that have tokens."""
+        """The numbers of the experts that run, in the form of `hit`, the numbers of those that have tokens.
+
+        On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time.
+        """
         if not self.every_expert_runs():
-            return hit
-        return torch.arange(len(self), device=hit.device).view(-1, *[1] * (hit.dim() - 1))
+            return hit.cpu()
+        return torch.arange(len(self), device="cpu").view(-1, *[1] * (hit.dim() - 1))
 
     def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.

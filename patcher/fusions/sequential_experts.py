@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
-from patcher.fusions.expert_loops import ExpertLoop, expert_loop
+from patcher.fusions.expert_loops import ExpertLoop, attribute_of, expert_loop
 from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import FusedModule, fused_class_of
@@ -18,7 +19,7 @@ from patcher.fusions.listed import ListedExperts
 from patcher.fusions.matrices import Matrices
 from patcher.fusions.rewrite import Method, compile_subclass, trees_of
 from patcher.fusions.stacks import Stack, by_experts, forward_of
-from patcher.fusions.tracing import NotUnderstoodError, names_in, self_of
+from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.fusions.understanding import located
 
 
@@ -183,5 +184,6 @@ def _rewritten(
 def _check_other_methods(original: type[nn.Module], weights: Mapping[str, str]) -> None:
     """Raise if another method than the forward uses a stack."""
     for name, tree in trees_of(original).items():
-        if name != "forward" and (used := sorted(names_in(tree) & weights.keys())):
+        read = {attribute_of(self_of(tree), node) for node in ast.walk(tree)}
+        if name != "forward" and (used := sorted(read & weights.keys())):
             raise NotUnderstoodError(f"its method {name} uses {used[0]}")

@@ -1,9 +1,10 @@
 """Experts as plain linear layers, for quantizers.
 
 Mixtures of experts keep the weights of all experts of a layer in one three-dimensional parameter, which quantizers of
-linear layers pass by: most of the model stays as large as it was. With these presets experts are made of `nn.Linear`:
-for int8 or int4 of the experts, calibration by layer, or adapters on single experts. Experts run one after the other,
-so without a quantizer this is slower than grouped kernels.
+linear layers pass by: most of the model stays as large as it was. With these presets experts are made of `nn.Linear`,
+`experts.3.gate_proj`, `experts.3.up_proj` and `experts.3.down_proj` in every model: for int8 or int4 of the experts,
+calibration by layer, or adapters on single experts. Experts run one after the other, so without a quantizer this is
+slower than grouped kernels.
 
 Outputs are within 1e-5 of stock in float32, checkpoints the same byte for byte. `examples/quantize_experts.py`
 measures what it gains: int8 of bitsandbytes makes a Mixtral of two experts, made of SmolLM2's weights, 1.07 times

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from patcher.fusions.joining import JoinRows, SplitRows
+from patcher.conversions.layouts import Rows
+from patcher.conversions.sources import JoinedRows
 from tests.coverage.checks import FAMILIES, examine
 from tests.coverage.models import architectures
 from tests.coverage.table import summary
@@ -71,26 +72,27 @@ def test_the_representatives_are_of_every_kind_and_every_family() -> None:
 
 
 def rows_swapped(original: Any) -> Any:
-    def convert(self: Any, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor.flip(0) for name, tensor in original(self, *args, **kwargs).items()}
+    def swapped(self: Any, given: Any) -> Any:
+        result = original(self, given)
+        return result.flip(0) if isinstance(result, torch.Tensor) else [tensor.flip(0) for tensor in result]
 
-    return convert
+    return swapped
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("broken", "gradients", "reason"),
     [
-        (JoinRows, True, r"outputs differ by [1-9]"),
-        (SplitRows, True, r"outputs differ by 0.0e\+00, gradients by [1-9]"),
-        (SplitRows, False, "saves other files: model.safetensors"),
+        ((JoinedRows, "__getitem__"), True, r"outputs differ by [1-9]"),
+        ((Rows, "separate"), True, r"outputs differ by 0.0e\+00, gradients by [1-9]"),
+        ((Rows, "separate"), False, "saves other files: model.safetensors"),
     ],
     ids=["loading", "gradients", "saving"],
 )
 def test_a_fusion_that_is_wrong_is_told(
-    broken: type, gradients: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+    broken: tuple[type, str], gradients: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broken, "convert", rows_swapped(broken.convert))  # type: ignore[attr-defined]
+    monkeypatch.setattr(*broken, rows_swapped(getattr(*broken)))
     if not gradients:
         monkeypatch.setattr("tests.coverage.checks.gradients_of", lambda *_: None)
 

@@ -143,7 +143,7 @@ FAILING = {
     "bert": [("self", "self.qkv_proj(")],
     "t5, gated": [("SelfAttention", "self.qkv_proj("), ("DenseReluDense", "self.gate_up_proj(")],
     "bart": [("self_attn", "self.qkv_proj(")],
-    "mixtral": [("experts", "self.gate_up_proj[expert_idx](")],
+    "mixtral": [("experts", "self[expert_idx].gate_proj(")],
 }
 
 

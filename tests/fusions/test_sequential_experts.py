@@ -20,23 +20,17 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    GptOssConfig,
     GptOssForCausalLM,
-    JetMoeConfig,
-    Llama4TextConfig,
-    LongcatFlashConfig,
     MixtralForCausalLM,
-    NemotronHConfig,
     OpenAIPrivacyFilterConfig,
     OpenAIPrivacyFilterForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen3MoeConfig,
     TorchAoConfig,
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError, report
+from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError
 from patcher.compat.conversions import stock_revert
 from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
@@ -52,25 +46,17 @@ from tests.support.tiny import (
     tiny_mixtral_config,
     tiny_qwen2_moe_config,
 )
+from tests.support.tiny_experts import (
+    experts_of,
+    tiny_gpt_oss_config,
+    tiny_jetmoe_config,
+    tiny_llama4_config,
+    tiny_longcat_config,
+    tiny_nemotron_h_config,
+    tiny_qwen3_moe_config,
+)
 
 LISTED = Patcher(fusions="sequential_experts")
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-
-
-def tiny_gpt_oss_config(**changes: Any) -> GptOssConfig:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rope_parameters": rope}
-    return GptOssConfig(**DECODER_SIZES | settings | changes)
-
-
-def tiny_qwen3_moe_config() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(**DECODER_SIZES | EXPERTS | {"num_experts": 4})
-
-
-def tiny_llama4_config() -> Llama4TextConfig:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "head_dim": 16}
-    return Llama4TextConfig(**DECODER_SIZES | experts | {"interleave_moe_layer_step": 1})
-
 
 CASES = [
     pytest.param(tiny_mixtral_config(), id="Mixtral, experts apart on disk"),
@@ -88,10 +74,6 @@ def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> tuple[PreT
     options = {"experts_implementation": "eager"} | options
     stock = AutoModelForCausalLM.from_pretrained(folder, **options)
     return stock, AutoModelForCausalLM.from_pretrained(folder, patcher=LISTED, **options)
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    return [model.get_submodule(path) for path, _, _ in report(model).fused]
 
 
 @pytest.mark.parametrize("config", CASES)
@@ -252,30 +234,9 @@ def test_threads_may_share_the_model(tmp_path: Path) -> None:
 # --- variants of the layout ------------------------------------------------------------------------------------------
 
 VARIANTS = [
-    pytest.param(
-        NemotronHConfig(
-            **DECODER_SIZES
-            | {"layers_block_type": ["moe", "attention"], "n_routed_experts": 4, "head_dim": 16}
-            | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
-        ),
-        ["down_proj", "up_proj"],
-        id="Nemotron-H, no gate",
-    ),
-    pytest.param(
-        JetMoeConfig(**DECODER_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
-        [],
-        id="JetMoe, experts get their own part",
-    ),
-    pytest.param(
-        LongcatFlashConfig(
-            **DECODER_SIZES
-            | {"num_layers": 1, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "n_routed_experts": 4}
-            | {"zero_expert_num": 2, "moe_topk": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
-            | {"qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_hidden_layers": 2}
-        ),
-        ["down_proj", "gate_proj", "up_proj"],
-        id="LongCat, experts that do nothing",
-    ),
+    pytest.param(tiny_nemotron_h_config(), ["down_proj", "up_proj"], id="Nemotron-H, no gate"),
+    pytest.param(tiny_jetmoe_config(), [], id="JetMoe, experts get their own part"),
+    pytest.param(tiny_longcat_config(), ["down_proj", "gate_proj", "up_proj"], id="LongCat, experts that do nothing"),
 ]
 
 

@@ -50,7 +50,7 @@ def settle(model: Any) -> Any:
     return model
 
 
-# --- any surgery on layers --------------------------------------------------------------------------------------------
+# --- any surgery on layers -------------------------------------------------------------------------------------------
 
 #: what is done to the layers of a model, given those of another one that is fused where it isn't
 SURGERY: dict[str, Callable[[list[Any], list[Any], int, int], None]] = {
@@ -116,7 +116,7 @@ def test_whatever_is_done_with_layers_the_checkpoint_is_that_of_stock(
     torch.testing.assert_close(logits(again, inputs), logits(expected, inputs), atol=1e-4, rtol=1e-4)
 
 
-# --- changes that have no place in the checkpoint ----------------------------------------------------------------------
+# --- changes that have no place in the checkpoint --------------------------------------------------------------------
 
 
 def add_bias(layer: nn.Linear) -> None:
@@ -213,7 +213,7 @@ def test_a_fused_layer_in_a_stock_model_has_no_runtime_layout_to_save(
         model.save_pretrained(tmp_path / "saved", save_original_format=False)
 
 
-# --- parts -------------------------------------------------------------------------------------------------------------
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_that_is_assigned_to_a_part_moves_its_values_in(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_part_says_that_it_is_no_module(folders: dict[str, Path]) -> None:
     assert not fused_modules(plain)
 
 
-# --- pickles -----------------------------------------------------------------------------------------------------------
+# --- pickles ---------------------------------------------------------------------------------------------------------
 
 READER = """
 import pickle, sys

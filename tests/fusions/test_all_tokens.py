@@ -1,0 +1,170 @@
+"""`SequentialExperts(all_tokens=True)`: every expert computes every token, and nothing depends on the data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from patcher import Patcher
+from patcher.fusions.fused_module import fused_class_of
+from patcher.fusions.sequential_experts import SequentialExperts
+from tests.support.checkpoints import same_checkpoint
+from tests.support.tiny import build_tiny, save_tiny, tiny_jamba_config, tiny_mixtral_config
+from tests.support.tiny_experts import (
+    experts_of,
+    tiny_gpt_oss_config,
+    tiny_jetmoe_config,
+    tiny_llama4_config,
+    tiny_longcat_config,
+    tiny_nemotron_h_config,
+    tiny_qwen3_moe_config,
+)
+
+ALL_TOKENS = Patcher(fusions=[SequentialExperts(all_tokens=True)])
+IDS, OTHERS = torch.arange(3, 13).view(2, 5), torch.arange(60, 70).view(2, 5)
+
+CASES = [
+    pytest.param(tiny_mixtral_config(), id="Mixtral"),
+    pytest.param(tiny_qwen3_moe_config(), id="Qwen3-MoE"),
+    pytest.param(tiny_jamba_config(), id="Jamba"),
+    pytest.param(tiny_gpt_oss_config(), id="gpt-oss"),
+    pytest.param(tiny_llama4_config(), id="Llama 4"),
+    pytest.param(tiny_nemotron_h_config(), id="Nemotron-H"),
+    pytest.param(tiny_longcat_config(), id="LongCat"),
+]
+EXPORTED = [case for case in CASES if case.id in ("Mixtral", "Qwen3-MoE", "gpt-oss")]
+
+
+def pair(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    stock = build_tiny(config)
+    stock.config._experts_implementation = "eager"
+    return stock, ALL_TOKENS.apply(copy.deepcopy(stock))
+
+
+def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    found: torch.Tensor = model(ids, use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_outputs_and_gradients_are_those_of_stock(config: PretrainedConfig) -> None:
+    stock, model = pair(config)
+    outputs = [logits(each) for each in (stock, model)]
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
+    for output in outputs:
+        output.square().mean().backward()
+
+    gradients: dict[str, Any] = {name: value.grad for name, value in model.named_parameters()}
+    assert None not in gradients.values()
+    for experts in experts_of(model):
+        assert type(experts).__name__.startswith("AllTokens")
+    with torch.no_grad():  # saved as the weights are, gradients are those of the stacks
+        for value in model.parameters():
+            value.copy_(value.grad)
+    found = Patcher().apply(model).state_dict()
+    for name, value in stock.named_parameters():
+        expected = torch.zeros_like(value) if value.grad is None else value.grad
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_layers_of_every_expert_see_every_token() -> None:
+    _, model = pair(tiny_mixtral_config())
+    rows: dict[str, int] = {}
+    for name, layer in experts_of(model)[0].named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda _, given, out, name=name: rows.update({name: given[0].shape[0]}))
+    with torch.no_grad():
+        logits(model)
+
+    assert rows == {f"{i}.{name}": IDS.numel() for i in range(4) for name in ("gate_proj", "up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize("config", EXPORTED)
+def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
+    stock, model = pair(config)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for ids in (IDS, OTHERS):
+        torch.testing.assert_close(logits(compiled, ids), logits(stock, ids), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("config", EXPORTED)
+def test_it_is_exported(config: PretrainedConfig) -> None:
+    stock, model = pair(config)
+    auto = torch.export.Dim.AUTO
+    with torch.no_grad():
+        shapes = {"input_ids": {0: auto, 1: auto}, "use_cache": None}
+        program = torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, dynamic_shapes=shapes)
+        for ids in (OTHERS, torch.arange(40, 61).view(3, 7)):
+            found = program.module()(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(found, logits(stock, ids), atol=1e-5, rtol=0)
+
+
+def test_what_overflows_in_an_expert_that_was_not_chosen_weighs_nothing() -> None:
+    _, model = pair(tiny_mixtral_config(num_local_experts=12))
+    first = experts_of(model)[0]
+    ids = torch.tensor([[3]])
+    chosen: set[int] = set()
+    first.register_forward_pre_hook(lambda _, given: chosen.update(given[1].flatten().tolist()))
+    with torch.no_grad():
+        expected = logits(model, ids)
+        for number, expert in enumerate(first):
+            if number not in chosen:
+                expert.down_proj.weight.fill_(torch.inf)
+        torch.testing.assert_close(logits(model, ids), expected, atol=0, rtol=0)
+    assert 0 < len(chosen) < 12
+
+
+def test_it_is_loaded_and_saved_as_the_checkpoint(tmp_path: Path) -> None:
+    save_tiny(tiny_mixtral_config(), tmp_path / "checkpoint")
+    for name, options in {"stock": {}, "listed": {"patcher": ALL_TOKENS}}.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", **options)
+        model.save_pretrained(tmp_path / name)
+
+    assert same_checkpoint(tmp_path / "listed", tmp_path / "stock")
+
+
+def test_the_option_is_said_and_read(tmp_path: Path) -> None:
+    assert repr(ALL_TOKENS) == "Patcher(fusions=[SequentialExperts(all_tokens=True)])"
+    assert Patcher.from_fusion_config({"sequential_experts": {"all_tokens": True}}) == ALL_TOKENS
+    assert Patcher.from_fusion_config({"sequential_experts": True}) == Patcher(fusions="sequential_experts")
+    assert Patcher(fusions="sequential_experts") != ALL_TOKENS
+    assert pickle.loads(pickle.dumps(ALL_TOKENS)) == ALL_TOKENS
+
+
+def test_the_model_is_pickled_and_copied() -> None:
+    _, model = pair(tiny_gpt_oss_config())
+    expected = logits(model)
+
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again.model.layers[0].mlp.experts) is type(experts_of(model)[0])
+        torch.testing.assert_close(logits(again), expected, atol=0, rtol=0)
+
+
+def test_the_source_says_what_runs() -> None:
+    source = inspect.getsource(fused_class_of(SequentialExperts(all_tokens=True), experts_in(tiny_mixtral_config())))
+
+    assert "expert_weights = self.expert_weights(top_k_index, top_k_weights)\n" in source
+    assert "for expert_idx in range(len(self)):\n" in source
+    assert "gate, up = self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state)\n" in source
+    assert "one_hot" not in source
+    assert "nonzero" not in source
+
+
+def test_tokens_that_the_caller_chooses_are_refused_with_the_line() -> None:
+    experts = build_tiny(tiny_jetmoe_config()).model.layers[0].mlp.input_linear
+    reason = SequentialExperts(all_tokens=True).refusal(experts)
+
+    assert not SequentialExperts().refusal(experts)
+    assert "all_tokens=True: the caller chooses the tokens of each expert (modeling_jetmoe.py:" in reason
+
+
+def experts_in(config: PretrainedConfig) -> Any:
+    return build_tiny(config).model.layers[0].mlp.experts
