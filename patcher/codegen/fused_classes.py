@@ -224,7 +224,7 @@ def layout_text(layout: Layout, bring: Callable[[type], None]) -> str:
         value = getattr(layout, each.name)
         if each.name == "stock_shapes" or (each.default is not dataclasses.MISSING and value == each.default):
             continue
-        text = _names(value) if each.name in ("stock", "fused") else repr(value)
+        text = _names(value) if each.name in ("stock", "fused") else _text(value)
         arguments.append(text if number < 2 else f"{each.name}={text}")
     return f"{type(layout).__name__}({', '.join(arguments)})"
 
@@ -232,6 +232,13 @@ def layout_text(layout: Layout, bring: Callable[[type], None]) -> str:
 def _names(names: Sequence[str]) -> str:
     quoted = [f'"{name}"' for name in names]
     return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple) and value and all(isinstance(item, str) for item in value):
+        quoted = [f'"{item}"' for item in value]
+        return f"({', '.join(quoted)}{',' if len(value) == 1 else ''})"
+    return repr(value)
 
 
 def _leaves_calls(fused: Any) -> bool:

@@ -3,8 +3,7 @@
 >>> from torch import nn
 >>> mlp = nn.Module()
 >>> mlp.gate, mlp.up = nn.Linear(4, 6), nn.Linear(4, 6)
->>> weights = Rows(["gate.weight", "up.weight"], "gate_up.weight")
->>> fuse(mlp, weights, Rows(["gate.bias", "up.bias"], "gate_up.bias"))
+>>> fuse(mlp, Rows(["gate.weight", "up.weight"], "gate_up.weight"))
 Module(
   (gate_up): Linear(in_features=4, out_features=12, bias=True)
 )
@@ -20,7 +19,8 @@ import torch
 from torch import nn
 
 from patcher.construction.construction import under_construction
-from patcher.conversions.layouts import Flatten, Layout, Rows
+from patcher.conversions.layouts import Flatten, Layout, Rows, named_parameter
+from patcher.errors import PatchConstructionError
 from patcher.fusions.fused_module import fuse_in_place, put_in_place
 from patcher.fusions.joined import Joined, part_property
 from patcher.fusions.listed import ListedExperts
@@ -114,12 +114,29 @@ def fuse(module: nn.Module, *layouts: Layout, into: Any = None) -> Any:
         layouts: which of its parameters become which.
         into: a class with a `from_module`, to put in its place. Without one the module itself is changed: each
             `<name>.weight` is that of an `nn.Linear` called `<name>`, and of joined rows the module keeps how many
-            each part has, as `<name>_sizes`.
+            each part has, as `<name>_sizes`. Biases of layers that are joined are joined as well.
     """
     if into is not None:
         return put_in_place(module, into, layouts, None)
-    fuse_in_place(module, layouts, type(module), None)
+    fuse_in_place(module, _with_biases(module, layouts), type(module), None)
     return module
+
+
+def _with_biases(module: nn.Module, layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts, and of linear layers that are joined the biases as well: a config may give them some."""
+    known = {name for layout in layouts for name in layout.stock}
+    result = list(layouts)
+    for layout in layouts:
+        owners = [name.removesuffix(".weight") for name in layout.stock]
+        biases = [f"{owner}.bias" for owner in owners if named_parameter(module, f"{owner}.bias") is not None]
+        if isinstance(layout, Rows) and len(owners) > 1 and biases and known.isdisjoint(biases):
+            if len(biases) < len(owners):
+                raise PatchConstructionError(
+                    f"{type(module).__name__} is written for {', '.join(owners)} with biases or without, and this one "
+                    f"has {', '.join(biases)}. Generate the file again, with this config."
+                )
+            result.append(Rows(biases, layout.fused[0].removesuffix("weight") + "bias"))
+    return result
 
 
 def joined_part(module: nn.Module, name: str, names: Sequence[str], joined: str) -> Any:

@@ -368,7 +368,7 @@ def test_the_module_must_be_what_its_forward_takes_it_for(tmp_path: Path) -> Non
 
     stock = experts(tmp_path)
     stock.gate_up_proj = nn.Parameter(torch.randn(4, 11, 8))
-    assert "gate_up_proj of the shape (4, 11, 8) can't be cut into 8 equal parameters" in refusal(stock)
+    assert "gate_up_proj of the shape (4, 11, 8) can't be cut into 2 equal parts for each expert" in refusal(stock)
 
     stock = experts(tmp_path)
     stock.add_module("0", nn.Linear(1, 1))
@@ -385,7 +385,7 @@ def test_a_stack_under_its_old_name_is_an_error_that_says_where_it_is(tmp_path: 
     model = listed(experts(tmp_path), SequentialExperts())
 
     with pytest.raises(
-        AttributeError, match=r"gate_up_proj of these experts is laid out as experts\[i\]\.gate_proj and"
+        AttributeError, match=r"gate_up_proj is fused: its values are in 0\.gate_proj\.weight, 0\.up_proj"
     ):
         model.gate_up_proj.shape  # noqa: B018
     with pytest.raises(TypeError):

@@ -6,8 +6,8 @@
 # Made by: patcher codegen examples/codegen/llama/llama_patch_gen_config.py
 #
 # What differs from the source:
-# - modify init LlamaAttention: one qkv_proj in place of q_proj, k_proj, v_proj
-# - override method LlamaAttention.forward: q_proj, k_proj, v_proj are one qkv_proj
+# - modify init LlamaAttention: q_proj, k_proj and v_proj as one qkv_proj
+# - override method LlamaAttention.forward: q_proj, k_proj and v_proj as one qkv_proj
 # - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
 #   what is made without a checkpoint saves one of the original
 # - external LlamaPreTrainedModel.from_pretrained with
@@ -19,10 +19,9 @@
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
 #   here, and back
-# - add import Concatenate
 # - add import Patcher
-# - add import WeightConverter
-# - add import join_projections
+# - add import Rows
+# - add import fuse
 # - add import original
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
@@ -74,26 +73,12 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 # [ADDED IMPORTS]
 from patcher import Patcher
 from patcher.codegen import runtime
-from patcher.codegen.runtime import join_projections
-from transformers.core_model_loading import Concatenate, WeightConverter
+from patcher.codegen.runtime import Rows, fuse
 from transformers.models.llama import modeling_llama as original
 
 # [ADDED CODE]
 # Why: how checkpoints of the original become those of the models here, and back
 CONVERSIONS = Patcher(
-    extra_weight_conversions=[
-        WeightConverter(
-            source_patterns=[
-                r"^((?:model\.)?layers\.\d+\.self_attn\.)q_proj\.weight$",
-                r"^((?:model\.)?layers\.\d+\.self_attn\.)k_proj\.weight$",
-                r"^((?:model\.)?layers\.\d+\.self_attn\.)v_proj\.weight$",
-            ],
-            target_patterns=[
-                r"\1qkv_proj.weight",
-            ],
-            operations=[Concatenate()],
-        ),
-    ],
     name="Llama with qkv joined",
 )
 
@@ -258,8 +243,8 @@ def eager_attention_forward(
 # ======================================================================
 # [MODIFIED CLASS] LlamaAttention
 # Methods patched: __init__, forward
-#   __init__: one qkv_proj in place of q_proj, k_proj, v_proj
-#   forward: q_proj, k_proj, v_proj are one qkv_proj
+#   __init__: q_proj, k_proj and v_proj as one qkv_proj
+#   forward: q_proj, k_proj and v_proj as one qkv_proj
 # ======================================================================
 @use_kernelized_func(apply_rotary_pos_emb)
 class LlamaAttention(nn.Module):
@@ -291,7 +276,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, *args, **kwargs):
         LlamaAttention._original_init(self, *args, **kwargs)
-        join_projections(self, ["q_proj", "k_proj", "v_proj"], "qkv_proj")
+        fuse(self, Rows(["q_proj.weight", "k_proj.weight", "v_proj.weight"], "qkv_proj.weight"))
 
     def forward(
         self,

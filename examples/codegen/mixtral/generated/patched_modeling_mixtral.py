@@ -7,7 +7,7 @@
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
 #
 # What differs from the source:
-# - replace class MixtralExperts: each expert is a plain linear layer, and runs by itself
+# - replace class MixtralExperts: linear layers for each expert
 # - external MixtralPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
 #   what is made without a checkpoint saves one of the original
 # - external MixtralPreTrainedModel.from_pretrained with
@@ -19,12 +19,10 @@
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
 #   here, and back
-# - add import Concatenate
-# - add import MergeModulelist
+# - add import ListedExperts
+# - add import Matrices
 # - add import Patcher
-# - add import Unstack
-# - add import WeightConverter
-# - add import list_stack
+# - add import fuse
 # - add import original
 # ----------------------------------------------------------------------------------------
 #                🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨🚨
@@ -83,43 +81,21 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 # [ADDED IMPORTS]
 from patcher import Patcher
 from patcher.codegen import runtime
-from patcher.codegen.runtime import Unstack, list_stack
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from patcher.codegen.runtime import ListedExperts, Matrices, fuse
 from transformers.models.mixtral import modeling_mixtral as original
 
 # [ADDED CODE]
 # Why: how checkpoints of the original become those of the models here, and back
 CONVERSIONS = Patcher(
-    extra_weight_conversions=[
-        WeightConverter(
-            source_patterns=[
-                ".experts.*.w1.weight",
-                ".experts.*.w3.weight",
-            ],
-            target_patterns=[
-                ".experts.gate_up_proj.0.weight",
-            ],
-            operations=[MergeModulelist(), Concatenate(dim=1), Unstack()],
-        ),
-        WeightConverter(
-            source_patterns=[
-                ".experts.*.w2.weight",
-            ],
-            target_patterns=[
-                ".experts.down_proj.0.weight",
-            ],
-            operations=[MergeModulelist(), Unstack()],
-        ),
-    ],
     name="Mixtral with experts as layers",
 )
 
 
 # ======================================================================
 # [PATCHED CLASS] MixtralExperts
-# Why: each expert is a plain linear layer, and runs by itself
+# Why: linear layers for each expert
 # ======================================================================
-class MixtralExperts(nn.Module):
+class MixtralExperts(ListedExperts, nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
     def __init__(self, config: MixtralConfig):
@@ -130,8 +106,7 @@ class MixtralExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
         self.act_fn = ACT2FN[config.hidden_act]
-        list_stack(self, "gate_up_proj")
-        list_stack(self, "down_proj")
+        fuse(self, Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight")), Matrices("down_proj", layers=("down_proj.weight",)))
 
     def forward(
         self,
@@ -145,15 +120,15 @@ class MixtralExperts(nn.Module):
             expert_mask = expert_mask.permute(2, 1, 0)
             expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
 
-        for expert_idx in expert_hit:
+        for expert_idx in self.experts_to_run(expert_hit):
             expert_idx = expert_idx[0]
             if expert_idx == self.num_experts:
                 continue
             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
             current_state = hidden_states[token_idx]
-            gate, up = self.gate_up_proj[expert_idx](current_state).chunk(2, dim=-1)
+            gate, up = self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state)
             current_hidden_states = self.act_fn(gate) * up
-            current_hidden_states = self.down_proj[expert_idx](current_hidden_states)
+            current_hidden_states = self[expert_idx].down_proj(current_hidden_states)
             current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]
             final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))
 
