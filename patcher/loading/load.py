@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint
 from patcher.compat.models import follow_no_split_names, named_modules, original_class
@@ -263,8 +263,9 @@ def select(
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
     conversions = select_conversions(stock[asked:], constructed.record.patchers, constructed.record.fusion_transforms)
     traced = tuple(with_trace(transform) for transform in conversions.added)
-    if constructed.runtime_layout:  # what transformers converts has been converted
-        conversions = replace(conversions, kept=())
+    if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
+        kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
+        conversions = replace(conversions, kept=kept_names)
     kept = [with_trace(item) if joins(item) else item for item in conversions.kept]
     followed = tuple(item for item in kept if trace_of(item) is not None)
     selected = Selected(
