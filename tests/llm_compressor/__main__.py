@@ -11,7 +11,8 @@ models with random weights, on the CPU, in about a minute. For each model and re
   any, `weight_zero_point` under the names that the checkpoint has for the weights of each expert, and nothing else;
 - values: they are those that llm-compressor writes for the stock model, whose experts it takes apart itself. With
   GPTQ that is so, but for rounding, with `SequentialExperts(all_tokens=True)`: llm-compressor shows every expert every
-  token too. Without it experts are calibrated with the tokens that chose them.
+  token too. Without it experts are calibrated with the tokens that chose them;
+- reading: stock transformers and a load with the patcher read the 8-bit file, with outputs near those of the model.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from patcher import Patcher
+from patcher.errors import PatcherError
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.patterns import compress
 from tests.support.tiny import save_tiny, tiny_mixtral_config, tiny_tokenizer
@@ -82,6 +84,8 @@ def main() -> None:
                     print(f"{model}, {recipe}, {how}: {share:.2%} of the words are others than without patcher")
                     if share > (ROUNDING if recipe.startswith("GPTQ") else 0) and (recipe, how) != CALIBRATED_LESS:
                         problems.append("other values")
+                    if recipe == "RTN W8A16":
+                        problems += wrong_outputs(checkpoint, Path(folder, model, recipe, how), patcher=PATCHERS[how])
                     print("".join(f"  {problem}\n" for problem in problems), end="", flush=True)
                     failures += bool(problems)
     sys.exit(f"{failures} wrong" if failures else 0)
@@ -113,6 +117,24 @@ def wrong_names(checkpoint: set[str], stock: dict[str, torch.Tensor], found: dic
     expected |= {f"{name.removesuffix('weight')}{companion}" for name in weights for companion in companions}
     problems = [f"missing: {name}" for name in compress(sorted(expected - found.keys()))]
     return problems + [f"not of the checkpoint: {name}" for name in compress(sorted(found.keys() - expected))]
+
+
+@torch.no_grad()
+def wrong_outputs(checkpoint: Path, saved: Path, **patched: Any) -> list[str]:
+    """What is wrong with what is read of a file of 8 bits."""
+    ids = torch.arange(3, 19)[None]
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)(ids).logits
+    problems = []
+    for how, options in {"by stock transformers": {}, "with the patcher": patched}.items():
+        try:
+            found = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, **options)(ids).logits
+        except PatcherError as error:
+            problems.append(f"read {how}: {str(error).splitlines()[0]}")
+            continue
+        off = (found - expected).square().mean().sqrt() / expected.std()
+        if off > 0.1:
+            problems.append(f"read {how}: outputs are off by {off:.2f} standard deviations")
+    return problems
 
 
 def different(stock: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
