@@ -26,8 +26,8 @@ def tiny_gpt_oss_config(**changes: Any) -> GptOssConfig:
     return GptOssConfig(**DECODER_SIZES | settings | changes)
 
 
-def tiny_qwen3_moe_config() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(**DECODER_SIZES | EXPERTS | {"num_experts": 4})
+def tiny_qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(**DECODER_SIZES | EXPERTS | {"num_experts": 4} | changes)
 
 
 def tiny_llama4_config() -> Llama4TextConfig:
