@@ -14,12 +14,15 @@ from patcher.compat.models import kept_in_fp32
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, Surroundings, more_than_a_weight_and_bias
 from patcher.fusions.calls import passes, touches
+from patcher.fusions.children import summaries
 from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
 from patcher.fusions.joining import JoinRows
+from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in, trees_of
 from patcher.fusions.origins import Origins
-from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
-from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
+from patcher.fusions.rewrite import compile_subclass, rewritten
+from patcher.fusions.tracing import Constant, Guards, prove
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand
+from patcher.fusions.values import Summary
 from patcher.fusions.weight_layout import Layout
 from patcher.patterns import inside
 
@@ -125,7 +128,9 @@ class Projections(Fusion):
         )
         joined = Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
         identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
-        return self._plan(type(module), joined, tuple(sorted(self._state(module, group).items())), identities)
+        children = summaries(module, (name for tree in trees_of(type(module)).values() for name in names_in(tree)))
+        attributes = tuple(sorted(self._state(module, group).items()))
+        return self._plan(type(module), joined, attributes, identities, children)
 
     def _state(self, module: nn.Module, group: tuple[str, ...]) -> dict[str, Constant]:
         """What a module says of itself, as far as it may decide which way its forward goes."""
@@ -166,12 +171,13 @@ class Projections(Fusion):
         joined: Joined,
         attributes: tuple[tuple[str, Constant], ...],
         identities: tuple[str, ...],
+        children: tuple[tuple[str, Summary], ...],
     ) -> tuple[tuple[Joined, Guards] | None, str]:
-        key = (type(self), joined, attributes, identities)
+        key = (type(self), joined, attributes, identities, children)
         plans = _plans.setdefault(original, {})
         if key not in plans:
             try:
-                guards = understand(original, joined.projections, dict(attributes), identities)
+                guards = understand(original, joined.projections, dict(attributes), identities, children)
                 self.subclass(original, joined, guards)
                 plans[key] = (joined, guards), ""
             except NotUnderstoodError as error:
@@ -193,9 +199,9 @@ class Projections(Fusion):
         sources = []
         for method in methods:
             try:
-                shared = shared_inputs_of(method.node, joined.projections, guards)
-                if shared:
-                    sources.append((method, rewritten(method, joined, shared, guards)))
+                proof = prove(original, method, joined.projections, guards)
+                if proof.inputs:
+                    sources.append((method, rewritten(method, joined, proof, guards)))
             except NotUnderstoodError as error:
                 raise located(error, method) from error
         listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"

@@ -12,10 +12,10 @@ from torch import nn
 from patcher.compat.models import mark_initialized
 from patcher.fusions.base import Fusion, Surroundings
 from patcher.fusions.listed import listed
+from patcher.fusions.methods import NotUnderstoodError
 from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, forward_of, sequential
-from patcher.fusions.tracing import NotUnderstoodError
 from patcher.fusions.understanding import located
 from patcher.fusions.unstacking import Cut, cut_layouts
 from patcher.fusions.weight_layout import Layout

@@ -29,8 +29,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from torch import nn
 
 from patcher.compat.models import EXPERTS_HOME
-from patcher.fusions.rewrite import Method, read_method
-from patcher.fusions.tracing import NotUnderstoodError, self_of
+from patcher.fusions.methods import Method, NotUnderstoodError, read_method, self_of
 from patcher.source.trees import code_of
 
 _LINEAR = ("F.linear", "nn.functional.linear", "torch.nn.functional.linear", "functional.linear")
