@@ -11,13 +11,14 @@ from typing import Any
 import transformers
 
 from patcher.fusions.expressions import Expressions
-from patcher.fusions.frames import Frame, definition_of, shown
+from patcher.fusions.frames import Frame, bound_names, definition_of, shown
 from patcher.fusions.purity import (
     FRESH,
     METHODS,
     PLAIN,
     SEVERAL,
     STORING,
+    VIEWS,
     is_logger,
     kind_of_function,
     writes_in_place,
@@ -103,7 +104,7 @@ class Calls(Expressions):
         spread = any(isinstance(argument, ast.Starred) for argument in node.args)
         return Arguments(positional, named, spread or any(keyword.arg is None for keyword in node.keywords))
 
-    # --- whose method it is --------------------------------------------------------------------------------------------
+    # --- whose method it is ------------------------------------------------------------------------------------------
 
     def _method(self, node: ast.Call, func: ast.Attribute, held: Value, given: Arguments) -> Value:
         name = func.attr
@@ -145,7 +146,11 @@ class Calls(Expressions):
             if name != "add":
                 self.effect(f"{shown(node)!r}", node, held.roots)
                 return Value(held.roots | roots_of(given.all))
-        return self._known(node, name, METHODS.get(name, ""), [held, *given.all], given)
+        count = len(self.effects)
+        result = self._known(node, name, METHODS.get(name, ""), [held, *given.all], given)
+        if name in VIEWS and len(self.effects) == count:
+            result.roots = held.roots
+        return result
 
     def needs_own_memory(self, value: Value) -> None:
         """What is done to a value asks how it lies in memory."""
@@ -184,11 +189,13 @@ class Calls(Expressions):
                     )
         return self.unknown(f"{shown(node)!r}", node, given.all)
 
-    # --- what is called ------------------------------------------------------------------------------------------------
+    # --- what is called ----------------------------------------------------------------------------------------------
 
     def call_value(self, node: ast.Call, func: Value, given: Arguments) -> Value:
         if func.child is not None:
             return self.summarized(node, func.child, given)
+        if func.code is not None and func.code[0] is self.frame.node:
+            return self._nested(node, func.code[1], given)
         if not func.objects or CODE in func.roots:
             return self.unknown(f"{shown(node)!r}", node, [func, *given.all])
         results = [self._call_object(node, found, given) for found in func.objects]
@@ -233,6 +240,8 @@ class Calls(Expressions):
             return Value(NOTHING)
         if kind == FRESH:
             return Value(self.own(node), tensor=not several, several=several)
+        if name == "einsum" and len(given.positional) > 2:
+            return Value(self.own(node), tensor=True)
         tensor = any(value.tensor for value in values)
         return Value(roots_of(values), tensor=tensor and not several, several=tensor)
 
@@ -251,6 +260,8 @@ class Calls(Expressions):
 
     def summarized(self, node: ast.Call, summary: Summary, given: Arguments) -> Value:
         """A call of a child module."""
+        if summary.plain is not None and (given.named or given.spread or len(given.positional) > summary.plain):
+            return self.unknown(f"{shown(node)!r}", node, given.all)
         if summary.reason or any(CODE in value.roots for value in given.all):
             reason = f" ({summary.reason})" if summary.reason else ""
             return self.unknown(f"{shown(node)!r}{reason}", node, given.all)
@@ -264,7 +275,18 @@ class Calls(Expressions):
         )
         return Value(found, tensor=summary.tensor)
 
-    # --- into source ---------------------------------------------------------------------------------------------------
+    def _nested(self, node: ast.Call, tree: ast.FunctionDef, given: Arguments) -> Value:
+        """A call of a function that the method defines."""
+        outer = self.frame
+        why = self._why_not(tree, given.all, tree in [frame.node for frame in self.frames])
+        inner = bound_names(*tree.body)
+        names = None if tree.args.defaults or tree.args.kw_defaults else _bound(None, tree, given)
+        if names is None or why:
+            return self.unknown(f"{shown(node)!r}, {why or 'whose arguments are not known'}", node, given.all)
+        around = {name: value for name, value in outer.names.items() if name not in inner}
+        return self._inside(Frame(outer.function, tree, around | names, outer.owner), node)
+
+    # --- into source -------------------------------------------------------------------------------------------------
 
     def follow(
         self,
@@ -277,33 +299,35 @@ class Calls(Expressions):
         spread: bool = False,
     ) -> Value:
         """Run a function of Python with what it is given."""
-        named = named or {}
-        self.count += 1
+        given = Arguments(tuple(values), named or {}, spread)
         tree = definition_of(function.__code__) if isinstance(function, FunctionType) else None
-        active = any(frame.function.__code__ is function.__code__ for frame in self.frames) if tree else False
-        everything = [*values, *named.values()]
-        why = (
-            "whose source can't be read"
-            if tree is None
-            else "which calls itself"
-            if active
-            else "which goes too deep"
-            if len(self.frames) > _DEPTH or self.count > _CALLS
-            else "which is a generator"
-            if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(tree))
-            else "which gets code"
-            if any(CODE in value.roots for value in everything)
-            else ""
-        )
-        if tree is None or why:
-            return self.unknown(f"{shown(node)!r}, {why}", node, everything)
-        names = _bound(function, tree, values, named, spread)
+        if tree is None:
+            return self.unknown(f"{shown(node)!r}, whose source can't be read", node, given.all)
+        if why := self._why_not(
+            tree, given.all, any(frame.function.__code__ is function.__code__ for frame in self.frames)
+        ):
+            return self.unknown(f"{shown(node)!r}, {why}", node, given.all)
+        names = _bound(function, tree, given)
         if names is None:
-            return self.unknown(f"{shown(node)!r}, whose arguments can't be told", node, everything)
-        frame = Frame(function, tree, names, owner)
+            return self.unknown(f"{shown(node)!r}, whose arguments are not known", node, given.all)
+        return self._inside(Frame(function, tree, names, owner), node)
+
+    def _why_not(self, tree: ast.FunctionDef, given: list[Value], active: bool) -> str:
+        """Why a function isn't followed, "" if it can be."""
+        self.count += 1
+        if active:
+            return "which calls itself"
+        if len(self.frames) > _DEPTH or self.count > _CALLS:
+            return "which goes too deep"
+        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(tree)):
+            return "which is a generator"
+        return "which gets a function" if any(CODE in value.roots for value in given) else ""
+
+    def _inside(self, frame: Frame, node: ast.AST) -> Value:
+        """Run the body of a function; what it gives back."""
         maybe, self.maybe = self.maybe, 0
         with self.called(frame, node):
-            self.body(tree.body)
+            self.body(frame.node.body)
         self.maybe = maybe
         if not frame.returned:
             return Known(None)
@@ -317,15 +341,13 @@ class Calls(Expressions):
 _READ_BY_NAME = (int, float, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
 
-def _bound(
-    function: FunctionType, tree: ast.FunctionDef, values: list[Value], named: dict[str, Value], spread: bool
-) -> dict[str, Value] | None:
-    """What each parameter is given."""
-    arguments = tree.args
+def _bound(function: FunctionType | None, tree: ast.FunctionDef, given: Arguments) -> dict[str, Value] | None:
+    """What each parameter is given; None if that can't be told."""
+    arguments, values, named = tree.args, given.positional, given.named
     positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
     keywords = [one.arg for one in arguments.kwonlyargs]
     rest = {name: value for name, value in named.items() if name not in (*positional, *keywords)}
-    if spread:
+    if given.spread:
         anything = Value(roots_of([*values, *named.values()]))
         names = {name: named.get(name, Value(anything.roots)) for name in (*positional, *keywords)}
         # The receiver of a method is what it is.
@@ -334,8 +356,10 @@ def _bound(
         more, others = anything, anything
     else:
         names = dict(zip(positional, values, strict=False)) | {n: v for n, v in named.items() if n not in rest}
-        defaults = dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
-        defaults |= function.__kwdefaults__ or {}
+        defaults: dict[str, Any] = {}
+        if function is not None:
+            defaults |= dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
+            defaults |= function.__kwdefaults__ or {}
         for name in (*positional, *keywords):
             if name not in names:
                 if name not in defaults:
@@ -346,11 +370,11 @@ def _bound(
         more, others = Value(roots_of(values[len(positional) :])), Value(roots_of(rest.values()))
         if (len(values) > len(positional) and not arguments.vararg) or (rest and not arguments.kwarg):
             return None
-        more.parts = tuple(values[len(positional) :])
+        more.parts = values[len(positional) :]
     if arguments.vararg is not None:
         names[arguments.vararg.arg] = more
     if arguments.kwarg is not None:
-        names[arguments.kwarg.arg] = Value(others.roots | {("**", function.__code__)})
+        names[arguments.kwarg.arg] = Value(others.roots | {id(tree)})
     return names
 
 

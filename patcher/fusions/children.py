@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from types import FunctionType
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 from patcher.fusions.frames import Frame, definition_of, parameters_of
-from patcher.fusions.purity import FRESH, MODULES, WRITING_SETTINGS
+from patcher.fusions.methods import known_of_class, self_of, trees_of
+from patcher.fusions.purity import FRESH, MODULES, PLAIN, SEVERAL, SHARED, WRITING_SETTINGS, kind_of_function
 from patcher.fusions.statements import Statements
 from patcher.fusions.values import CODE, GIVEN, OUTSIDE, Summary, Value, roots_of
 
@@ -33,7 +35,7 @@ class Facts:
     cls: type[nn.Module]
     problem: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
-    children: tuple[tuple[str, Facts | FunctionType], ...] = ()
+    children: tuple[tuple[str, Facts | Kept], ...] = ()
 
     def child(self, name: str) -> Summary | None:
         """What a call of a child does."""
@@ -41,19 +43,62 @@ class Facts:
         return None if found is None else summary_of(found)
 
 
-def summaries(module: nn.Module, names: Iterable[str]) -> tuple[tuple[str, Summary], ...]:
-    """What calls of a module's children do, and of the functions that it keeps, those of these names."""
-    names = set(names)
-    return tuple(sorted((name, summary_of(child)) for name, child in _kept(module, 0) if name in names))
+#: Of what isn't there, nothing can be called.
+_ABSENT = Summary(gives_back=False)
 
 
-def _kept(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | FunctionType]]:
+def summaries(module: nn.Module) -> tuple[tuple[str, Summary], ...]:
+    """What calls of a module's children do, and of the functions that it keeps, those that its methods mention."""
+    kept = dict(_kept(module, 0))
+    found = {}
+    for name in _mentioned(type(module)):
+        if name in kept:
+            found[name] = summary_of(kept[name])
+        elif getattr(module, name, None) is None:
+            found[name] = _ABSENT
+    return tuple(sorted(found.items()))
+
+
+@known_of_class
+def _mentioned(cls: type[nn.Module]) -> frozenset[str]:
+    """The attributes that its methods read of a module."""
+    return frozenset(
+        node.attr
+        for tree in trees_of(cls).values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_of(tree)
+    )
+
+
+def _kept(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | Kept]]:
     for name, child in module._modules.items():
         if child is not None:
             yield name, _facts(child, depth + 1)
     for name, value in vars(module).items():
-        if isinstance(value, FunctionType):
-            yield name, value
+        if name in ("forward", "_modules", "_parameters", "_buffers"):
+            continue
+        function, keywords = (value.func, value.keywords) if isinstance(value, partial) else (value, {})
+        if isinstance(value, partial) and value.args:
+            continue
+        if isinstance(function, MethodType):
+            own = function.__self__ is module and isinstance(function.__func__, FunctionType)
+            if own:
+                yield name, Kept(function.__func__, type(module))
+        elif isinstance(function, FunctionType) or kind_of_function(function):
+            if not {"inplace", "out", "max_norm"} & set(keywords):
+                yield name, Kept(function)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A function that a module keeps as an attribute.
+
+    Attributes:
+        bound: the class of the module, where it is a method of the module itself.
+    """
+
+    function: Any
+    bound: type[nn.Module] | None = None
 
 
 def _facts(module: nn.Module, depth: int) -> Facts:
@@ -71,10 +116,13 @@ def _facts(module: nn.Module, depth: int) -> Facts:
 
 
 @lru_cache(maxsize=4096)
-def summary_of(called: Facts | FunctionType) -> Summary:
+def summary_of(called: Facts | Kept) -> Summary:
     """What a call of a module, or of a function, does."""
-    if isinstance(called, FunctionType):
-        return _followed(called, None)
+    if isinstance(called, Kept):
+        if kind := kind_of_function(called.function):
+            several = called.function.__name__ in SEVERAL
+            return Summary(gives_back=kind == SHARED, tensor=kind != PLAIN and not several, plain=1)
+        return _followed(called.function, Facts(called.bound) if called.bound is not None else None)
     name = called.cls.__name__
     if called.problem:
         return Summary(called.problem)
@@ -87,8 +135,8 @@ def summary_of(called: Facts | FunctionType) -> Summary:
         return Summary(gives_back=MODULES[called.cls] != FRESH, tensor=True)
     if called.cls in _CONTAINERS:
         return _together([summary_of(child) for _, child in called.children])
-    forward, call = getattr(called.cls, "forward", None), getattr(called.cls, "__call__", None)
-    if not isinstance(forward, FunctionType) or call is not nn.Module.__call__:
+    forward = called.cls.forward
+    if not isinstance(forward, FunctionType) or called.cls.__call__ is not nn.Module.__call__:
         return Summary(f"{name} isn't called by its forward alone")
     return _followed(forward, called)
 
@@ -115,6 +163,8 @@ def _followed(function: FunctionType, module: Facts | None) -> Summary:
     names = {name: Value(given) for name in parameters_of(node)}
     names |= {rest.arg: Value(given) for rest in (node.args.vararg, node.args.kwarg) if rest is not None}
     if module is not None:
+        if not parameters_of(node):
+            return Summary(f"{called} has no parameter for itself")
         names[parameters_of(node)[0]] = Value(module=module)
     owners = module.cls.__mro__ if module is not None else ()
     owner = next((base for base in owners if vars(base).get("forward") is function), None)

@@ -202,7 +202,7 @@ class Expressions(State):
             return Known(sign is ast.Is)
         return Value(self.own(node), tensor=left.tensor or right.tensor)
 
-    # --- code inside of code -------------------------------------------------------------------------------------------
+    # --- code inside of code -----------------------------------------------------------------------------------------
 
     def refuse_projections_in(self, node: ast.AST) -> None:
         """Projections are only followed in statements of the method itself."""
@@ -230,7 +230,8 @@ class Expressions(State):
         for child in ast.walk(node):
             if isinstance(child, ast.Nonlocal):
                 self.frame.volatile.update(child.names)
-        return Value(roots_of(held) | {CODE})
+        local = isinstance(node, ast.FunctionDef) and not node.decorator_list and not _rebinds(node)
+        return Value(roots_of(held) | {CODE}, code=(self.frame.node, node) if local else None)
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> Value:
         self.refuse_projections_in(node)
@@ -258,7 +259,7 @@ class Expressions(State):
                 self.pending = self.effects[count]
         return Value(roots_of(results) | self.own(node))
 
-    # --- what is written -----------------------------------------------------------------------------------------------
+    # --- what is written ---------------------------------------------------------------------------------------------
 
     def assign(self, target: ast.AST, value: Value) -> None:
         match target:
@@ -309,3 +310,8 @@ class Expressions(State):
     def line_of(self, node: ast.AST) -> ast.AST:
         """The node of the method itself where something happens."""
         return self._outer if len(self.frames) > 1 else node
+
+
+def _rebinds(node: ast.AST) -> bool:
+    """Whether a nested function binds names of the function around it."""
+    return any(isinstance(child, ast.Nonlocal | ast.Global) for child in ast.walk(node))

@@ -131,7 +131,7 @@ class State:
         for name, roots in entry.items():
             self.names[name] = Value(frozenset(roots))
 
-    # --- what happens --------------------------------------------------------------------------------------------------
+    # --- what happens ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def called(self, frame: Frame, node: ast.AST) -> Iterator[None]:

@@ -17,7 +17,7 @@ from patcher.fusions.calls import passes, touches
 from patcher.fusions.children import summaries
 from patcher.fusions.joined import Joined, JoinedProjections, join, part_property
 from patcher.fusions.joining import JoinRows
-from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in, trees_of
+from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in
 from patcher.fusions.origins import Origins
 from patcher.fusions.rewrite import compile_subclass, rewritten
 from patcher.fusions.tracing import Constant, Guards, prove
@@ -128,9 +128,8 @@ class Projections(Fusion):
         )
         joined = Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
         identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
-        children = summaries(module, (name for tree in trees_of(type(module)).values() for name in names_in(tree)))
         attributes = tuple(sorted(self._state(module, group).items()))
-        return self._plan(type(module), joined, attributes, identities, children)
+        return self._plan(type(module), joined, attributes, identities, summaries(module))
 
     def _state(self, module: nn.Module, group: tuple[str, ...]) -> dict[str, Constant]:
         """What a module says of itself, as far as it may decide which way its forward goes."""

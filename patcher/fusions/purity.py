@@ -1,4 +1,4 @@
-"""What is known to write into nothing that it is given, and to change no mode: the operations that a forward is made of.
+"""What is known to write into nothing that it is given, and to change no mode: what a forward is made of.
 
 Three kinds: those whose result is a number or a shape, those whose result has memory of its own, and those whose
 result may share memory with an argument. What isn't listed is followed into its source, or nothing is known of it.
@@ -45,7 +45,8 @@ _FRESH = (
     "masked_select matmul max maximum mean median min minimum mish mm mode mul multinomial multiply mv nan_to_num ne "
     "neg negative new_empty new_full new_ones new_tensor new_zeros nonzero norm normalize not_equal one_hot ones "
     "ones_like outer polar pow prelu prod quantile rand rand_like randint randint_like randn randn_like randperm "
-    "reciprocal relu relu6 remainder repeat repeat_interleave rms_norm roll rot90 round rsqrt scaled_dot_product_attention "
+    "reciprocal relu relu6 remainder repeat repeat_interleave rms_norm roll rot90 round rsqrt "
+    "scaled_dot_product_attention "
     "scatter scatter_add scatter_reduce searchsorted select_scatter selu sgn sigmoid sign silu sin sinc sinh "
     "slice_scatter softmax softmin softplus softshrink softsign sort sqrt square stack std std_mean sub subtract sum "
     "tan tanh tanhshrink tensor tensordot threshold tile topk trace tril tril_indices triu triu_indices true_divide "
@@ -65,7 +66,8 @@ _SHARED = (
 #: Of these the result may be a tuple or a list of tensors.
 SEVERAL = frozenset(
     "max min sort topk median mode kthvalue std_mean var_mean aminmax cummax cummin unique nonzero where split chunk "
-    "split_with_sizes unbind tensor_split hsplit vsplit meshgrid broadcast_tensors atleast_1d atleast_2d atleast_3d".split()
+    "split_with_sizes unbind tensor_split hsplit vsplit meshgrid broadcast_tensors atleast_1d atleast_2d "
+    "atleast_3d".split()
 )
 #: Methods of dicts, lists, strings and caches that only read.
 _READING = "get keys values items index count startswith endswith format join lower upper strip replace copy".split()
@@ -73,21 +75,27 @@ _READING_PLAIN = (
     "get_seq_length get_max_cache_shape get_usable_length get_max_length get_mask_sizes is_compileable".split()
 )
 
+#: Methods of distributions.
+_OF_DISTRIBUTIONS = "icdf cdf log_prob".split()
+
 #: method -> kind, for a method of a value of which nothing else is known.
 METHODS: dict[str, str] = {
     **dict.fromkeys([*_PLAIN, *_READING_PLAIN], PLAIN),
-    **dict.fromkeys(_FRESH, FRESH),
+    **dict.fromkeys([*_FRESH, *_OF_DISTRIBUTIONS], FRESH),
     **dict.fromkeys([*_SHARED, *_READING], SHARED),
 }
+#: Methods of tensors whose result may be a view of the tensor, and of nothing else.
+VIEWS = frozenset(_SHARED)
 #: Attributes of a tensor that are none themselves.
 PLAIN_ATTRIBUTES = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_mps is_meta is_nested is_sparse is_quantized is_leaf requires_grad".split()
+    "shape dtype device ndim layout is_cuda is_cpu is_mps is_meta is_nested is_sparse is_quantized "
+    "is_leaf requires_grad".split()
 )
 
 _BUILTINS = {
     **dict.fromkeys(
-        "len isinstance issubclass int float bool str repr abs all any type round id hash callable hasattr print range "
-        "divmod ord chr format".split(),
+        "len isinstance issubclass int float bool str repr abs all any type round id hash callable hasattr print "
+        "range divmod ord chr format".split(),
         PLAIN,
     ),
     **dict.fromkeys("tuple list dict set frozenset zip enumerate reversed sorted min max sum slice".split(), SHARED),
@@ -129,8 +137,6 @@ def _known() -> Iterator[tuple[Any, str]]:
         if not name.startswith("_"):
             yield getattr(math, name), PLAIN
     for plain in (
-        torch.jit.is_scripting,
-        torch.jit.is_tracing,
         torch.compiler.is_compiling,
         torch.compiler.is_dynamo_compiling,
         torch.onnx.is_in_onnx_export,
@@ -139,6 +145,7 @@ def _known() -> Iterator[tuple[Any, str]]:
         warnings.warn,
     ):
         yield plain, PLAIN
+    yield torch.distributions.Normal, SHARED
 
 
 #: function or class -> kind; those of torch, `torch.nn.functional`, `math` and the built-in ones

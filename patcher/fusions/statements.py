@@ -1,4 +1,4 @@
-"""The symbolic run of statements: branches that are decided, branches that aren't, loops, and code that isn't followed."""
+"""The symbolic run of statements: branches that are decided or not, loops, blocks that may end anywhere."""
 
 from __future__ import annotations
 

@@ -65,11 +65,16 @@ class SharedInput:
 
 @dataclass(frozen=True)
 class Proof:
-    """The inputs that a method's live calls of projections share, and the projections whose results are written into."""
+    """What is proved of a method.
+
+    Attributes:
+        inputs: those that its live calls of projections share.
+        written: the projections whose results may be written into.
+        children: the children of the module of which the proof made use.
+    """
 
     inputs: tuple[SharedInput, ...]
     written: frozenset[str]
-    #: children of the module of which the proof made use
     children: frozenset[str]
 
 

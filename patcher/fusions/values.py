@@ -1,4 +1,4 @@
-"""What the symbolic run of a method knows of a value: which it is, whether it is true, what it may share memory with."""
+"""What the symbolic run of a method knows of a value: which it is, whether it is true, whose memory it has."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Value:
         objects: the Python objects that it may be, where they are known.
         module: the module that it is, where that is the one whose method runs.
         child: what calling it does, where it is a child of that module.
+        code: the function in which a function is defined, and its definition.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Value:
         objects: tuple[Any, ...] = (),
         module: Module | None = None,
         child: Summary | None = None,
+        code: tuple[Any, Any] | None = None,
     ) -> None:
         self.roots = roots
         self.truth = truth
@@ -64,6 +66,7 @@ class Value:
         self.objects = objects
         self.module = module
         self.child = child
+        self.code = code
 
     def element(self) -> Value:
         """What is taken out of it, by an index or one after the other."""
@@ -87,7 +90,7 @@ def either(one: Value | None, other: Value | None) -> Value:
     if one is not None and one is other:
         return one
     there = [value for value in (one, other) if value is not None]
-    objects = tuple(dict.fromkeys(found for value in there for found in value.objects))
+    objects = tuple({id(found): found for value in there for found in value.objects}.values())
     known = all(value.objects for value in there)
     return Value(roots_of(there), tensor=all(value.tensor for value in there), objects=objects if known else ())
 
@@ -110,7 +113,8 @@ class Effect:
 class Module(Protocol):
     """A module, as far as it is known: its class, and what calls of its children do."""
 
-    cls: type[Any]
+    @property
+    def cls(self) -> type[Any]: ...
 
     def child(self, name: str) -> Summary | None:
         """What a call of the child does, or of the function that is kept under this name; None if there is none."""
@@ -127,6 +131,7 @@ class Summary:
         gives_back: its result may share memory with what it is given.
         keeps: its result may share memory with something else, a buffer of its own.
         tensor: its result is a tensor.
+        plain: this is said of calls with positional arguments only, at most that many: others may ask it to write.
     """
 
     reason: str = ""
@@ -135,3 +140,4 @@ class Summary:
     gives_back: bool = True
     keeps: bool = False
     tensor: bool = False
+    plain: int | None = None
