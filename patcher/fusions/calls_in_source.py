@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import transformers
-
 from patcher.fusions.expressions import Expressions
 from patcher.fusions.frames import Frame, bound_names, definition_of, shown
 from patcher.fusions.purity import (
+    ATTENTION,
+    CACHING,
     FRESH,
     METHODS,
+    OF_ALL,
     PLAIN,
     SEVERAL,
     STORING,
-    VIEWS,
     is_logger,
     kind_of_function,
+    of_table,
+    unwrapped,
     writes_in_place,
 )
-from patcher.fusions.values import CODE, FROM_OUTSIDE, NOTHING, Known, Module, Summary, Value, either, roots_of
+from patcher.fusions.values import CACHE, CODE, FROM_OUTSIDE, NOTHING, Known, Module, Summary, Value, either, roots_of
 
 #: How deep calls are followed, and how many in one run.
 _DEPTH, _CALLS = 8, 2000
-#: What an `AttentionInterface` gives: a function that reads what it is given.
-_INTERFACE = object()
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Arguments:
     """What a call is given.
 
     Attributes:
-        spread: some of it comes from `*` or `**`, so it isn't known which parameter gets what.
+        named: what is given by name; what comes from a `**` goes by a name that begins so.
+        spread: some of it comes from a `*`, so it isn't known which parameter gets what.
     """
 
     positional: tuple[Value, ...]
@@ -68,6 +69,8 @@ class Calls(Expressions):
             defaults = [self.value(argument) for argument in node.args[2:]]
             found = self.attribute(read, self.value(read.value))
             return either(found, *defaults) if defaults else found
+        if isinstance(func, ast.Name) and self.read(func.id).objects == (getattr,) and len(node.args) > 1:
+            return self._getattr(self._arguments(node))
         if isinstance(func, ast.Attribute):
             held = self.value(func.value)
             if (
@@ -88,6 +91,13 @@ class Calls(Expressions):
             return Value()
         return self.call_value(node, self.value(func), self._arguments(node))
 
+    def _getattr(self, given: Arguments) -> Value:
+        """An attribute whose name is computed."""
+        held, _, *defaults = given.all
+        if (entry := of_table(held.objects)) is not None:
+            return Value(NOTHING, objects=(entry, *(one for value in defaults for one in value.objects)))
+        return Value(roots_of([held, *defaults]) | FROM_OUTSIDE)
+
     def _constant_getattr(self, node: ast.expr) -> ast.expr:
         """`x.name` for `getattr(x, "name")`."""
         match node:
@@ -97,12 +107,19 @@ class Calls(Expressions):
         return node
 
     def _arguments(self, node: ast.Call) -> Arguments:
-        positional = tuple(self.value(argument) for argument in node.args)
+        positional: list[Value] = []
+        spread = False
+        for argument in node.args:
+            if not isinstance(argument, ast.Starred):
+                positional.append(self.value(argument))
+                continue
+            given = self.value(argument.value)
+            spread = spread or given.parts is None
+            positional += [given.element()] if given.parts is None else given.parts
         named: dict[str, Value] = {}
         for number, keyword in enumerate(node.keywords):
             named[keyword.arg or f"**{number}"] = self.value(keyword.value)
-        spread = any(isinstance(argument, ast.Starred) for argument in node.args)
-        return Arguments(positional, named, spread or any(keyword.arg is None for keyword in node.keywords))
+        return Arguments(tuple(positional), named, spread)
 
     # --- whose method it is ------------------------------------------------------------------------------------------
 
@@ -118,9 +135,9 @@ class Calls(Expressions):
                 return self.call_value(node, self.attribute(func, held), given)
             if is_logger(found):
                 return Value(NOTHING)
-            if isinstance(found, transformers.AttentionInterface) and name in ("get_interface", "get"):
+            if (entry := of_table(held.objects)) is not None and name in ("get_interface", "get"):
                 defaults = [one for value in given.all[1:] for one in value.objects]
-                return Value(NOTHING, objects=(_INTERFACE, *defaults))
+                return Value(NOTHING, objects=(entry, *defaults))
             if not isinstance(found, _READ_BY_NAME):
                 method = inspect.getattr_static(type(found), name, None)
                 if isinstance(method, FunctionType):
@@ -130,8 +147,8 @@ class Calls(Expressions):
 
     def _method_by_name(self, node: ast.Call, name: str, held: Value, given: Arguments) -> Value:
         """A method of something that the method was given, or computed: tensors, dicts, lists, caches."""
-        if name == "update" and len(given.positional) >= 3:  # of a cache, which keeps copies
-            return Value(roots_of(given.all))
+        if name in CACHING or (name == "update" and len(given.positional) >= 3):
+            return Value(roots_of(given.positional[: CACHING.get(name, 2)]) | {CACHE}, several=True)
         if name == "view" and len(given.positional) == 1 and _is_flat(node.args[0]):
             self.needs_own_memory(held)  # a piece of a split has no such view
         if writes_in_place(name):
@@ -146,11 +163,7 @@ class Calls(Expressions):
             if name != "add":
                 self.effect(f"{shown(node)!r}", node, held.roots)
                 return Value(held.roots | roots_of(given.all))
-        count = len(self.effects)
-        result = self._known(node, name, METHODS.get(name, ""), [held, *given.all], given)
-        if name in VIEWS and len(self.effects) == count:
-            result.roots = held.roots
-        return result
+        return self._known(node, name, METHODS.get(name, ""), [held, *given.all], given)
 
     def needs_own_memory(self, value: Value) -> None:
         """What is done to a value asks how it lies in memory."""
@@ -205,7 +218,7 @@ class Calls(Expressions):
         return result
 
     def _call_object(self, node: ast.Call, found: Any, given: Arguments) -> Value:
-        if found is _INTERFACE:
+        if found is ATTENTION:
             return Value(self.own(node), several=True)
         kind = kind_of_function(found)
         if not kind and isinstance(found, FunctionType) and not _is_of_torch(found):
@@ -242,6 +255,9 @@ class Calls(Expressions):
             return Value(self.own(node), tensor=not several, several=several)
         if name == "einsum" and len(given.positional) > 2:
             return Value(self.own(node), tensor=True)
+        if name not in OF_ALL and values:
+            first = given.named.get("input", values[0])
+            return Value(first.roots, tensor=first.tensor and not several, several=several)
         tensor = any(value.tensor for value in values)
         return Value(roots_of(values), tensor=tensor and not several, several=tensor)
 
@@ -300,6 +316,7 @@ class Calls(Expressions):
     ) -> Value:
         """Run a function of Python with what it is given."""
         given = Arguments(tuple(values), named or {}, spread)
+        function = unwrapped(function)
         tree = definition_of(function.__code__) if isinstance(function, FunctionType) else None
         if tree is None:
             return self.unknown(f"{shown(node)!r}, whose source can't be read", node, given.all)
@@ -343,38 +360,41 @@ _READ_BY_NAME = (int, float, str, bytes, list, tuple, dict, set, frozenset, type
 
 def _bound(function: FunctionType | None, tree: ast.FunctionDef, given: Arguments) -> dict[str, Value] | None:
     """What each parameter is given; None if that can't be told."""
-    arguments, values, named = tree.args, given.positional, given.named
+    arguments, values = tree.args, given.positional
     positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
     keywords = [one.arg for one in arguments.kwonlyargs]
-    rest = {name: value for name, value in named.items() if name not in (*positional, *keywords)}
-    if given.spread:
-        anything = Value(roots_of([*values, *named.values()]))
-        names = {name: named.get(name, Value(anything.roots)) for name in (*positional, *keywords)}
-        # The receiver of a method is what it is.
+    named = {name: value for name, value in given.named.items() if name in (*positional, *keywords)}
+    rest = {name: value for name, value in given.named.items() if name not in named}
+    hidden = {name: value for name, value in rest.items() if name.startswith("**")}
+    if (len(values) > len(positional) and not arguments.vararg) or (rest.keys() - hidden and not arguments.kwarg):
+        return None
+    defaults: dict[str, Any] = {}
+    if function is not None:
+        defaults |= dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
+        defaults |= function.__kwdefaults__ or {}
+    names = dict(zip(positional, values, strict=False)) | named
+    if given.spread:  # what is known to come first is the receiver of a method
+        anything = roots_of(given.all)
+        names = {name: Value(anything) for name in (*positional, *keywords)} | named
         if values and values[0].module is not None and positional:
             names[positional[0]] = values[0]
-        more, others = anything, anything
-    else:
-        names = dict(zip(positional, values, strict=False)) | {n: v for n, v in named.items() if n not in rest}
-        defaults: dict[str, Any] = {}
-        if function is not None:
-            defaults |= dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
-            defaults |= function.__kwdefaults__ or {}
-        for name in (*positional, *keywords):
-            if name not in names:
-                if name not in defaults:
-                    return None
-                default = defaults[name]
-                constant = default is None or isinstance(default, bool | int | float | str)
-                names[name] = Known(default) if constant else Value(objects=(default,))
-        more, others = Value(roots_of(values[len(positional) :])), Value(roots_of(rest.values()))
-        if (len(values) > len(positional) and not arguments.vararg) or (rest and not arguments.kwarg):
+        values = (Value(anything),)
+    for name in (*positional, *keywords):
+        if name in names:
+            continue
+        if hidden:
+            names[name] = Value(roots_of(hidden.values()) | FROM_OUTSIDE)
+        elif name not in defaults:
             return None
-        more.parts = values[len(positional) :]
+        else:
+            default = defaults[name]
+            constant = default is None or isinstance(default, bool | int | float | str)
+            names[name] = Known(default) if constant else Value(objects=(default,))
     if arguments.vararg is not None:
-        names[arguments.vararg.arg] = more
+        more = values if given.spread else values[len(positional) :]
+        names[arguments.vararg.arg] = Value(roots_of(more), parts=None if given.spread else more)
     if arguments.kwarg is not None:
-        names[arguments.kwarg.arg] = Value(others.roots | {id(tree)})
+        names[arguments.kwarg.arg] = Value(roots_of(rest.values()) | {id(tree)})
     return names
 
 

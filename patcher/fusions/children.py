@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,7 +14,16 @@ from torch import nn
 
 from patcher.fusions.frames import Frame, definition_of, parameters_of
 from patcher.fusions.methods import known_of_class, self_of, trees_of
-from patcher.fusions.purity import FRESH, MODULES, PLAIN, SEVERAL, SHARED, WRITING_SETTINGS, kind_of_function
+from patcher.fusions.purity import (
+    FRESH,
+    MODULES,
+    PLAIN,
+    SEVERAL,
+    SHARED,
+    WRITING_SETTINGS,
+    kind_of_function,
+    unwrapped,
+)
 from patcher.fusions.statements import Statements
 from patcher.fusions.values import CODE, GIVEN, OUTSIDE, Summary, Value, roots_of
 
@@ -50,11 +60,12 @@ _ABSENT = Summary(gives_back=False)
 def summaries(module: nn.Module) -> tuple[tuple[str, Summary], ...]:
     """What calls of a module's children do, and of the functions that it keeps, those that its methods mention."""
     kept = dict(_kept(module, 0))
+    there: dict[str, Any] = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
     found = {}
     for name in _mentioned(type(module)):
         if name in kept:
             found[name] = summary_of(kept[name])
-        elif getattr(module, name, None) is None:
+        elif there.get(name, inspect.getattr_static(type(module), name, None)) is None:
             found[name] = _ABSENT
     return tuple(sorted(found.items()))
 
@@ -80,13 +91,12 @@ def _kept(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | Kept]]:
         function, keywords = (value.func, value.keywords) if isinstance(value, partial) else (value, {})
         if isinstance(value, partial) and value.args:
             continue
-        if isinstance(function, MethodType):
-            own = function.__self__ is module and isinstance(function.__func__, FunctionType)
-            if own:
-                yield name, Kept(function.__func__, type(module))
+        if {"inplace", "out", "max_norm"} & set(keywords):
+            continue
+        if isinstance(function, MethodType) and function.__self__ is module:
+            yield name, Kept(function.__func__, type(module))
         elif isinstance(function, FunctionType) or kind_of_function(function):
-            if not {"inplace", "out", "max_norm"} & set(keywords):
-                yield name, Kept(function)
+            yield name, Kept(function)
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,7 @@ def _together(summaries: list[Summary]) -> Summary:
 
 def _followed(function: FunctionType, module: Facts | None) -> Summary:
     """What the source of a function, or of a module's forward, does to what it is given."""
+    function = unwrapped(function)
     node = definition_of(function.__code__)
     called = function.__name__ if module is None else module.cls.__name__
     if node is None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from patcher.fusions.frames import Frame, State, bound_names, shown
 from patcher.fusions.methods import NotUnderstoodError
-from patcher.fusions.purity import PLAIN_ATTRIBUTES
+from patcher.fusions.purity import PLAIN_ATTRIBUTES, of_table
 from patcher.fusions.values import CODE, FROM_OUTSIDE, NOTHING, Known, Module, Roots, Value, either, roots_of
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -149,9 +149,12 @@ class Expressions(State):
         return Value()
 
     def _item(self, held: Value, index: Value) -> Value:
+        if (entry := of_table(held.objects)) is not None:
+            return Value(NOTHING, objects=(entry,))
         number = index.value if isinstance(index, Known) else None
-        if isinstance(number, int) and -len(held.parts) <= number < len(held.parts):
-            return held.parts[number]
+        parts = held.parts or ()
+        if isinstance(number, int) and -len(parts) <= number < len(parts):
+            return parts[number]
         return held.element()
 
     def _display(self, node: ast.Tuple | ast.List | ast.Set | ast.Dict) -> Value:
@@ -164,7 +167,7 @@ class Expressions(State):
         if not isinstance(node, ast.Tuple):
             return Value(roots | self.own(node))
         starred = any(isinstance(entry, ast.Starred) for entry in entries)
-        return Value(roots, parts=() if starred else tuple(values))
+        return Value(roots, parts=None if starred else tuple(values))
 
     def _operator(self, node: ast.UnaryOp | ast.BinOp) -> Value:
         values = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
@@ -266,11 +269,15 @@ class Expressions(State):
             case ast.Name():
                 self.bind(target.id, value)
             case ast.Tuple() | ast.List():
-                known = len(value.parts) == len(target.elts) and not any(
-                    isinstance(one, ast.Starred) for one in target.elts
-                )
-                for number, element in enumerate(target.elts):
-                    self.assign(element, value.parts[number] if known else value.element())
+                parts = value.parts
+                if (
+                    parts is None
+                    or len(parts) != len(target.elts)
+                    or any(isinstance(e, ast.Starred) for e in target.elts)
+                ):
+                    parts = (value.element(),) * len(target.elts)
+                for element, part in zip(target.elts, parts, strict=True):
+                    self.assign(element, part)
             case ast.Starred():
                 self.assign(target.value, Value(value.roots | self.own(target)))
             case ast.Subscript():

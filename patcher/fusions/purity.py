@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers
 from torch import nn
 
 #: The result is no tensor, and holds none.
@@ -72,11 +73,16 @@ SEVERAL = frozenset(
 #: Methods of dicts, lists, strings and caches that only read.
 _READING = "get keys values items index count startswith endswith format join lower upper strip replace copy".split()
 _READING_PLAIN = (
-    "get_seq_length get_max_cache_shape get_usable_length get_max_length get_mask_sizes is_compileable".split()
+    "get_seq_length get_max_cache_shape get_usable_length get_max_length get_mask_sizes is_compileable "
+    "is_recording_past get_query_offset has_previous_state".split()
 )
 
+#: Methods of a cache, and how many of their arguments the result may be: it keeps them in memory of its own.
+CACHING = {"get_conv_state": 0, "get_recurrent_state": 0, "update_conv_state": 1, "update_recurrent_state": 1}
 #: Methods of distributions.
 _OF_DISTRIBUTIONS = "icdf cdf log_prob".split()
+
+_BUILTINS_OF_ALL = "tuple list dict set frozenset zip enumerate reversed sorted min max sum slice Normal".split()
 
 #: method -> kind, for a method of a value of which nothing else is known.
 METHODS: dict[str, str] = {
@@ -84,8 +90,11 @@ METHODS: dict[str, str] = {
     **dict.fromkeys([*_FRESH, *_OF_DISTRIBUTIONS], FRESH),
     **dict.fromkeys([*_SHARED, *_READING], SHARED),
 }
-#: Methods of tensors whose result may be a view of the tensor, and of nothing else.
-VIEWS = frozenset(_SHARED)
+#: Functions whose result may share memory with any argument; that of others may with the first only.
+OF_ALL = frozenset(
+    "einsum broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d cartesian_prod".split()
+    + [*_BUILTINS_OF_ALL, *_READING]
+)
 #: Attributes of a tensor that are none themselves.
 PLAIN_ATTRIBUTES = frozenset(
     "shape dtype device ndim layout is_cuda is_cpu is_mps is_meta is_nested is_sparse is_quantized "
@@ -98,7 +107,7 @@ _BUILTINS = {
         "range divmod ord chr format".split(),
         PLAIN,
     ),
-    **dict.fromkeys("tuple list dict set frozenset zip enumerate reversed sorted min max sum slice".split(), SHARED),
+    **dict.fromkeys((name for name in _BUILTINS_OF_ALL if hasattr(builtins, name)), SHARED),
 }
 #: Methods by which what is given ends up in a list, a dict or a set.
 STORING = frozenset("append appendleft extend insert add setdefault update".split())
@@ -134,11 +143,12 @@ def _known() -> Iterator[tuple[Any, str]]:
     for name, kind in _BUILTINS.items():
         yield getattr(builtins, name), kind
     for name in vars(math):
-        if not name.startswith("_"):
+        if callable(getattr(math, name)):
             yield getattr(math, name), PLAIN
     for plain in (
         torch.compiler.is_compiling,
         torch.compiler.is_dynamo_compiling,
+        torch.compiler.is_exporting,
         torch.onnx.is_in_onnx_export,
         torch.cuda.is_available,
         torch.backends.cuda.is_flash_attention_available,
@@ -160,6 +170,33 @@ def kind_of_function(found: Any) -> str:
         return FUNCTIONS.get(found, "")
     except TypeError:  # without a hash
         return ""
+
+
+#: What an `AttentionInterface` gives: a function that reads what it is given, and gives back tensors of its own.
+ATTENTION = object()
+#: What `ACT2FN` gives: a module that computes element by element.
+ACTIVATION = object()
+FUNCTIONS[ACTIVATION] = SHARED
+#: Wrappers that do nothing to what they pass on: this one moves weights of the module.
+_TRANSPARENT = {("transformers.integrations.accelerate", "force_accelerate_hooks")}
+
+
+def unwrapped(function: Any) -> Any:
+    """What a wrapper of transformers wraps that does nothing to what it passes on; other functions as they are."""
+    code = getattr(function, "__code__", None)
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    if code is not None and (home, code.co_qualname.partition(".")[0]) in _TRANSPARENT:
+        return unwrapped(function.__wrapped__)
+    return function
+
+
+def of_table(found: tuple[Any, ...]) -> Any:
+    """What an entry of a table of transformers is, of attention functions or of activations; None of other objects."""
+    if len(found) == 1 and isinstance(found[0], transformers.AttentionInterface):
+        return ATTENTION
+    if len(found) == 1 and isinstance(found[0], dict) and type(found[0]).__module__ == "transformers.activations":
+        return ACTIVATION
+    return None
 
 
 def is_logger(found: Any) -> bool:

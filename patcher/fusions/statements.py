@@ -114,7 +114,7 @@ class Statements(Calls):
         if held.tensor:
             result = Value(held.roots, tensor=True)
         else:  # a list takes in what is added to it, a tuple is made anew
-            if not held.parts and not value.tensor and held.roots:
+            if held.parts is None and not value.tensor and held.roots:
                 self.escape([held, value])
             new = value.tensor and not held.roots  # a number and a tensor
             result = Value(self.own(node) if new else held.roots | value.roots, tensor=value.tensor)

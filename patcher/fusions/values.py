@@ -14,6 +14,8 @@ Roots = frozenset[Any]
 OUTSIDE = "outside"
 #: Code of the method itself, a lambda or a nested function: whoever gets it may run it.
 CODE = "code"
+#: The memory of a cache of keys, values and states, which is its own.
+CACHE = "cache"
 #: What the arguments of a followed module or function share; see `children`.
 GIVEN = "given"
 NOTHING: Roots = frozenset()
@@ -36,7 +38,7 @@ class Value:
     Attributes:
         roots: what its memory may be, or that of anything it holds; empty for numbers, shapes and the like.
         truth: whether it is true, where that is known.
-        parts: what a tuple holds.
+        parts: what a tuple holds, where that is known one by one.
         tensor: it is known to be a tensor.
         several: it is known to hold tensors only: what it is taken apart into are tensors.
         objects: the Python objects that it may be, where they are known.
@@ -50,7 +52,7 @@ class Value:
         roots: Roots = FROM_OUTSIDE,
         *,
         truth: bool | None = None,
-        parts: tuple[Value, ...] = (),
+        parts: tuple[Value, ...] | None = None,
         tensor: bool = False,
         several: bool = False,
         objects: tuple[Any, ...] = (),
