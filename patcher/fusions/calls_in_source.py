@@ -220,6 +220,8 @@ class Calls(Expressions):
     def _call_object(self, node: ast.Call, found: Any, given: Arguments) -> Value:
         if found is ATTENTION:
             return Value(self.own(node), several=True)
+        if any(found is one for one in _SEEING_NAMES):
+            return self.unknown(f"{shown(node)!r}", node, [*self.names.values(), *given.all])
         kind = kind_of_function(found)
         if not kind and isinstance(found, FunctionType) and not _is_of_torch(found):
             return self.follow(found, node, list(given.positional), named=given.named, spread=given.spread)
@@ -354,6 +356,8 @@ class Calls(Expressions):
         return result
 
 
+#: Functions that see the names of who calls them.
+_SEEING_NAMES = (eval, exec, locals, vars, dir, globals)
 #: Objects of modules whose methods read, or are known by name.
 _READ_BY_NAME = (int, float, str, bytes, list, tuple, dict, set, frozenset, type(None))
 

@@ -55,7 +55,8 @@ def rewritten(method: Method, joined: Joined, proof: Proof, guards: Guards) -> s
     for shared in shared_inputs:
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
-        lines += [f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias" for name in joined.biased]
+        for name in joined.biased:  # the type is that of the product: under autocast it isn't that of the bias
+            lines.append(f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias.to({outputs[name]}.dtype)")
         start, column = shared.anchor.lineno, shared.anchor.col_offset
         indent = source[start - 1][:column].decode()
         covered = range(start, (shared.anchor.end_lineno or start) + 1)

@@ -1,4 +1,4 @@
-"""Generated forwards: does a fused module compute what it did, in outputs and gradients, wherever the proof accepts it?
+"""Generated forwards: wherever the proof accepts one, does the fused module compute what it did, and train so?
 
     python -m tests.fuzz                          # 2000 programs
     python -m tests.fuzz --count 10000 --seed 7   # others

@@ -116,10 +116,8 @@ def _gradients(module: nn.Module, leaf: torch.Tensor, outputs: tuple[torch.Tenso
         loss.backward()
     except RuntimeError as error:
         return {"no backward": error}  # type: ignore[dict-item]
-    gradients = {name: value for name, value in _parts(module, gradient=True).items()}
-    return {
-        f"gradient {name}": value for name, value in {"input": leaf.grad, **gradients}.items() if value is not None
-    }
+    gradients = {"input": leaf.grad, **_parts(module, gradient=True)}
+    return {f"gradient {name}": value for name, value in gradients.items() if value is not None}
 
 
 def _parts(module: nn.Module, gradient: bool = False) -> dict[str, torch.Tensor]:
@@ -161,8 +159,8 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
             value = other if one is None else one
             if value is not None and (not name.startswith("gradient") or value.abs().max() > 1e-6):
                 return f"{name} is only in {'the fused' if one is None else 'stock'}"
-        elif one.shape != other.shape or not _alike(one, other):
-            return (
-                f"{name} is off by {(one - other).abs().max():.2g}" if one.shape == other.shape else f"{name}: shape"
-            )
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            return f"{name} has another shape or type: {one.shape}, {one.dtype}; {other.shape}, {other.dtype}"
+        elif not _alike(one, other):
+            return f"{name} is off by {(one - other).abs().max():.2g}"
     return ""

@@ -1,4 +1,4 @@
-"""What generated forwards call: functions and modules that read, and those that write. Each generated file has this."""
+"""What generated forwards call, functions and modules that read or write. Each generated file begins with this."""
 
 import operator
 
