@@ -93,8 +93,6 @@ class Expressions(State):
                 return self._comprehension(node)
             case ast.Starred():
                 return self.value(node.value).element()
-            case ast.Yield() | ast.YieldFrom() | ast.Await():
-                raise NotUnderstoodError(f"{shown(node)!r} hands over to other code", node.lineno)
             case _:
                 values = [self.value(child) for child in ast.iter_child_nodes(node)]
                 return Value(NOTHING if isinstance(node, ast.JoinedStr) else roots_of(values))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+
+HELPERS = Path(__file__).with_name("helpers.py")
 
 #: What reads a tensor `{t}`, and gives another one.
 READS = [
@@ -295,15 +298,28 @@ class _Program:
         return f"torch.tanh({total}) * {pick.choice(self.names)}.sum()"
 
     def module(self) -> str:
-        helpers = Path(__file__).with_name("helpers.py").read_text()
-        made = "\n".join(
-            f"        self.{part}_proj = nn.Linear(8, 8, bias={self.random.random() < 0.5})" for part in self.parts
-        )
-        body = "\n".join(f"        {line}" if line else "" for text in self.lines for line in text.splitlines())
-        return (
-            f"{helpers}\n\nclass Odd(Base):\n    def __init__(self):\n        super().__init__()\n{made}\n\n"
-            f"    def forward(self, x, extra=None):\n{body}\n"
-        )
+        biases = [self.random.random() < 0.5 for _ in self.parts]
+        return source_of("\n".join(self.lines), dict(zip(self.parts, biases, strict=True)))
+
+
+def source_of(body: str, parts: Mapping[str, bool] | None = None, more: str = "") -> str:
+    """A module with a class `Odd` whose forward has this body.
+
+    Args:
+        parts: what is projected, and whether with a bias.
+        more: more of its `__init__`.
+    """
+    parts = {"q": False, "k": False, "v": False} if parts is None else parts
+    made = [f"self.{part}_proj = nn.Linear(8, 8, bias={bias})" for part, bias in parts.items()]
+    return (
+        f"{HELPERS.read_text()}\n\nclass Odd(Base):\n    def __init__(self):\n        super().__init__()\n"
+        f"{_indented([*made, *more.splitlines()])}\n\n    def forward(self, x, extra=None):\n"
+        f"{_indented(body.splitlines())}\n"
+    )
+
+
+def _indented(lines: list[str]) -> str:
+    return "\n".join(f"        {line}" if line else "" for line in lines)
 
 
 def program(seed: int) -> str:
