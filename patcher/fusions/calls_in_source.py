@@ -25,7 +25,19 @@ from patcher.fusions.purity import (
     unwrapped,
     writes_in_place,
 )
-from patcher.fusions.values import CACHE, CODE, FROM_OUTSIDE, NOTHING, Known, Module, Summary, Value, either, roots_of
+from patcher.fusions.values import (
+    CACHE,
+    CODE,
+    FROM_OUTSIDE,
+    NOTHING,
+    OUTSIDE,
+    Known,
+    Module,
+    Summary,
+    Value,
+    either,
+    roots_of,
+)
 
 #: How deep calls are followed, and how many in one run.
 _DEPTH, _CALLS = 8, 2000
@@ -157,11 +169,10 @@ class Calls(Expressions):
             self.effect(f"{shown(node)!r}, which writes in place", node, held.roots)
             return Value(held.roots, tensor=True)
         if name in STORING and not held.tensor:
-            if not held.roots:
+            if name != "add" and (not held.roots or OUTSIDE in held.roots):  # it isn't known whose method it is
                 return self.unknown(f"{shown(node)!r}", node, [held, *given.all])
             self.escape([held, *given.all])
             if name != "add":
-                self.effect(f"{shown(node)!r}", node, held.roots)
                 return Value(held.roots | roots_of(given.all))
         return self._known(node, name, METHODS.get(name, ""), [held, *given.all], given)
 

@@ -114,7 +114,7 @@ class Statements(Calls):
         if held.tensor:
             result = Value(held.roots, tensor=True)
         else:  # a list takes in what is added to it, a tuple is made anew
-            if held.parts is None and not value.tensor and held.roots:
+            if held.parts is None and value.roots and held.roots:
                 self.escape([held, value])
             new = value.tensor and not held.roots  # a number and a tensor
             result = Value(self.own(node) if new else held.roots | value.roots, tensor=value.tensor)
@@ -170,8 +170,9 @@ class Statements(Calls):
 
     def _with(self, node: ast.With, suites: Suites) -> bool:
         for item in node.items:
+            self.unknown(f"'with {shown(item)}'", node, [])
             held = self.value(item.context_expr)
-            self.unknown(f"'with {shown(item)}'", node, [held])
+            self.escape([held])
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, Value(held.roots | FROM_OUTSIDE))
         self._caught += 1

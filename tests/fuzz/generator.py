@@ -299,6 +299,8 @@ class _Program:
 
     def module(self) -> str:
         biases = [self.random.random() < 0.5 for _ in self.parts]
+        if any("autocast" in line for line in self.lines):  # a bias that is added afterwards is rounded once more
+            biases = [biases[0]] * len(biases)
         return source_of("\n".join(self.lines), dict(zip(self.parts, biases, strict=True)))
 
 
