@@ -90,8 +90,6 @@ def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) ->
     """
     first = method.node.body[0]
     indent = source[first.lineno - 1][: first.col_offset].decode()
-    if indent.strip():
-        raise NotUnderstoodError("the body is on the line of its head", 1)
     conditions = [f"{name} is not None" for name in guards.none]
     conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
     conditions += [

@@ -161,7 +161,7 @@ CHILDREN = {
     "self.child = Changing()": r"Changing runs 'self\.buffer\.add_\(1\)', which writes in place, odd\.py:\d+",
     "self.child = Homeless()": "Homeless has no parameter for itself",
     "self.child = eval('lambda t: t')": "the source of <lambda> can't be read",
-    "self.child = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Sub())))))": "Sequential is nested too deep",
+    "self.child = Sub()" + "; self.child = nn.Sequential(self.child)" * 5: "Sequential is nested too deep",
 }
 SUBMODULES = """
 
