@@ -14,8 +14,8 @@ from patcher.fusions.methods import NotUnderstoodError, methods_with, read_metho
 from patcher.fusions.qkv import QKV
 from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.tracing import Guards
-from tests.fusions.test_understanding import module_of
 from tests.support.tiny import tiny_llama_config
+from tests.support.written_modules import written_module
 
 MODEL = """
 import functools
@@ -62,7 +62,7 @@ class Model(PreTrainedModel):
 
 def model_of(tmp_path: Path, change: str = "pass", body: str = "return self.attn(x)") -> Any:
     source = MODEL.replace("CHANGE", change).replace("BODY", body.replace("\n", "\n        "))
-    return module_of(source, tmp_path).Model(tiny_llama_config())
+    return written_module(source, tmp_path / "odd_modeling.py").Model(tiny_llama_config())
 
 
 def test_the_model_is_fused_as_it_is(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ class Short(nn.Module):
     ],
 )
 def test_a_method_that_is_not_what_its_source_shows_is_refused(name: str, reason: str, tmp_path: Path) -> None:
-    cls = getattr(module_of(METHODS, tmp_path), name)
+    cls = getattr(written_module(METHODS, tmp_path / "odd_modeling.py"), name)
 
     with pytest.raises(NotUnderstoodError, match=reason):
         methods_with(cls, lambda node: True)
@@ -244,9 +244,9 @@ def test_a_class_made_of_text_has_no_source_to_go_by() -> None:
 
 
 def test_methods_of_several_files_are_not_put_into_one_class(tmp_path: Path) -> None:
-    mine = module_of(METHODS, tmp_path).Short
+    mine = written_module(METHODS, tmp_path / "odd_modeling.py").Short
     (tmp_path / "other").mkdir()
-    other = module_of(METHODS, tmp_path / "other").Short
+    other = written_module(METHODS, tmp_path / "other" / "odd_modeling.py").Short
     methods = [(method, method.source) for cls in (mine, other) for method in methods_with(cls, lambda node: True)]
 
     with pytest.raises(NotUnderstoodError, match="its methods come from different files"):
@@ -265,4 +265,4 @@ def test_statements_that_have_no_line_of_their_own_are_refused(body: str, reason
     head = "    def forward(self, query, key, value):"
     source = re.sub(re.escape(head) + r"\n.*\n", lambda _: f"{head} {body}\n", source)
 
-    assert reason in QKV().refusal(module_of(source, tmp_path).Three())
+    assert reason in QKV().refusal(written_module(source, tmp_path / "odd_modeling.py").Three())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch import nn
 
 from patcher.fusions.gate_up import GateUp
 from patcher.fusions.qkv import QKV
+from tests.support.written_modules import written_module
 
 
 @dataclass(frozen=True)
@@ -28,16 +27,7 @@ class Result:
 
 def module_of(source: str, path: Path) -> nn.Module:
     """An object of the class `Odd` of a source, in a file of its own, so that its source can be read."""
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[path.stem]
+    module = written_module(source, path)
     torch.manual_seed(0)
     odd: nn.Module = module.Odd()
     # In double precision what differs is wrong; but autocast leaves that alone.
