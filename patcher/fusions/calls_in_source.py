@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import dataclass
+from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from patcher.fusions.expressions import Expressions
-from patcher.fusions.frames import Frame, bound_names, definition_of, shown
+from patcher.fusions.following import Arguments, Following
+from patcher.fusions.frames import shown
 from patcher.fusions.purity import (
     ATTENTION,
     CACHING,
@@ -22,7 +22,6 @@ from patcher.fusions.purity import (
     is_logger,
     kind_of_function,
     of_table,
-    unwrapped,
     writes_in_place,
 )
 from patcher.fusions.values import (
@@ -31,7 +30,6 @@ from patcher.fusions.values import (
     FROM_OUTSIDE,
     NOTHING,
     OUTSIDE,
-    Known,
     Module,
     Summary,
     Value,
@@ -39,39 +37,12 @@ from patcher.fusions.values import (
     roots_of,
 )
 
-#: How deep calls are followed, and how many in one run.
-_DEPTH, _CALLS = 8, 2000
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """What a call is given.
-
-    Attributes:
-        named: what is given by name; what comes from a `**` goes by a name that begins so.
-        spread: some of it comes from a `*`, so it isn't known which parameter gets what.
-    """
-
-    positional: tuple[Value, ...]
-    named: dict[str, Value]
-    spread: bool
-
-    @property
-    def all(self) -> list[Value]:
-        return [*self.positional, *self.named.values()]
-
-
-class Calls(Expressions):
+class Calls(Following):
     """Evaluates calls."""
-
-    count = 0
 
     def projection(self, name: str, node: ast.Call) -> Value:
         """A call of one of the projections, in the method itself."""
-        raise NotImplementedError
-
-    def body(self, statements: list[ast.stmt]) -> None:
-        """Run the body of a function."""
         raise NotImplementedError
 
     def call(self, node: ast.Call) -> Value:
@@ -85,19 +56,10 @@ class Calls(Expressions):
             return self._getattr(self._arguments(node))
         if isinstance(func, ast.Attribute):
             held = self.value(func.value)
-            if (
-                len(self.frames) == 1
-                and held.module is self.root
-                and self.root is not None
-                and func.attr in self.group
-            ):
+            if func.attr in self.group and len(self.frames) == 1 and held.module is self.root:
                 return self.projection(func.attr, node)
-            if (
-                isinstance(func.value, ast.Call)
-                and isinstance(func.value.func, ast.Name)
-                and func.value.func.id == "super"
-            ):
-                return self._super(node, func.attr, self._arguments(node))
+            if isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super":
+                return self.base_method(node, func.attr, self._arguments(node))
             return self._method(node, func, held, self._arguments(node))
         if isinstance(func, ast.Name) and func.id == "super" and not node.args:
             return Value()
@@ -199,27 +161,13 @@ class Calls(Expressions):
                 break
         return self.call_value(node, self.attribute(func, held), given)
 
-    def _super(self, node: ast.Call, name: str, given: Arguments) -> Value:
-        """A method of a base class."""
-        first = self.frame.node.args.args
-        held = self.names.get(first[0].arg) if first else None
-        owner = self.frame.owner
-        if held is not None and held.module is not None and owner in held.module.cls.__mro__:
-            lineage = held.module.cls.__mro__
-            for base in lineage[lineage.index(owner) + 1 :]:
-                if isinstance(found := vars(base).get(name), FunctionType):
-                    return self.follow(
-                        found, node, [held, *given.positional], base, named=given.named, spread=given.spread
-                    )
-        return self.unknown(f"{shown(node)!r}", node, given.all)
-
     # --- what is called ----------------------------------------------------------------------------------------------
 
     def call_value(self, node: ast.Call, func: Value, given: Arguments) -> Value:
         if func.child is not None:
             return self.summarized(node, func.child, given)
         if func.code is not None and func.code[0] is self.frame.node:
-            return self._nested(node, func.code[1], given)
+            return self.nested(node, func.code[1], given)
         if not func.objects or CODE in func.roots:
             return self.unknown(f"{shown(node)!r}", node, [func, *given.all])
         results = [self._call_object(node, found, given) for found in func.objects]
@@ -276,12 +224,12 @@ class Calls(Expressions):
 
     def _writes(self, node: ast.Call, found: Any, given: Arguments) -> list[Value]:
         """Take note of what a function of torch is told to write into; what it is given."""
-        inplace = given.named.get("inplace")
-        if inplace is None and (position := _position_of_inplace(found)) is not None:
-            inplace = Value() if given.spread else dict(enumerate(given.positional)).get(position)
-        if inplace is not None and inplace.truth is not False and given.all:
-            target = given.named.get("input", given.positional[0] if given.positional else Value())
-            self.effect(f"{shown(node)!r}, which writes in place", node, target.roots)
+        for name in ("inplace", "out", "max_norm"):
+            told = given.named.get(name)
+            if told is None and (position := _position_of(name, found)) is not None:
+                told = Value() if given.spread else dict(enumerate(given.positional)).get(position)
+            if told is not None and told.truth is not False and given.all:
+                self.effect(f"{shown(node)!r}, which writes in place", node, roots_of(given.all))
         name = getattr(found, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and _is_of_torch(found) and given.positional:
             self.effect(f"{shown(node)!r}, which writes in place", node, given.positional[0].roots)
@@ -304,68 +252,6 @@ class Calls(Expressions):
         )
         return Value(found, tensor=summary.tensor)
 
-    def _nested(self, node: ast.Call, tree: ast.FunctionDef, given: Arguments) -> Value:
-        """A call of a function that the method defines."""
-        outer = self.frame
-        why = self._why_not(tree, given.all, tree in [frame.node for frame in self.frames])
-        inner = bound_names(*tree.body)
-        names = None if tree.args.defaults or tree.args.kw_defaults else _bound(None, tree, given)
-        if names is None or why:
-            return self.unknown(f"{shown(node)!r}, {why or 'whose arguments are not known'}", node, given.all)
-        around = {name: value for name, value in outer.names.items() if name not in inner}
-        return self._inside(Frame(outer.function, tree, around | names, outer.owner), node)
-
-    # --- into source -------------------------------------------------------------------------------------------------
-
-    def follow(
-        self,
-        function: Any,
-        node: ast.AST,
-        values: list[Value],
-        owner: type[Any] | None = None,
-        *,
-        named: dict[str, Value] | None = None,
-        spread: bool = False,
-    ) -> Value:
-        """Run a function of Python with what it is given."""
-        given = Arguments(tuple(values), named or {}, spread)
-        function = unwrapped(function)
-        tree = definition_of(function.__code__) if isinstance(function, FunctionType) else None
-        if tree is None:
-            return self.unknown(f"{shown(node)!r}, whose source can't be read", node, given.all)
-        if why := self._why_not(
-            tree, given.all, any(frame.function.__code__ is function.__code__ for frame in self.frames)
-        ):
-            return self.unknown(f"{shown(node)!r}, {why}", node, given.all)
-        names = _bound(function, tree, given)
-        if names is None:
-            return self.unknown(f"{shown(node)!r}, whose arguments are not known", node, given.all)
-        return self._inside(Frame(function, tree, names, owner), node)
-
-    def _why_not(self, tree: ast.FunctionDef, given: list[Value], active: bool) -> str:
-        """Why a function isn't followed, "" if it can be."""
-        self.count += 1
-        if active:
-            return "which calls itself"
-        if len(self.frames) > _DEPTH or self.count > _CALLS:
-            return "which goes too deep"
-        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(tree)):
-            return "which is a generator"
-        return "which gets a function" if any(CODE in value.roots for value in given) else ""
-
-    def _inside(self, frame: Frame, node: ast.AST) -> Value:
-        """Run the body of a function; what it gives back."""
-        maybe, self.maybe = self.maybe, 0
-        with self.called(frame, node):
-            self.body(frame.node.body)
-        self.maybe = maybe
-        if not frame.returned:
-            return Known(None)
-        result = frame.returned[0]
-        for other in frame.returned[1:]:
-            result = either(result, other)
-        return result
-
 
 #: Functions that see the names of who calls them.
 _SEEING_NAMES = (eval, exec, locals, vars, dir, globals)
@@ -373,52 +259,13 @@ _SEEING_NAMES = (eval, exec, locals, vars, dir, globals)
 _READ_BY_NAME = (int, float, str, bytes, list, tuple, dict, set, frozenset, type(None))
 
 
-def _bound(function: FunctionType | None, tree: ast.FunctionDef, given: Arguments) -> dict[str, Value] | None:
-    """What each parameter is given; None if that can't be told."""
-    arguments, values = tree.args, given.positional
-    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    keywords = [one.arg for one in arguments.kwonlyargs]
-    named = {name: value for name, value in given.named.items() if name in (*positional, *keywords)}
-    rest = {name: value for name, value in given.named.items() if name not in named}
-    hidden = {name: value for name, value in rest.items() if name.startswith("**")}
-    if (len(values) > len(positional) and not arguments.vararg) or (rest.keys() - hidden and not arguments.kwarg):
-        return None
-    defaults: dict[str, Any] = {}
-    if function is not None:
-        defaults |= dict(zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False))
-        defaults |= function.__kwdefaults__ or {}
-    names = dict(zip(positional, values, strict=False)) | named
-    if given.spread:  # what is known to come first is the receiver of a method
-        anything = roots_of(given.all)
-        names = {name: Value(anything) for name in (*positional, *keywords)} | named
-        if values and values[0].module is not None and positional:
-            names[positional[0]] = values[0]
-        values = (Value(anything),)
-    for name in (*positional, *keywords):
-        if name in names:
-            continue
-        if hidden:
-            names[name] = Value(roots_of(hidden.values()) | FROM_OUTSIDE)
-        elif name not in defaults:
-            return None
-        else:
-            default = defaults[name]
-            constant = default is None or isinstance(default, bool | int | float | str)
-            names[name] = Known(default) if constant else Value(objects=(default,))
-    if arguments.vararg is not None:
-        more = values if given.spread else values[len(positional) :]
-        names[arguments.vararg.arg] = Value(roots_of(more), parts=None if given.spread else more)
-    if arguments.kwarg is not None:
-        names[arguments.kwarg.arg] = Value(roots_of(rest.values()) | {id(tree)})
-    return names
-
-
-def _position_of_inplace(function: Any) -> int | None:
-    """Where a function of torch takes `inplace`."""
+@lru_cache(maxsize=1024)
+def _position_of(name: str, function: Any) -> int | None:
+    """Where a function of torch takes a parameter."""
     if not isinstance(function, FunctionType):
         return None
     names = list(inspect.signature(function).parameters)
-    return names.index("inplace") if "inplace" in names else None
+    return names.index(name) if name in names else None
 
 
 def _is_of_torch(function: Any) -> bool:

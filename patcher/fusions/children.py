@@ -88,15 +88,19 @@ def _kept(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | Kept]]:
     for name, value in vars(module).items():
         if name in ("forward", "_modules", "_parameters", "_buffers"):
             continue
-        function, keywords = (value.func, value.keywords) if isinstance(value, partial) else (value, {})
-        if isinstance(value, partial) and value.args:
-            continue
+        function, keywords = (value.func, value.keywords) if _only_names(value) else (value, {})
         if {"inplace", "out", "max_norm"} & set(keywords):
-            continue
-        if isinstance(function, MethodType) and function.__self__ is module:
+            yield name, Kept(None)
+        elif isinstance(function, MethodType) and function.__self__ is module:
             yield name, Kept(function.__func__, type(module))
         elif isinstance(function, FunctionType) or kind_of_function(function):
             yield name, Kept(function)
+        elif callable(value):
+            yield name, Kept(None)
+
+
+def _only_names(value: Any) -> bool:
+    return isinstance(value, partial) and not value.args
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Kept:
     """A function that a module keeps as an attribute.
 
     Attributes:
+        function: None where it is something else that can be called.
         bound: the class of the module, where it is a method of the module itself.
     """
 
@@ -128,6 +133,8 @@ def _facts(module: nn.Module, depth: int) -> Facts:
 @lru_cache(maxsize=4096)
 def summary_of(called: Facts | Kept) -> Summary:
     """What a call of a module, or of a function, does."""
+    if isinstance(called, Kept) and called.function is None:
+        return Summary("what the module keeps under this name is no function that could be read")
     if isinstance(called, Kept):
         if kind := kind_of_function(called.function):
             several = called.function.__name__ in SEVERAL

@@ -139,6 +139,8 @@ class Expressions(State):
         try:
             found = inspect.getattr_static(module.cls, name)
         except AttributeError:
+            if module.cls.__getattr__ is not nn.Module.__getattr__:
+                return self.unknown(f"{shown(node)!r}", node, [held])
             return Value()
         if isinstance(found, property) and found.fget is not None:
             return self.follow(found.fget, node, [held])
