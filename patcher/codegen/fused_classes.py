@@ -26,7 +26,8 @@ from patcher.compat.modeling_code import module_subclasses
 from patcher.conversions.layouts import Layout
 from patcher.fusions.joined import Joined
 from patcher.fusions.listed import ListedExperts
-from patcher.fusions.rewrite import class_text, trees_of
+from patcher.fusions.methods import trees_of
+from patcher.fusions.rewrite import class_text
 from patcher.source import trees
 from patcher.source.reading import definition_of
 

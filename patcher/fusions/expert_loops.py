@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from patcher.fusions.loop_effects import check_effects
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.methods import NotUnderstoodError
 
 
 @dataclass(frozen=True)

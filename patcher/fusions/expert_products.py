@@ -11,7 +11,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider
 
 from patcher.fusions.gate_splits import Methods, Split, handed_on, in_halves, is_chunk, splits_of
-from patcher.fusions.tracing import NotUnderstoodError, names_in
+from patcher.fusions.methods import NotUnderstoodError, names_in
 from patcher.source.trees import code_of
 
 LINEAR = ("F.linear", "nn.functional.linear", "torch.nn.functional.linear", "functional.linear")

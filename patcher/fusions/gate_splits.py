@@ -16,8 +16,7 @@ from types import FunctionType
 
 from torch import nn
 
-from patcher.fusions.rewrite import read_method
-from patcher.fusions.tracing import NotUnderstoodError, self_of
+from patcher.fusions.methods import NotUnderstoodError, read_method, self_of
 from patcher.source.call_sites import positional_parameters
 
 

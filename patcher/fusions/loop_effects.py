@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from patcher.fusions.tracing import NotUnderstoodError
+from patcher.fusions.methods import NotUnderstoodError
 
 
 def check_effects(function: ast.FunctionDef, loop: ast.For) -> None:

@@ -14,12 +14,15 @@ from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.calls import passes, touches
+from patcher.fusions.children import summaries
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
-from patcher.fusions.rewrite import compile_subclass, methods_with, rewritten
-from patcher.fusions.tracing import Constant, Guards, NotUnderstoodError, names_in, shared_inputs_of
+from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in
+from patcher.fusions.rewrite import compile_subclass, rewritten
+from patcher.fusions.tracing import Constant, Guards, prove
 from patcher.fusions.understanding import compared_names, joining_methods, located, understand
+from patcher.fusions.values import Summary
 from patcher.patterns import inside
 
 #: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and
@@ -78,9 +81,9 @@ class Projections(Fusion):
         sources = []
         for method in joining_methods(original_cls, joined.projections):
             try:
-                shared = shared_inputs_of(method.node, joined.projections, guards)
-                if shared:
-                    sources.append((method, rewritten(method, joined, shared, guards)))
+                proof = prove(original_cls, method, joined.projections, guards)
+                if proof.inputs:
+                    sources.append((method, rewritten(method, joined, proof, guards)))
             except NotUnderstoodError as error:
                 raise located(error, method) from error
         listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
@@ -141,7 +144,8 @@ class Projections(Fusion):
         if "forward" in vars(module):
             return None, "its forward was replaced on the object"
         identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
-        return self._plan(type(module), joined, tuple(sorted(self._state(module, group).items())), identities)
+        attributes = tuple(sorted(self._state(module, group).items()))
+        return self._plan(type(module), joined, attributes, identities, summaries(module))
 
     def _state(self, module: nn.Module, group: tuple[str, ...]) -> dict[str, Constant]:
         """What a module says of itself, as far as it may decide which way its forward goes."""
@@ -182,12 +186,13 @@ class Projections(Fusion):
         joined: Joined,
         attributes: tuple[tuple[str, Constant], ...],
         identities: tuple[str, ...],
+        children: tuple[tuple[str, Summary], ...],
     ) -> tuple[tuple[Joined, Guards] | None, str]:
-        key = (type(self), joined, attributes, identities)
+        key = (type(self), joined, attributes, identities, children)
         plans = _plans.setdefault(original, {})
         if key not in plans:
             try:
-                guards = understand(original, joined.projections, dict(attributes), identities)
+                guards = understand(original, joined.projections, dict(attributes), identities, children)
                 fused_class(self, original, (joined, guards))
                 plans[key] = (joined, guards), ""
             except NotUnderstoodError as error:

@@ -19,64 +19,24 @@ from __future__ import annotations
 import __future__
 
 import ast
-import functools
-import inspect
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
-from types import FunctionType, MappingProxyType
-from typing import Any, TypeVar
-
-from torch import nn
+from types import MappingProxyType
+from typing import Any
 
 from patcher.fusions.joined import Joined
-from patcher.fusions.tracing import Guards, NotUnderstoodError, SharedInput, names_in, self_of
+from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_of
+from patcher.fusions.tracing import Guards, Proof
 from patcher.source.call_sites import positional_parameters
-from patcher.source.indentation import dedented, indented
+from patcher.source.indentation import indented
 from patcher.source.synthetic import module_of_text
 
 #: Modules of rewritten code live below this name, in `sys.modules` and in tracebacks.
 HOME = "patcher.fusions.rewritten"
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of a model's class, with its source."""
-
-    name: str
-    function: FunctionType
-    source: str
-    node: ast.FunctionDef
-    file: str
-    first_line: int
-
-    def at(self, line: int | None) -> str:
-        """Where a line of the source lies: `modeling_llama.py:243`."""
-        return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
-
-
-def read_method(name: str, function: FunctionType) -> Method:
-    """A function of a class with its source.
-
-    Raises:
-        NotUnderstoodError: there is none.
-    """
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        source = dedented("".join(lines))
-        (node,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
-    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
-        raise NotUnderstoodError(f"the source of {name} is no method")
-    return Method(name, function, source, node, inspect.getfile(function), first_line)
-
-
-def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInput], guards: Guards) -> str:
+def rewritten(method: Method, joined: Joined, proof: Proof, guards: Guards) -> str:
     """The source of the method with the calls of each shared input joined.
 
     Raises:
@@ -88,17 +48,15 @@ def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInpu
     source = method.source.encode().split(b"\n")  # ast counts columns in bytes
     #: (line, column) of the start, the same of the end, and what stands between them afterwards
     edits: list[tuple[int, int, int, int, str]] = []
-    shared_inputs = sorted(shared_inputs, key=lambda shared: shared.anchor.lineno)
+    shared_inputs = sorted(proof.inputs, key=lambda shared: shared.anchor.lineno)
     for one, other in pairwise(shared_inputs):  # their outputs go by the same names
         if any(call.lineno >= other.anchor.lineno for call in one.calls):
             raise NotUnderstoodError("the calls of two inputs alternate", other.anchor.lineno)
     for shared in shared_inputs:
         line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
         lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
-        lines += [f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias" for name in joined.biased]
-        # Pieces of a split must not be written into; a projection of its own may be.
-        own = _written_into(method.node, shared) - set(joined.biased)
-        lines += [f"{outputs[name]} = {outputs[name]}.clone()" for name in joined.projections if name in own]
+        for name in joined.biased:  # the type is that of the product: under autocast it isn't that of the bias
+            lines.append(f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias.to({outputs[name]}.dtype)")
         start, column = shared.anchor.lineno, shared.anchor.col_offset
         indent = source[start - 1][:column].decode()
         covered = range(start, (shared.anchor.end_lineno or start) + 1)
@@ -108,37 +66,14 @@ def rewritten(method: Method, joined: Joined, shared_inputs: Sequence[SharedInpu
         edits.append((start, column, start, column, "".join(f"{line}\n{indent}" for line in lines)))
         for call, name in shared.calls.items():
             end = call.end_lineno or call.lineno, call.end_col_offset or call.col_offset
-            edits.append((call.lineno, call.col_offset, *end, outputs[name]))
+            # Pieces of a split must not be written into, a projection's result may be: each call gives a new one.
+            result = f"{outputs[name]}.clone()" if name in proof.written else outputs[name]
+            edits.append((call.lineno, call.col_offset, *end, result))
     if guards:
         edits.append(_check_of(guards, method, source, this))
     for first, column, last, end_column, text in sorted(edits, reverse=True):  # so that places before stay right
         source[first - 1 : last] = [source[first - 1][:column] + text.encode() + source[last - 1][end_column:]]
     return b"\n".join(source).decode()
-
-
-def _written_into(function: ast.FunctionDef, shared: SharedInput) -> set[str]:
-    """The projections whose results the method changes in place, as far as names tell."""
-    changed = set()
-    for node in ast.walk(function):
-        match node:
-            case ast.AugAssign(target=target) | ast.Assign(targets=[ast.Subscript() as target, *_]):
-                changed.add(_variable_of(target))
-            case ast.Call(func=ast.Attribute(value=target, attr=name)) if name.endswith("_") and name[0] != "_":
-                changed.add(_variable_of(target))
-    written = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(child, ast.Name) and child.id in changed for one in targets for child in ast.walk(one)):
-                written |= {shared.calls[child] for child in ast.walk(node.value) if child in shared.calls}
-    return written
-
-
-def _variable_of(target: ast.expr) -> str:
-    """The variable of which an expression is a part, `x` of `x.data[0]`; empty if it is none."""
-    while isinstance(target, ast.Subscript | ast.Attribute):
-        target = target.value
-    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -155,8 +90,6 @@ def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) ->
     """
     first = method.node.body[0]
     indent = source[first.lineno - 1][: first.col_offset].decode()
-    if indent.strip():
-        raise NotUnderstoodError("the body is on the line of its head", 1)
     conditions = [f"{name} is not None" for name in guards.none]
     conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
     conditions += [
@@ -220,61 +153,3 @@ def class_text(name: str, bases: str, docstring: str, members: Iterable[str]) ->
     """The text of a class whose members are functions."""
     head = f'class {name}({bases}):\n    """{docstring}"""\n'
     return "".join([head, *(f"\n{indented(member)}" for member in members)])
-
-
-def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]) -> list[Method]:
-    """The methods of a class, as its objects have them, whose source `wanted` asks for.
-
-    Raises:
-        NotUnderstoodError: the source of one of them isn't the code that runs.
-    """
-    found = []
-    for name in (name for name, tree in trees_of(cls).items() if wanted(tree)):
-        member = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-        function = inspect.unwrap(member)
-        method = read_method(name, function)
-        free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
-        if free:
-            raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-        if (member is not function) != bool(method.node.decorator_list):
-            raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
-            raise NotUnderstoodError(f"{name} is a generator", 1)
-        found.append(method)
-    return found
-
-
-_Answer = TypeVar("_Answer")
-
-
-def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Remember what a function says of a class, as long as the class lives: a model has many modules of one class."""
-    known: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, _Answer]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def answer(cls: type[nn.Module], *arguments: Any) -> _Answer:
-        answers = known.setdefault(cls, {})
-        if arguments not in answers:
-            answers[arguments] = function(cls, *arguments)
-        return answers[arguments]
-
-    return answer
-
-
-@known_of_class
-def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of the methods that its objects have, those whose source can be read."""
-    trees: dict[str, ast.FunctionDef] = {}
-    members: dict[str, Any] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            members.setdefault(name, value)
-    for name, member in members.items():
-        # What builds and initialises the module meets the parts, or runs before they are joined.
-        if name.startswith("__") or name == "_init_weights" or not callable(member):
-            continue
-        function = inspect.unwrap(member)
-        if isinstance(function, FunctionType):
-            with suppress(NotUnderstoodError):
-                trees[name] = read_method(name, function).node
-    return trees

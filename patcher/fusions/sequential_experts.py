@@ -17,9 +17,9 @@ from patcher.fusions.fused_module import FusedModule, fused_class_of
 from patcher.fusions.gate_splits import methods_of
 from patcher.fusions.listed import ListedExperts
 from patcher.fusions.matrices import Matrices
-from patcher.fusions.rewrite import Method, compile_subclass, trees_of
+from patcher.fusions.methods import Method, NotUnderstoodError, self_of, trees_of
+from patcher.fusions.rewrite import compile_subclass
 from patcher.fusions.stacks import Stack, by_experts, forward_of
-from patcher.fusions.tracing import NotUnderstoodError, self_of
 from patcher.fusions.understanding import located
 
 

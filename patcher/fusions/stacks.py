@@ -31,8 +31,7 @@ from torch import nn
 from patcher.compat.models import EXPERTS_HOME
 from patcher.fusions.expert_products import ByExperts
 from patcher.fusions.gate_splits import Methods
-from patcher.fusions.rewrite import Method, read_method
-from patcher.fusions.tracing import NotUnderstoodError, self_of
+from patcher.fusions.methods import Method, NotUnderstoodError, read_method, self_of
 
 
 @dataclass(frozen=True)

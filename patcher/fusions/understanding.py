@@ -9,16 +9,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from patcher.fusions.rewrite import Method, methods_with
-from patcher.fusions.tracing import (
-    Constant,
-    Guards,
-    NotUnderstoodError,
-    SharedInput,
-    called_projections,
-    names_in,
-    shared_inputs_of,
-)
+from patcher.fusions.methods import Method, NotUnderstoodError, methods_with, names_in
+from patcher.fusions.tracing import Constant, Guards, Proof, called_projections, prove
+from patcher.fusions.values import Summary
 from patcher.source.call_sites import none_by_default, positional_parameters
 
 
@@ -49,12 +42,14 @@ def understand(
     group: tuple[str, ...],
     attributes: Mapping[str, Constant],
     identities: Iterable[str] = (),
+    children: tuple[tuple[str, Summary], ...] = (),
 ) -> Guards:
     """What must be assumed of a call so that the projections provably share their input; nothing, if that will do.
 
     Args:
         attributes: what the module says of itself.
         identities: its children that are `nn.Identity`.
+        children: what calls of its children do; see `patcher.fusions.children`.
 
     Raises:
         NotUnderstoodError: no assumption that can be checked makes it provable.
@@ -63,42 +58,50 @@ def understand(
     if not methods:
         raise NotUnderstoodError(f"no method of {original.__qualname__} calls {', '.join(group)} by name")
     used = {name for method in methods for name in names_in(method.node)}
+    always = Guards(children=children)
     known = Guards(
         attributes=tuple(sorted((name, value) for name, value in attributes.items() if name in used)),
         identities=tuple(sorted(used.intersection(identities))),
+        children=children,
     )
     first: NotUnderstoodError | None = None
-    fallback: Guards | None = None
-    for guards in _candidates(methods, known):
+    fallback: tuple[Guards, list[Proof]] | None = None
+    for guards in _candidates(methods, always, known):
         try:
-            conditional = _is_conditional(methods, group, guards)
+            proofs = _proofs(original, methods, group, guards)
         except NotUnderstoodError as error:
             first = first or error
             continue
-        if not conditional:
-            return _needed(guards, methods, group)
-        fallback = fallback or guards
+        if not _is_conditional(proofs):
+            return _needed(original, guards, proofs, methods, group)
+        fallback = fallback or (guards, proofs)
     if fallback is not None:
-        return fallback
+        guards, proofs = fallback
+        return replace(guards, children=_used(guards, proofs))
     assert first is not None
     raise first
 
 
-def _is_conditional(methods: list[Method], group: tuple[str, ...], guards: Guards) -> bool:
-    """Whether some of the calls that share an input run only under a condition that nothing decides."""
-    shared_inputs: list[SharedInput] = []
+def _proofs(original: type[nn.Module], methods: list[Method], group: tuple[str, ...], guards: Guards) -> list[Proof]:
+    """The proof of each method, with these guards."""
+    proofs: list[Proof] = []
     for method in methods:
         try:
-            shared_inputs += shared_inputs_of(method.node, group, guards)
+            proofs.append(prove(original, method, group, guards))
         except NotUnderstoodError as error:
             raise located(error, method) from error
-    if not shared_inputs:
+    if not any(proof.inputs for proof in proofs):
         raise NotUnderstoodError(f"{', '.join(group)} are never called")
-    return any(shared.conditional for shared in shared_inputs)
+    return proofs
 
 
-def _candidates(methods: list[Method], known: Guards) -> Iterator[Guards]:
-    yield Guards()
+def _is_conditional(proofs: list[Proof]) -> bool:
+    """Whether some of the calls that share an input run only under a condition that nothing decides."""
+    return any(shared.conditional for proof in proofs for shared in proof.inputs)
+
+
+def _candidates(methods: list[Method], always: Guards, known: Guards) -> Iterator[Guards]:
+    yield always
     if known:
         yield known
     if len(methods) > 1:
@@ -106,22 +109,32 @@ def _candidates(methods: list[Method], known: Guards) -> Iterator[Guards]:
     node = methods[0].node
     optional = none_by_default(node)
     for name in optional:
-        yield Guards(none=(name,))
+        yield replace(always, none=(name,))
     if known:
         for name in optional:
             yield replace(known, none=(name,))
     names = [argument.arg for argument in positional_parameters(node)[1:]]
     for start in range(len(names)):
         for end in range(start + 2, min(start + 4, len(names) + 1)):
-            yield Guards(same=tuple(names[start:end]))
+            yield replace(always, same=tuple(names[start:end]))
 
 
-def _needed(guards: Guards, methods: list[Method], group: tuple[str, ...]) -> Guards:
+def _used(guards: Guards, proofs: list[Proof]) -> tuple[tuple[str, Summary], ...]:
+    used = {name for proof in proofs for name in proof.children}
+    return tuple(one for one in guards.children if one[0] in used)
+
+
+def _needed(
+    original: type[nn.Module], guards: Guards, proofs: list[Proof], methods: list[Method], group: tuple[str, ...]
+) -> Guards:
     """The guards without what is known of the module and proves nothing."""
-    for name in ("attributes", "identities"):
+    written = [proof.written for proof in proofs]
+    guards = replace(guards, children=_used(guards, proofs))
+    for name in ("attributes", "identities", "children"):
         for one in getattr(guards, name):
             fewer = replace(guards, **{name: tuple(x for x in getattr(guards, name) if x is not one)})
             with suppress(NotUnderstoodError):
-                if not _is_conditional(methods, group, fewer):
+                found = _proofs(original, methods, group, fewer)
+                if not _is_conditional(found) and [proof.written for proof in found] == written:
                     guards = fewer
     return guards

@@ -257,7 +257,7 @@ def test_a_module_that_is_not_like_the_others_is_left_alone(
 FORWARDS = {
     "another input": ("k, v = self.k_proj(x), self.v_proj(x + 1)", r"v_proj is 'x \+ 1', not a name"),
     "a changed input": ("k = self.k_proj(x)\nx = x * 2\nv = self.v_proj(x)", "not of the same value"),
-    "changed in place": ("k = self.k_proj(x)\nx.mul_(2)\nv = self.v_proj(x)", "not of the same value"),
+    "changed in place": ("k = self.k_proj(x)\nx.mul_(2)\nv = self.v_proj(x)", r"after 'x.mul_\(2\)', which writes"),
     "two inputs": ("k, v = self.k_proj(x), self.v_proj(x, x)", "more than one input"),
     "in a loop": ("k, v = (self.k_proj(x) for _ in 'a'), self.v_proj(x)", "inside of a GeneratorExp"),
     "under autocast": ("k = self.k_proj(x)\nwith torch.no_grad():\n    v = self.v_proj(x)", "not of the same value"),

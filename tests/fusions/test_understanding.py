@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.qkv import QKV
 from patcher.fusions.tracing import Guards
 from tests.support.tiny import randomize
+from tests.support.written_modules import written_module
 
 PROJECTIONS = "q, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)"
 
@@ -35,18 +35,6 @@ DECIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def module_of(source: str, tmp_path: Path) -> Any:
-    """A module of Python, from a file of its own: its source can be read."""
-    path = tmp_path / "odd_modeling.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("odd_modeling", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def attention(body: str, tmp_path: Path) -> nn.Module:
     source = (
         "from torch import nn\n\n\n"
@@ -58,7 +46,7 @@ def attention(body: str, tmp_path: Path) -> nn.Module:
         f"{textwrap.indent(body, ' ' * 8)}\n"
         "        return q.sum(-1) + k.sum(-1) + v.sum(-1)\n"
     )
-    odd: nn.Module = module_of(source, tmp_path).Odd()
+    odd: nn.Module = written_module(source, tmp_path / "odd_modeling.py").Odd()
     randomize(odd)
     return odd
 
@@ -172,7 +160,7 @@ def test_how_the_layers_of_a_list_are_called_is_followed(name: str, tmp_path: Pa
         "    def forward(self, x):\n"
         "        return self.encoder(x)\n"
     )
-    modules = dict(module_of(source, tmp_path).Model().named_modules())
+    modules = dict(written_module(source, tmp_path / "odd_modeling.py").Model().named_modules())
 
     reason = passes(modules, "encoder.layers.1", Guards(none=("state",)), certainly=True)
 
@@ -192,7 +180,7 @@ def test_a_model_that_is_given_whatever_comes_may_be_given_anything(tmp_path: Pa
         "    def forward(self, x, **kwargs):\n"
         "        return self.decoder(x, **kwargs)\n"
     )
-    modules = dict(module_of(source, tmp_path).Wrapper().named_modules())
+    modules = dict(written_module(source, tmp_path / "odd_modeling.py").Wrapper().named_modules())
 
     reason = passes(modules, "decoder", Guards(none=("state",)), certainly=True)
 

@@ -1,0 +1,107 @@
+"""What is written into a part is written into memory of its own; where nobody writes, nothing is copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    ViTConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.gate_up import GateUp
+from patcher.fusions.qkv import QKV
+from patcher.resolution.resolution import skeleton
+from tests.fuzz.compare import compared, module_of
+from tests.fuzz.generator import READS, WRITES, source_of
+from tests.support.tiny import DECODER_SIZES, tiny_bert_config
+
+CALLS = "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
+
+
+def text_of(source: str, path: Path) -> str:
+    family: Any = QKV()
+    text: str = fused_class_of(family, module_of(source, path))._rewritten["forward"]
+    return text
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_part_that_is_written_into_is_a_copy(write: str, tmp_path: Path) -> None:
+    """In values and in gradients it is as with separate projections."""
+    source = source_of(f"{CALLS}\nx = x * 1\n{write.format(t='k', u='x')}\nreturn torch.tanh(q * v) + k")
+
+    result = compared(source, tmp_path / "odd.py")
+
+    assert result.status in ("same", "invalid"), result.reason
+    assert "k_proj_output.clone()" in text_of(source, tmp_path / "again.py")
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_part_that_is_read_is_not_copied(read: str, tmp_path: Path) -> None:
+    source = source_of(f"{CALLS}\n{read.format(t='k', u='q', n='y')}\nreturn torch.tanh(q * v) + k")
+
+    assert ".clone()" not in text_of(source, tmp_path / "odd.py").replace("k.clone()", "")
+
+
+def test_parts_that_are_given_back_are_copies(tmp_path: Path) -> None:
+    source = source_of(f"{CALLS}\nkept = (q, [k])\nreturn q, k.view(-1), v * 1")
+
+    text = text_of(source, tmp_path / "odd.py")
+
+    assert text.count(".clone()") == 2
+    assert "v_proj_output.clone()" not in text
+    assert compared(source, tmp_path / "again.py").status == "same"
+
+
+def test_each_call_gives_memory_of_its_own(tmp_path: Path) -> None:
+    source = source_of(f"{CALLS}\nother = self.k_proj(x)\nother.mul_(2)\nreturn q * k * v + other")
+
+    assert text_of(source, tmp_path / "odd.py").count("k_proj_output.clone()") == 2
+    assert compared(source, tmp_path / "again.py").status == "same"
+
+
+def test_under_autocast_a_part_with_a_bias_has_the_type_of_stock(tmp_path: Path) -> None:
+    body = f"with torch.autocast('cpu', torch.bfloat16):\n    {CALLS}\nreturn q * 1, k * 1, v * 1"
+    source = source_of(body, {"q": True, "k": False, "v": True})
+    fused: Any = module_of(source, tmp_path / "odd.py")
+    fused = fuse(QKV(), fused, fused_class_of(QKV(), fused))
+
+    assert [part.dtype for part in fused(torch.randn(2, 3, 8))] == [torch.bfloat16] * 3
+
+
+def test_an_attention_that_keeps_its_own_values_is_not_disturbed_by_its_cache(tmp_path: Path) -> None:
+    body = f"{CALLS}\nif extra is not None:\n    k, v = extra.update(k, v, 0)\nreturn torch.tanh(q * k * v)"
+
+    assert ".clone()" not in text_of(source_of(body), tmp_path / "odd.py")
+
+
+COMMON: list[PretrainedConfig] = [
+    LlamaConfig(**DECODER_SIZES),
+    Qwen2Config(**DECODER_SIZES),
+    Qwen3Config(**DECODER_SIZES),
+    MistralConfig(**DECODER_SIZES),
+    GemmaConfig(**DECODER_SIZES),
+    tiny_bert_config(),
+    ViTConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4),
+    GPTNeoXConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4),
+]
+
+
+@pytest.mark.parametrize("config", COMMON, ids=lambda config: config.model_type)
+def test_common_models_copy_nothing(config: PretrainedConfig) -> None:
+    model = skeleton(MODEL_MAPPING[type(config)], config)
+    for family in (QKV(), GateUp()):
+        for module in family.discover(model).matches.values():
+            fused: Any = fused_class_of(family, module)
+            assert ".clone()" not in "".join(fused._rewritten.values())
