@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.gate_up import GateUp
 from patcher.fusions.qkv import QKV
@@ -102,6 +103,6 @@ COMMON: list[PretrainedConfig] = [
 def test_common_models_copy_nothing(config: PretrainedConfig) -> None:
     model = skeleton(MODEL_MAPPING[type(config)], config)
     for family in (QKV(), GateUp()):
-        for module in family.discover(model).matches.values():
+        for module in discover(family, model).matches.values():
             fused: Any = fused_class_of(family, module)
             assert ".clone()" not in "".join(fused._rewritten.values())
