@@ -59,44 +59,51 @@ _ABSENT = Summary(gives_back=False)
 
 def summaries(module: nn.Module) -> tuple[tuple[str, Summary], ...]:
     """What calls of a module's children do, and of the functions that it keeps, those that its methods mention."""
-    kept = dict(_kept(module, 0))
-    there: dict[str, Any] = {**module._parameters, **module._buffers, **module._modules, **vars(module)}
-    found = {}
-    for name in _mentioned(type(module)):
-        if name in kept:
-            found[name] = summary_of(kept[name])
-        elif there.get(name, inspect.getattr_static(type(module), name, None)) is None:
-            found[name] = _ABSENT
-    return tuple(sorted(found.items()))
+    children, own = module._modules, vars(module)
+    found: list[tuple[str, Summary]] = []
+    for name, lacking in _mentioned(type(module)):
+        if name in children:
+            child = children[name]
+            found.append((name, _ABSENT if child is None else summary_of(_facts(child, 1))))
+        elif name in own:
+            if own[name] is None:
+                found.append((name, _ABSENT))
+            elif callable(own[name]):
+                found.append((name, summary_of(_kept(own[name], module))))
+        elif lacking and module._parameters.get(name, module._buffers.get(name)) is None:
+            found.append((name, _ABSENT))
+    return tuple(found)
 
 
 @known_of_class
-def _mentioned(cls: type[nn.Module]) -> frozenset[str]:
-    """The attributes that its methods read of a module."""
-    return frozenset(
+def _mentioned(cls: type[nn.Module]) -> tuple[tuple[str, bool], ...]:
+    """The attributes that its methods read of a module, and whether the class itself lacks them."""
+    names = {
         node.attr
         for tree in trees_of(cls).values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self_of(tree)
-    )
+    }
+    return tuple((name, inspect.getattr_static(cls, name, None) is None) for name in sorted(names))
 
 
-def _kept(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | Kept]]:
+def _inside(module: nn.Module, depth: int) -> Iterable[tuple[str, Facts | Kept]]:
     for name, child in module._modules.items():
         if child is not None:
             yield name, _facts(child, depth + 1)
     for name, value in vars(module).items():
-        if name in ("forward", "_modules", "_parameters", "_buffers"):
-            continue
-        function, keywords = (value.func, value.keywords) if _only_names(value) else (value, {})
-        if {"inplace", "out", "max_norm"} & set(keywords):
-            yield name, Kept(None)
-        elif isinstance(function, MethodType) and function.__self__ is module:
-            yield name, Kept(function.__func__, type(module))
-        elif isinstance(function, FunctionType) or kind_of_function(function):
-            yield name, Kept(function)
-        elif callable(value):
-            yield name, Kept(None)
+        if callable(value) and name != "forward":
+            yield name, _kept(value, module)
+
+
+def _kept(value: Any, module: nn.Module) -> Kept:
+    """What a module keeps and may call."""
+    function, keywords = (value.func, value.keywords) if _only_names(value) else (value, {})
+    if {"inplace", "out", "max_norm"} & set(keywords):
+        return Kept(None)
+    if isinstance(function, MethodType) and function.__self__ is module:
+        return Kept(function.__func__, type(module))
+    return Kept(function if isinstance(function, FunctionType) or kind_of_function(function) else None)
 
 
 def _only_names(value: Any) -> bool:
@@ -127,7 +134,7 @@ def _facts(module: nn.Module, depth: int) -> Facts:
         return Facts(cls, "", settings)
     if depth > _DEPTH:
         return Facts(cls, f"{cls.__name__} is nested too deep")
-    return Facts(cls, "", settings, tuple(_kept(module, depth)))
+    return Facts(cls, "", settings, tuple(_inside(module, depth)))
 
 
 @lru_cache(maxsize=4096)

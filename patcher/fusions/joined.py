@@ -109,8 +109,9 @@ class ProjectionView:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
-        result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size)
-        return result if self._bias is None else result + self._bias
+        # Code of the original goes on with it as with a projection's result, which is contiguous.
+        result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size).contiguous()
+        return result if self._bias is None else result + self._bias.to(result.dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -81,6 +81,14 @@ def test_under_autocast_a_part_with_a_bias_has_the_type_of_stock(tmp_path: Path)
     assert [part.dtype for part in fused(torch.randn(2, 3, 8))] == [torch.bfloat16] * 3
 
 
+def test_what_is_left_to_the_original_gets_parts_like_results_of_projections(tmp_path: Path) -> None:
+    body = "q, k, v = self.q_proj(x), self.k_proj(x), x * 1\nif extra is None:\n    v = self.v_proj(x)\n"
+    source = source_of(f"{body}k.view(-1).add_(1)\nreturn q * k * v")
+
+    assert "if extra is not None:" in text_of(source, tmp_path / "odd.py")
+    assert compared(source, tmp_path / "again.py").status == "same"
+
+
 def test_an_attention_that_keeps_its_own_values_is_not_disturbed_by_its_cache(tmp_path: Path) -> None:
     body = f"{CALLS}\nif extra is not None:\n    k, v = extra.update(k, v, 0)\nreturn torch.tanh(q * k * v)"
 
