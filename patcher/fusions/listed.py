@@ -114,7 +114,10 @@ def _layer(module: nn.Module, path: str) -> nn.Linear:
     """The linear layer at a path below the module, made if there is none yet."""
     *owners, name = path.split(".")
     for owner in owners:
-        module = module._modules.setdefault(owner, nn.Module())  # type: ignore[assignment]
+        inner = module._modules.get(owner)
+        if inner is None:
+            inner = module._modules[owner] = nn.Module()
+        module = inner
     if name not in module._modules:
         layer = nn.Linear.__new__(nn.Linear)  # its `__init__` gives values: seconds in vain for 30,000 experts
         nn.Module.__init__(layer)
