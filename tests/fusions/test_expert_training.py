@@ -78,6 +78,7 @@ def test_every_expert_has_a_gradient(config: PretrainedConfig) -> None:
     assert [name for name, value in model.named_parameters() if ".experts." in name and value.grad is None] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [STARVING, tiny_longcat_config()], ids=["Mixtral", "LongCat, layers that never run"]
 )
