@@ -17,14 +17,14 @@ from tests.fuzz.generator import forward_of, program
 @pytest.mark.slow
 def test_what_is_accepted_computes_and_trains_as_before(tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(150):
         source = program(seed)
         result = compared(source, tmp_path / f"generated_{seed}.py")
         counts[result.status] += 1
         assert result.status != "wrong", f"seed {seed}: {result.reason}\n{forward_of(source)}"
 
     assert counts["same"] > 60
-    assert counts["refused"] > 40
+    assert counts["refused"] > 30
 
 
 @pytest.mark.slow
