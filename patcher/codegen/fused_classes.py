@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from patcher.codegen.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses
 from patcher.conversions.layouts import Layout
+from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.joined import Joined
-from patcher.fusions.listed import ListedExperts
 from patcher.fusions.methods import trees_of
 from patcher.fusions.rewrite import class_text
 from patcher.source import trees

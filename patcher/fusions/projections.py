@@ -13,16 +13,16 @@ from patcher.compat.models import kept_in_fp32
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
-from patcher.fusions.calls import passes, touches
-from patcher.fusions.children import summaries
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
 from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in
+from patcher.fusions.proof.calls import passes, touches
+from patcher.fusions.proof.children import summaries
+from patcher.fusions.proof.tracing import Constant, Guards, prove
+from patcher.fusions.proof.understanding import compared_names, joining_methods, located, understand
+from patcher.fusions.proof.values import Summary
 from patcher.fusions.rewrite import compile_subclass, rewritten
-from patcher.fusions.tracing import Constant, Guards, prove
-from patcher.fusions.understanding import compared_names, joining_methods, located, understand
-from patcher.fusions.values import Summary
 from patcher.patterns import inside
 
 #: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and

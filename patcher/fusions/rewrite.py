@@ -27,7 +27,7 @@ from typing import Any
 
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_of
-from patcher.fusions.tracing import Guards, Proof
+from patcher.fusions.proof.tracing import Guards, Proof
 from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import indented
 from patcher.source.synthetic import module_of_text

@@ -10,17 +10,17 @@ from torch import nn
 
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
-from patcher.fusions.expert_loops import ExpertLoop, attribute_of, expert_loop
-from patcher.fusions.expert_visits import visiting_all_in_training, visiting_all_with_all_tokens
+from patcher.fusions.experts.gate_splits import methods_of
+from patcher.fusions.experts.listed import ListedExperts
+from patcher.fusions.experts.loops import ExpertLoop, attribute_of, expert_loop
+from patcher.fusions.experts.matrices import Matrices
+from patcher.fusions.experts.stacks import Stack, by_experts, forward_of
+from patcher.fusions.experts.visits import visiting_all_in_training, visiting_all_with_all_tokens
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import FusedModule, fused_class_of
-from patcher.fusions.gate_splits import methods_of
-from patcher.fusions.listed import ListedExperts
-from patcher.fusions.matrices import Matrices
 from patcher.fusions.methods import Method, NotUnderstoodError, self_of, trees_of
+from patcher.fusions.proof.understanding import located
 from patcher.fusions.rewrite import compile_subclass
-from patcher.fusions.stacks import Stack, by_experts, forward_of
-from patcher.fusions.understanding import located
 
 
 class RewrittenExperts(FusedModule, ListedExperts):

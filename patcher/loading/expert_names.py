@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from patcher.conversions.fused_weights import FusedWeights, is_quantized
-from patcher.fusions.matrices import Matrices
+from patcher.fusions.experts.matrices import Matrices
 from patcher.patterns import inside
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from patcher.fusions.methods import NotUnderstoodError
+from patcher.fusions.proof.tracing import Guards, prove
+from patcher.fusions.proof.understanding import joining_methods
 from patcher.fusions.qkv import QKV
-from patcher.fusions.tracing import Guards, prove
-from patcher.fusions.understanding import joining_methods
 from tests.fuzz.compare import compared, module_of
 from tests.fuzz.generator import READS, source_of
 

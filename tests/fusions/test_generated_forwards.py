@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from patcher.fusions.frames import State
-from patcher.fusions.values import Value, roots_of
+from patcher.fusions.proof.frames import State
+from patcher.fusions.proof.values import Value, roots_of
 from tests.fuzz.compare import compared
 from tests.fuzz.generator import forward_of, program
 

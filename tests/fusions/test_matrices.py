@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from patcher import InvalidPatcherError
-from patcher.fusions.matrices import Matrices
+from patcher.fusions.experts.matrices import Matrices
 
 GATE_AND_UP = ("gate_proj", "up_proj")
 

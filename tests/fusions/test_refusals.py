@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch import nn
 
-from patcher.fusions.calls import passes
 from patcher.fusions.finding import discover
 from patcher.fusions.methods import NotUnderstoodError, methods_with, read_method
+from patcher.fusions.proof.calls import passes
+from patcher.fusions.proof.tracing import Guards
 from patcher.fusions.qkv import QKV
 from patcher.fusions.rewrite import compile_subclass
-from patcher.fusions.tracing import Guards
 from tests.support.tiny import tiny_llama_config
 from tests.support.written_modules import written_module
 

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import DebertaV2Config, DebertaV2ForMaskedLM, PvtV2Config, PvtV2ForImageClassification
 
 from patcher import Patcher
-from patcher.fusions.calls import passes
 from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.proof.calls import passes
+from patcher.fusions.proof.tracing import Guards
 from patcher.fusions.qkv import QKV
-from patcher.fusions.tracing import Guards
 from tests.support.tiny import randomize
 from tests.support.written_modules import written_module
 

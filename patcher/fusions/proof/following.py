@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from patcher.fusions.expressions import Expressions
-from patcher.fusions.frames import Frame, bound_names, definition_of, shown
-from patcher.fusions.purity import unwrapped
-from patcher.fusions.values import CODE, FROM_OUTSIDE, Known, Value, either, roots_of
+from patcher.fusions.proof.expressions import Expressions
+from patcher.fusions.proof.frames import Frame, bound_names, definition_of, shown
+from patcher.fusions.proof.purity import unwrapped
+from patcher.fusions.proof.values import CODE, FROM_OUTSIDE, Known, Value, either, roots_of
 
 #: How deep calls are followed, and how many in one run.
 _DEPTH, _CALLS = 8, 2000

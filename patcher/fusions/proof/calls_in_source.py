@@ -8,9 +8,9 @@ from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from patcher.fusions.following import Arguments, Following
-from patcher.fusions.frames import shown
-from patcher.fusions.purity import (
+from patcher.fusions.proof.following import Arguments, Following
+from patcher.fusions.proof.frames import shown
+from patcher.fusions.proof.purity import (
     ATTENTION,
     CACHING,
     FRESH,
@@ -24,7 +24,7 @@ from patcher.fusions.purity import (
     of_table,
     writes_in_place,
 )
-from patcher.fusions.values import (
+from patcher.fusions.proof.values import (
     CACHE,
     CODE,
     FROM_OUTSIDE,

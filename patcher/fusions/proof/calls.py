@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from patcher.fusions.methods import known_of_class, trees_of
-from patcher.fusions.tracing import Guards
+from patcher.fusions.proof.tracing import Guards
 from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
 
 

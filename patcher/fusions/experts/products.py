@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider
 
-from patcher.fusions.gate_splits import Methods, Split, handed_on, in_halves, is_chunk, splits_of
+from patcher.fusions.experts.gate_splits import Methods, Split, handed_on, in_halves, is_chunk, splits_of
 from patcher.fusions.methods import NotUnderstoodError, names_in
 from patcher.source.trees import code_of
 

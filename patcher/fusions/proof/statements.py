@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patcher.fusions.calls_in_source import Calls
-from patcher.fusions.frames import bound_names, shown
-from patcher.fusions.values import FROM_OUTSIDE, NOTHING, Known, Value, either
+from patcher.fusions.proof.calls_in_source import Calls
+from patcher.fusions.proof.frames import bound_names, shown
+from patcher.fusions.proof.values import FROM_OUTSIDE, NOTHING, Known, Value, either
 
 
 @dataclass(frozen=True, eq=False)

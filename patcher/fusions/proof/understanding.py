@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch import nn
 
 from patcher.fusions.methods import Method, NotUnderstoodError, methods_with, names_in
-from patcher.fusions.tracing import Constant, Guards, Proof, called_projections, prove
-from patcher.fusions.values import Summary
+from patcher.fusions.proof.tracing import Constant, Guards, Proof, called_projections, prove
+from patcher.fusions.proof.values import Summary
 from patcher.source.call_sites import none_by_default, positional_parameters
 
 
@@ -49,7 +49,7 @@ def understand(
     Args:
         attributes: what the module says of itself.
         identities: its children that are `nn.Identity`.
-        children: what calls of its children do; see `patcher.fusions.children`.
+        children: what calls of its children do; see `patcher.fusions.proof.children`.
 
     Raises:
         NotUnderstoodError: no assumption that can be checked makes it provable.

@@ -29,8 +29,8 @@ from libcst.metadata import MetadataWrapper
 from torch import nn
 
 from patcher.compat.models import EXPERTS_HOME
-from patcher.fusions.expert_products import ByExperts
-from patcher.fusions.gate_splits import Methods
+from patcher.fusions.experts.gate_splits import Methods
+from patcher.fusions.experts.products import ByExperts
 from patcher.fusions.methods import Method, NotUnderstoodError, read_method, self_of
 
 

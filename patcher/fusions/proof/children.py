@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.frames import Frame, definition_of, parameters_of
 from patcher.fusions.methods import known_of_class, self_of, trees_of
-from patcher.fusions.purity import (
+from patcher.fusions.proof.frames import Frame, definition_of, parameters_of
+from patcher.fusions.proof.purity import (
     FRESH,
     MODULES,
     PLAIN,
@@ -24,8 +24,8 @@ from patcher.fusions.purity import (
     kind_of_function,
     unwrapped,
 )
-from patcher.fusions.statements import Statements
-from patcher.fusions.values import CODE, GIVEN, OUTSIDE, Summary, Value, roots_of
+from patcher.fusions.proof.statements import Statements
+from patcher.fusions.proof.values import CODE, GIVEN, OUTSIDE, Summary, Value, roots_of
 
 #: Modules that run their children, or of which a forward takes the children one by one.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

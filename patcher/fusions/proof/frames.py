@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from patcher.fusions.values import CODE, NOTHING, OUTSIDE, Effect, Roots, Value, either, parts_in, roots_of
+from patcher.fusions.proof.values import CODE, NOTHING, OUTSIDE, Effect, Roots, Value, either, parts_in, roots_of
 from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import dedented
 

@@ -6,7 +6,7 @@ import ast
 
 import libcst as cst
 
-from patcher.fusions.expert_loops import ExpertLoop, TokenChoice, without_rows
+from patcher.fusions.experts.loops import ExpertLoop, TokenChoice, without_rows
 from patcher.fusions.methods import NotUnderstoodError, names_in
 from patcher.source.trees import code_of
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from patcher.fusions.frames import Frame, parameters_of, shown
 from patcher.fusions.methods import Method, NotUnderstoodError, self_of
-from patcher.fusions.statements import Statements, Suites
-from patcher.fusions.values import Effect, Known, Summary, Value, part_root
+from patcher.fusions.proof.frames import Frame, parameters_of, shown
+from patcher.fusions.proof.statements import Statements, Suites
+from patcher.fusions.proof.values import Effect, Known, Summary, Value, part_root
 
 #: What an attribute may be so that a branch can be decided by it.
 Constant = None | bool | int | float | str

@@ -22,7 +22,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from patcher.fusions.loop_effects import check_effects
+from patcher.fusions.experts.loop_effects import check_effects
 from patcher.fusions.methods import NotUnderstoodError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.frames import Frame, State, bound_names, shown
 from patcher.fusions.methods import NotUnderstoodError
-from patcher.fusions.purity import PLAIN_ATTRIBUTES, of_table
-from patcher.fusions.values import CODE, FROM_OUTSIDE, NOTHING, Known, Module, Roots, Value, either, roots_of
+from patcher.fusions.proof.frames import Frame, State, bound_names, shown
+from patcher.fusions.proof.purity import PLAIN_ATTRIBUTES, of_table
+from patcher.fusions.proof.values import CODE, FROM_OUTSIDE, NOTHING, Known, Module, Roots, Value, either, roots_of
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Is: operator.is_,
