@@ -4,6 +4,8 @@
 >>> from patcher.fusions import QKV
 >>> Patcher(fusions=[QKV(modules="model.layers.{0..3}.self_attn"), "gate_up"])
 Patcher(fusions=[QKV(modules=('model.layers.{0..3}.self_attn',)), 'gate_up'])
+
+A family of one's own is a subclass of `Fusion`. The families here are made of the same public names and of no others.
 """
 
 from __future__ import annotations
@@ -12,22 +14,57 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from patcher.conversions.layouts import Flatten, Layout, Rows
-from patcher.fusions.base import Fusion
+from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
 
 if TYPE_CHECKING:
+    from patcher.fusions.finding import Surroundings as Surroundings
+    from patcher.fusions.fused_module import (
+        FusedModule as FusedModule,
+        fused_class_of as fused_class_of,
+        view_of as view_of,
+    )
     from patcher.fusions.gate_up import GateUp as GateUp
+    from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
+    from patcher.fusions.projections import Projections as Projections
     from patcher.fusions.qkv import QKV as QKV
+    from patcher.fusions.rewrite import compile_subclass as compile_subclass
     from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
 
-__all__ = ["QKV", "Flatten", "Fusion", "GateUp", "Layout", "PatchEmbeddings", "Rows", "SequentialExperts"]
+__all__ = [
+    "QKV",
+    "Flatten",
+    "FusedModule",
+    "Fusion",
+    "GateUp",
+    "Layout",
+    "NotUnderstoodError",
+    "PatchEmbeddings",
+    "Projections",
+    "Rows",
+    "SequentialExperts",
+    "Surroundings",
+    "compile_subclass",
+    "fused_class_of",
+    "more_than_a_weight_and_bias",
+    "view_of",
+]
+
+#: Where the names live that come late, because the families import what edits source.
+_LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES.values())} | {
+    "FusedModule": "patcher.fusions.fused_module",
+    "NotUnderstoodError": "patcher.fusions.methods",
+    "Projections": "patcher.fusions.projections",
+    "Surroundings": "patcher.fusions.finding",
+    "compile_subclass": "patcher.fusions.rewrite",
+    "fused_class_of": "patcher.fusions.fused_module",
+    "view_of": "patcher.fusions.fused_module",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because the families import what edits source.
-    homes = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES.values())}
-    if name not in homes:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(homes[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
     return value

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -54,6 +55,25 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
 def fused_class_of(fusion: Fusion, module: nn.Module) -> type[nn.Module]:
     """The class that a family makes of that of one module."""
     return fused_class(fusion, original_of(module), fusion.recipe(module))
+
+
+@dataclass(frozen=True)
+class MadeClass:
+    """A class that a family has made, as it is pickled: not by its name, which another process doesn't know."""
+
+    fusion: Fusion
+    original: type[nn.Module]
+    recipe: Hashable
+
+    @classmethod
+    def of(cls, fused: type[nn.Module]) -> MadeClass | type[nn.Module]:
+        """What to pickle for a class: the class itself, if no family has made it."""
+        made_by = getattr(fused, "_made_by", None)
+        return fused if made_by is None else cls(*made_by)
+
+    def again(self) -> type[nn.Module]:
+        """The class."""
+        return fused_class(self.fusion, self.original, self.recipe)
 
 
 def takes_modules(cls: type[nn.Module]) -> bool:
@@ -177,6 +197,13 @@ class Moved:
 
     def __repr__(self) -> str:
         return f"<{self._text}>"
+
+
+def view_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """A view of a parameter, which passes for initialised where that is: transformers asks the tensor it is given."""
+    if is_initialized(parameter):
+        mark_initialized(view)
+    return view
 
 
 def _carry(module: nn.Module, weights: FusedWeights) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from patcher.fusions.projections import Projections
+from patcher.fusions import Projections
 
 #: (gate, up), the first of them goes through the activation
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"), ("w_0", "w_1"), ("proj_up_gate", "proj_up"))

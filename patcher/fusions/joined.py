@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.fused_weights import fused_weights
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
-from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.fused_module import FusedModule, view_of
 
 _ADVICE = "Take the fusions off with Patcher().apply(model) first."
 
@@ -133,10 +132,7 @@ class ProjectionView:
             rows.copy_(value)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
-        rows = whole.narrow(0, self._start, self._size)
-        if is_initialized(whole):
-            mark_initialized(rows)  # transformers' initialisation asks the tensor that it is given
-        return rows
+        return view_of(whole, whole.narrow(0, self._start, self._size))
 
 
 def part_property(joined: Joined, number: int) -> property:

@@ -43,6 +43,11 @@ class Method:
         return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
 
 
+def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
+    """The error, with the file and the line in its text."""
+    return NotUnderstoodError(f"{error} ({method.at(error.line)})")
+
+
 def read_method(name: str, function: FunctionType) -> Method:
     """A function of a class with its source.
 

@@ -9,10 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from patcher.compat.models import is_initialized, mark_initialized
-from patcher.conversions.layouts import Flatten, Layout, Rows
-from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
-from patcher.fusions.finding import Surroundings
+from patcher.fusions import Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
 
 class LinearPatchEmbedding(nn.Module):
@@ -71,10 +68,7 @@ class LinearPatchEmbedding(nn.Module):
         shape = (self.out_channels, self.in_channels, *self.kernel_size)
         if not weight.is_floating_point():  # a quantized one passes for what it was
             return torch.empty((), dtype=self._input_dtype, device=weight.device).expand(shape)
-        seen = weight.view(shape)
-        if is_initialized(weight):
-            mark_initialized(seen)  # transformers' initialisation asks the tensor that it is given
-        return seen
+        return view_of(weight, weight.view(shape))
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -16,11 +16,11 @@ from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
-from patcher.fusions.methods import NotUnderstoodError, methods_with, names_in
+from patcher.fusions.methods import NotUnderstoodError, located, methods_with, names_in
 from patcher.fusions.proof.calls import passes, touches
 from patcher.fusions.proof.children import summaries
 from patcher.fusions.proof.tracing import Constant, Guards, prove
-from patcher.fusions.proof.understanding import compared_names, joining_methods, located, understand
+from patcher.fusions.proof.understanding import compared_names, joining_methods, understand
 from patcher.fusions.proof.values import Summary
 from patcher.fusions.rewrite import compile_subclass, rewritten
 from patcher.patterns import inside
@@ -94,7 +94,6 @@ class Projections(Fusion):
             (JoinedProjections, original_cls),
             sources,
         )
-        cls.__qualname__ = f"Fused{original_cls.__qualname__.rsplit('.', 1)[-1]}"
         cls._joined = joined
         for number, name in enumerate(joined.projections):
             setattr(cls, name, part_property(joined, number))

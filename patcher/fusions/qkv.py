@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from patcher.fusions.projections import Projections
+from patcher.fusions import Projections
 
 #: What a part of a name says of the role; the rest of the names must agree.
 _ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion
-from patcher.fusions.experts.gate_splits import methods_of
+from patcher.fusions import FusedModule, Fusion, NotUnderstoodError, Surroundings, compile_subclass, fused_class_of
+from patcher.fusions.experts.forwards import rewritten_forward
 from patcher.fusions.experts.listed import ListedExperts
-from patcher.fusions.experts.loops import ExpertLoop, attribute_of, expert_loop
+from patcher.fusions.experts.loops import ExpertLoop
 from patcher.fusions.experts.matrices import Matrices
-from patcher.fusions.experts.stacks import Stack, by_experts, forward_of
-from patcher.fusions.experts.visits import visiting_all_in_training, visiting_all_with_all_tokens
-from patcher.fusions.finding import Surroundings
-from patcher.fusions.fused_module import FusedModule, fused_class_of
-from patcher.fusions.methods import Method, NotUnderstoodError, self_of, trees_of
-from patcher.fusions.proof.understanding import located
-from patcher.fusions.rewrite import compile_subclass
+from patcher.fusions.experts.stacks import Stack
 
 
 class RewrittenExperts(FusedModule, ListedExperts):
@@ -146,15 +139,7 @@ def _check(module: nn.Module, stacks: tuple[Stack, ...], loop: ExpertLoop | None
 
 
 def _compile(original: type[nn.Module], weights: Mapping[str, str], all_tokens: bool) -> type[nn.Module]:
-    for name in ("__len__", "__getitem__", "__iter__"):
-        if hasattr(original, name):
-            raise NotUnderstoodError(f"it has {name} of its own")
-    method = forward_of(original)
-    _check_other_methods(original, weights)
-    try:
-        loop, stacks, source = _rewritten(original, method, weights, all_tokens)
-    except NotUnderstoodError as error:
-        raise located(error, method) from error
+    method, source, stacks, loop = rewritten_forward(original, weights, all_tokens=all_tokens)
     prefix = "AllTokens" if all_tokens else "Sequential"
     cls = compile_subclass(
         f"{prefix}{original.__name__}",
@@ -162,28 +147,5 @@ def _compile(original: type[nn.Module], weights: Mapping[str, str], all_tokens: 
         (RewrittenExperts, original),
         [(method, source)],
     )
-    cls.__qualname__ = f"{prefix}{original.__qualname__.rsplit('.', 1)[-1]}"
     cls._stacks, cls._loop = stacks, loop
     return cls
-
-
-def _rewritten(
-    original: type[nn.Module], method: Method, weights: Mapping[str, str], all_tokens: bool
-) -> tuple[ExpertLoop | None, tuple[Stack, ...], str]:
-    methods, this = methods_of(original), self_of(method.node, "self")
-    # First what it says, of the source that it has; then what becomes of it.
-    stacks, source = by_experts(method.source, weights, methods)
-    every = {*weights, *(bias for bias in weights.values() if bias)}
-    loop = expert_loop(method.node, this, tuple(every))
-    if loop is not None:
-        visiting = visiting_all_with_all_tokens if all_tokens else visiting_all_in_training
-        _, source = by_experts(visiting(method.source, this, loop), weights, methods)
-    return loop, stacks, source
-
-
-def _check_other_methods(original: type[nn.Module], weights: Mapping[str, str]) -> None:
-    """Raise if another method than the forward uses a stack."""
-    for name, tree in trees_of(original).items():
-        read = {attribute_of(self_of(tree), node) for node in ast.walk(tree)}
-        if name != "forward" and (used := sorted(read & weights.keys())):
-            raise NotUnderstoodError(f"its method {name} uses {used[0]}")

@@ -16,6 +16,7 @@ from patcher.construction.in_force import InForce
 from patcher.conversions.layouts import Layout
 from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
+from patcher.fusions.fused_module import MadeClass
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 
@@ -75,11 +76,25 @@ class PatchRecord:
         return self
 
     def __reduce__(self) -> Any:
-        return (_unpickled, (vars(self),))
+        values = vars(self) | {
+            "fused": {path: (original, MadeClass.of(cls)) for path, (original, cls) in self.fused.items()},
+            "replaced": [
+                (each.path, each.original, MadeClass.of(each.replacement), each.chosen) for each in self.replaced
+            ],
+        }
+        return (_unpickled, (values,))
 
 
 def _unpickled(values: dict[str, Any]) -> PatchRecord:
     importlib.import_module("patcher").install()  # so that the model saves there as it does here
+
+    def known(cls: Any) -> Any:
+        return cls.again() if isinstance(cls, MadeClass) else cls
+
+    values["fused"] = {path: (original, known(cls)) for path, (original, cls) in values["fused"].items()}
+    values["replaced"] = tuple(
+        Replaced(path, was, known(cls), chosen) for path, was, cls, chosen in values["replaced"]
+    )
     return PatchRecord(**values)
 
 

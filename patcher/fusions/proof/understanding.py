@@ -9,15 +9,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from patcher.fusions.methods import Method, NotUnderstoodError, methods_with, names_in
+from patcher.fusions.methods import Method, NotUnderstoodError, located, methods_with, names_in
 from patcher.fusions.proof.tracing import Constant, Guards, Proof, called_projections, prove
 from patcher.fusions.proof.values import Summary
 from patcher.source.call_sites import none_by_default, positional_parameters
-
-
-def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
-    """The error, with the file and the line in its text."""
-    return NotUnderstoodError(f"{error} ({method.at(error.line)})")
 
 
 def joining_methods(original: type[nn.Module], group: tuple[str, ...]) -> list[Method]:

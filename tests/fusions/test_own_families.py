@@ -1,0 +1,201 @@
+"""Families of one's own on the engine that the shipped ones stand on: found, read, saved, pickled, checked."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import patcher.fusions
+from patcher import PatchConstructionError, PatchedWeightsError, Patcher, plan, report
+from patcher.fusions import Fusion, Layout
+from tests.support.comparing import logits
+from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+
+FAMILIES = ("qkv", "gate_up", "patch_embeddings", "sequential_experts")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_shipped_families_are_made_of_public_names(name: str) -> None:
+    """Besides errors, and what reads the forwards of experts, which is that family's own."""
+    source = (Path(patcher.fusions.__file__).parent / f"{name}.py").read_text()
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in imports if (node.module or "").startswith("patcher")]
+
+    assert ours
+    for node in ours:
+        if node.module == "patcher.fusions":
+            assert {alias.name for alias in node.names} <= set(patcher.fusions.__all__)
+        else:
+            own = name == "sequential_experts" and str(node.module).startswith("patcher.fusions.experts.")
+            assert own or node.module == "patcher.errors"
+
+
+class Turned(nn.Module):
+    """A linear layer without bias whose weight lies the other way round."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.empty(in_features, out_features))
+
+    @classmethod
+    def from_module(cls, linear: nn.Linear) -> Turned:
+        return cls(linear.in_features, linear.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.columns
+
+
+class Transposed(Layout):
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.T.contiguous() for tensor in tensors]
+
+    separate = fuse
+
+
+class TurnedDown(Fusion):
+    target_modules_patterns = (r"\.down_proj$",)
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return type(module) is nn.Linear and module.bias is None
+
+    def layouts(self, module: nn.Module) -> Iterable[Layout]:
+        return [Transposed("weight", "columns")]
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        return Turned
+
+
+class Local(Fusion):
+    """Its class is made in a function, and built from the arguments of the constructor."""
+
+    target_modules_patterns = (r"\.mlp$",)
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return True
+
+    def make_fused_class(self, original_cls: Any) -> type[nn.Module]:
+        class Doubled(original_cls):  # type: ignore[misc]
+            def forward(self, x: torch.Tensor) -> Any:
+                return super().forward(x) * 2
+
+        return Doubled
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+def load(folder: Path, *fusions: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(fusions=fusions) if fusions else None)
+
+
+@pytest.mark.parametrize("beside", [(), ("gate_up",), ("qkv", "gate_up")])
+def test_one_inside_of_another_is_given_back(beside: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    model, inputs = load(folder, TurnedDown(), *beside), tiny_inputs(tiny_llama_config())
+
+    torch.testing.assert_close(logits(model, inputs), logits(load(folder), inputs), atol=1e-4, rtol=1e-4)
+    for number, each in enumerate((model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        each.save_pretrained(tmp_path / str(number))
+        files = [path / "model.safetensors" for path in (folder, tmp_path / str(number))]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("fusion", [TurnedDown(), Local()])
+def test_two_loads_get_one_class_and_it_pickles(fusion: Fusion, folder: Path) -> None:
+    models = [load(folder, fusion), load(folder, type(fusion)())]
+    classes = [{type(model.get_submodule(path)) for path, *_ in report(model).fused} for model in models]
+    assert classes[0] == classes[1]
+    assert len(classes[0]) == 1
+
+    inputs = tiny_inputs(tiny_llama_config())
+    again = pickle.loads(pickle.dumps(models[0]))
+    assert torch.equal(logits(again, inputs), logits(models[0], inputs))
+    assert {type(again.get_submodule(path)) for path, *_ in report(again).fused} == classes[0]
+
+
+def test_a_model_of_a_config_starts_with_the_weights_of_stock() -> None:
+    torch.manual_seed(0)
+    stock = LlamaForCausalLM(tiny_llama_config())
+    torch.manual_seed(0)
+    with Patcher(fusions=[TurnedDown(), "qkv", "gate_up"]).applied():
+        fused = LlamaForCausalLM(tiny_llama_config())
+    inputs = tiny_inputs(tiny_llama_config())
+    torch.testing.assert_close(logits(fused.eval(), inputs), logits(stock.eval(), inputs), atol=1e-4, rtol=1e-4)
+
+
+# --- what does not fit -----------------------------------------------------------------------------------------------
+
+
+class TooMany(Turned):
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Forgotten(TurnedDown):
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        return TooMany
+
+
+class Nowhere(TurnedDown):
+    def layouts(self, module: nn.Module) -> Iterable[Layout]:
+        return [Transposed("kernel", "columns")]
+
+
+def test_a_parameter_that_no_layout_gives_is_an_error(folder: Path) -> None:
+    message = r"TooMany\.from_module\(\) gives a module with the parameters .*'scale'.* Say what each parameter"
+    with pytest.raises(PatchConstructionError, match=message):
+        load(folder, Forgotten())
+
+
+def test_a_layout_of_a_parameter_that_is_not_there_is_an_error(folder: Path) -> None:
+    with pytest.raises(Exception, match=r"takes kernel, and Linear has no such parameter; it has weight\."):
+        load(folder, Nowhere())
+
+
+# --- the parts of a joined weight ------------------------------------------------------------------------------------
+
+
+def test_parts_of_wrong_shapes_whose_sum_is_right_are_an_error(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    key = "model.layers.1.mlp.{}_proj.weight"
+    both = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
+    rows = tensors[key.format("gate")].shape[0] - 8
+    tensors[key.format("gate")], tensors[key.format("up")] = both[:rows].clone(), both[rows:].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    message = (
+        r"Parts of fused parameters don't have the shapes that the model has for them:\n"
+        rf"  model\.layers\.1\.mlp\.gate_proj\.weight: found \({rows}, 64\), expected \({rows + 8}, 64\)\n"
+        rf"  model\.layers\.1\.mlp\.up_proj\.weight: found \({rows + 16}, 64\), expected \({rows + 8}, 64\)"
+    )
+
+    with pytest.raises(PatchedWeightsError, match=message) as raised:
+        load(tmp_path, "gate_up")
+
+    planned = plan(tmp_path, Patcher(fusions="gate_up"))
+    assert not planned.ok
+    assert planned.problems[0] == str(raised.value)
+
+
+def test_a_checkpoint_with_both_layouts_of_one_tensor_is_an_error(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    key = "model.layers.1.mlp.{}_proj.weight"
+    tensors[key.format("gate_up")] = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+
+    message = r"holds model\.layers\.1\.mlp\.gate_up_proj\.weight twice: as it is, and as model\.layers\.1\.mlp\.gate"
+    with pytest.raises(PatchedWeightsError, match=message):
+        load(tmp_path, "gate_up")
