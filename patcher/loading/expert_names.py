@@ -37,7 +37,7 @@ def named_as_in_checkpoint(
         plain = {f"{prefix}{layer}{kind}" for layer in layers for kind in ("weight", "bias")}
         if own.keys() <= plain and not any(is_quantized(state_dict[key]) for key in own):
             continue
-        names = _keys_of(prefix, layout, revert)
+        names = keys_of_experts(prefix, layout, revert)
         for key, layer in own.items():
             if layers[layer] in names:
                 start = f"{prefix}{layer}"
@@ -45,7 +45,7 @@ def named_as_in_checkpoint(
     return result
 
 
-def _keys_of(
+def keys_of_experts(
     prefix: str, layout: Matrices, revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> dict[str, str]:
     """Parameter of one expert -> the key that it is saved under, {} where not each has a key of its own.

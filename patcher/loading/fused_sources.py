@@ -18,7 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import copy_transform, dot_natural_key, rename_key, stock_revert
+from patcher.compat.conversions import (
+    copy_transform,
+    dot_natural_key,
+    rename_key,
+    stock_conversions_from_scratch,
+    stock_revert,
+)
 from patcher.compat.models import ModelView
 from patcher.conversions.fused_weights import FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout
@@ -27,6 +33,8 @@ from patcher.conversions.sources import Computation, Computed, NamedSources, dty
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import describe, single
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.experts.matrices import Matrices
+from patcher.loading.expert_names import keys_of_experts
 from patcher.patterns import compress, inside
 
 
@@ -98,7 +106,10 @@ def with_fused_sources(
     fused = fused_modules(model)
     if not fused:
         return FusedReading(checkpoint, conversions, unknown=unknown)
-    own = model.state_dict()
+    own, named = model.state_dict(), NamedSources()
+    keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
+    as_they_are = _quantized_experts(model, checkpoint, fused, own) if quantized else {}
+    checkpoint = {key: source for key, source in checkpoint.items() if key not in as_they_are}
     stock = _stock_parameters(own, fused)
     wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
     parts, rest, trouble = _parts(
@@ -107,8 +118,7 @@ def with_fused_sources(
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
     read = {rename_key(key, conversions, model, own)[0] for key in rest}
     fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read
-    keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
-    blind, named = set(unknown), NamedSources()
+    blind = set(unknown)
     missing: dict[str, tuple[str, ...]] = {}
     incomplete: list[str] = []
     misfits: list[str] = []
@@ -142,6 +152,11 @@ def with_fused_sources(
                 made_of[target] = taken
                 if not unknown.isdisjoint(taken):
                     blind.add(key)
+    for taken_key, (target, source, layout) in as_they_are.items():
+        key = named.key_for(target)
+        rest[key] = source
+        keys[key] = (taken_key,), layout
+        missing.pop(target, None)
     if trouble.companions:
         fused_already = set()
     if fused_already:
@@ -156,6 +171,36 @@ def with_fused_sources(
         blind,
         _problem([*incomplete, *trouble.lacking], [] if trouble.lacking else misfits, trouble, twice),
     )
+
+
+def _quantized_experts(
+    model: PreTrainedModel,
+    checkpoint: Mapping[str, Any],
+    fused: Iterable[tuple[str, nn.Module, FusedWeights]],
+    own: Mapping[str, torch.Tensor],
+) -> dict[str, tuple[str, Any, Layout]]:
+    """Key -> (parameter, source, layout), of experts that are quantized as the layers that they are here.
+
+    A quantizer has given these layers parameters of its own, and the checkpoint has them under its names of experts.
+    """
+    found: dict[str, tuple[str, Any, Layout]] = {}
+    conversions = stock_conversions_from_scratch(model)
+    by_layer: dict[str, list[str]] = {}
+    for key in checkpoint:
+        by_layer.setdefault(key.rpartition(".")[0], []).append(key)
+    for path, _, carried in fused:
+        prefix = inside(path)
+        for layout in carried.layouts:
+            if not isinstance(layout, Matrices) or f"{prefix}{layout.fused[0]}" in own:
+                continue
+            view = ModelView(model, get_parameter={}.__getitem__)
+            names = keys_of_experts(prefix, layout, lambda stacks, view=view: stock_revert(view, stacks, conversions))  # type: ignore[misc]
+            for name, known in names.items():
+                for key in by_layer.get(known.removesuffix(".weight"), ()):
+                    target = f"{prefix}{name.removesuffix('weight')}{key.rpartition('.')[2]}"
+                    if target in own:
+                        found[key] = target, checkpoint[key], layout
+    return found
 
 
 def _stock_parameters(
