@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel, conversion_mapping, modeling_utils
 from transformers.core_model_loading import (
@@ -111,26 +111,33 @@ def was_used(transform: WeightTransform) -> bool:
     return bool(transform._was_used)
 
 
-def rename_key(
-    key: str,
+#: What a load makes of a key: its name, and the converter and the source pattern that take it.
+Renamed: TypeAlias = "tuple[str, WeightTransform | None, str | None]"
+
+
+def key_renamer(
     transforms: Iterable[WeightTransform],
     model: PreTrainedModel | None = None,
     parameters: dict[str, Any] | None = None,
-) -> tuple[str, WeightTransform | None, str | None]:
-    """The name that a load gives to a checkpoint key, and the converter and the source pattern that take it.
+) -> Callable[[str], Renamed]:
+    """What tells what a load makes of a checkpoint key.
 
     With `model` and `parameters` the prefix of the base model is added or removed as a load does.
     """
     chain = list(transforms)
     renamings = [transform for transform in chain if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in chain if isinstance(transform, WeightConverter)]
-    prefix = model.base_model_prefix if model is not None else None
-    renamed, pattern = rename_source_key(key, renamings, converters, prefix, parameters)
-    if model is not None and parameters is not None and renamed not in parameters and key in parameters:
-        return with_model_prefix(key, model, parameters), None, None
     # The first converter that matches gives the name, and the last one with that text does the work.
-    taker = next(each for each in reversed(converters) if pattern in each.source_patterns) if pattern else None
-    return renamed, taker, pattern
+    takers = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix if model is not None else None
+
+    def rename(key: str) -> Renamed:
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, parameters)
+        if model is not None and parameters is not None and renamed not in parameters and key in parameters:
+            return with_model_prefix(key, model, parameters), None, None
+        return renamed, takers[pattern] if pattern else None, pattern
+
+    return rename
 
 
 def with_model_prefix(key: str, model: PreTrainedModel, parameters: dict[str, Any]) -> str:

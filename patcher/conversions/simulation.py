@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, rename_key
+from patcher.compat.conversions import dot_natural_key, key_renamer
 from patcher.conversions.layouts import Layout
 from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
@@ -70,8 +70,9 @@ def simulate(
         text: item for item in conversions if isinstance(item, WeightConverter) for text in item.source_patterns
     }
     loads: dict[str, _Load] = {}
+    rename = key_renamer(conversions, model, parameters)
     for key in sorted(checkpoint, key=dot_natural_key):
-        renamed, _, pattern = rename_key(key, conversions, model, parameters)
+        renamed, _, pattern = rename(key)
         if renamed in parameters:
             if renamed not in loads:
                 loads[renamed] = _Load(by_pattern[pattern] if pattern else None)

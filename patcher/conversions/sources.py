@@ -177,7 +177,8 @@ class NamedSources(WeightConverter):
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         _, found, number = source_key.rpartition(self.PREFIX)  # a renaming may have put a prefix in front
-        return (self.targets[found + number], self.PREFIX) if found else (source_key, None)
+        target = self.targets.get(found + number)
+        return (source_key, None) if target is None else (target, self.PREFIX)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightConverter:
         # A load copies a conversion for each parameter: what collects its tensor needs no names.

@@ -6,7 +6,7 @@ first: its conversions run inside of the sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import (
     copy_transform,
     dot_natural_key,
-    rename_key,
+    key_renamer,
     stock_conversions_from_scratch,
     stock_revert,
 )
@@ -70,11 +70,13 @@ class _Trouble(NamedTuple):
     """What keeps parts from being made.
 
     Attributes:
+        unused: the keys of which no parameter is made.
         companions: what a quantizer has put beside weights.
         failed: the conversions of transformers that raise.
         lacking: the keys that these would need.
     """
 
+    unused: Collection[str]
     companions: list[str]
     failed: list[str]
     lacking: list[str]
@@ -116,7 +118,8 @@ def with_fused_sources(
         model, checkpoint, conversions, stock, wanted, unknown, {path for path, *_ in fused} if quantized else set()
     )
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
-    read = {rename_key(key, conversions, model, own)[0] for key in rest}
+    rename = key_renamer(conversions, model, own)
+    read = {rename(key)[0] for key in trouble.unused if key in rest}
     fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read
     blind = set(unknown)
     missing: dict[str, tuple[str, ...]] = {}
@@ -240,13 +243,13 @@ def _parts(
     view = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
     groups: dict[str, _Group] = {}
     renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
+    rename, between = key_renamer(conversions, model, stock), key_renamer(renamings)
     for key in sorted(checkpoint, key=dot_natural_key):
-        renamed, taker, pattern = rename_key(key, conversions, model, stock)
+        renamed, taker, pattern = rename(key)
         if isinstance(taker, WeightConverter):
             if renamed not in groups:
                 groups[renamed] = _Group(taker, renamed, view)
-            between, _, _ = rename_key(key, renamings)
-            groups[renamed].add(key, pattern or "", checkpoint[key], between)
+            groups[renamed].add(key, pattern or "", checkpoint[key], between(key)[0])
         elif renamed in wanted:
             parts[renamed] = _Part(rest.pop(key), (key,))
         if renamed not in stock:
@@ -288,7 +291,7 @@ def _parts(
             or (_is_below(key, layers) and not key.endswith((".weight", ".bias")))
         )
     ]
-    return parts, rest, _Trouble(companions, failed, lacking)
+    return parts, rest, _Trouble(unused, companions, failed, lacking)
 
 
 def _is_below(key: str, paths: Set[str]) -> bool:

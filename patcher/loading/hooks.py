@@ -208,7 +208,8 @@ def _register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fus
                 config.fusion_config = rest
             else:
                 del config.fusion_config
-        _ask_for(names, FUSION_CONFIG)
+        load = _LOAD.get()
+        _ask_for(names, LAYOUT if type(load) is Request and load.runtime_layout else FUSION_CONFIG)
     if rest:
         stock(cls, config, rest)
 
