@@ -60,10 +60,17 @@ class FusedReading:
     unknown: Set[str] = frozenset()
     problem: PatchedWeightsError | None = None
 
-    def route(self, route: Route) -> Route:
-        """Where tensors go, by the keys that the checkpoint itself has."""
-        keys, layout = self.keys.get(route.keys[0], ((), None))
-        return Route(keys, route.parameters, layout) if layout is not None else route
+    def routes(self, routes: Iterable[Route]) -> list[Route]:
+        """Where tensors go, by the keys that the checkpoint itself has: what is made of the same ones together."""
+        result: list[Route] = []
+        together: dict[int, tuple[tuple[str, ...], Layout, list[str]]] = {}
+        for route in routes:
+            if route.keys[0] not in self.keys:
+                result.append(route)
+                continue
+            keys, layout = self.keys[route.keys[0]]
+            together.setdefault(id(keys), (keys, layout, []))[2].extend(route.parameters)
+        return [*result, *(Route(keys, tuple(names), layout) for keys, layout, names in together.values())]
 
 
 class _Trouble(NamedTuple):
@@ -257,10 +264,12 @@ def _parts(
     for group in groups.values():
         if group.first not in stock:
             continue
+        is_wanted = bool(wanted.intersection(group.named()))
         try:
-            made = group.made(stock, unknown)
+            # In the trace of the load too, if it has one: transformers will not run it.
+            made = group.recorded(stock, unknown) if is_wanted else group.made()
         except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
-            if wanted.intersection(group.named()):
+            if is_wanted:
                 absent = group.lacking(stock)
                 lacking += absent
                 if not absent:
@@ -270,7 +279,6 @@ def _parts(
             continue
         if any(shape != tuple(stock[name].shape) for name, shape in made.items() if name in wanted):
             lacking += group.lacking(stock)
-        group.record()
         sources = {key: rest.pop(key) for key, _ in group.taken}
         computation = Computation(partial(group.run, sources))
         dtype = dtype_of(next(iter(sources.values())))
@@ -348,16 +356,16 @@ class _Group:
         absent = sorted(expected.keys() - self._renamed.keys(), key=dot_natural_key)
         return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
 
-    def made(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
+    def made(self) -> dict[str, tuple[int, ...]]:
         """What it makes, and of which shapes."""
-        if not unknown.isdisjoint(self._shapes):
-            return {name: tuple(stock[name].shape) for name in self.named() if name in stock}
         tensors = {key: torch.empty(shape, device="meta") for key, shape in self._shapes.items()}
         return {name: tuple(tensor.shape) for name, tensor in self.run(tensors).items()}
 
-    def record(self) -> None:
-        """Leave in the trace of the load what is made: this will not be run by transformers."""
-        self._converted(self._recording)
+    def recorded(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
+        """The same, once, with the trace of the load."""
+        if not unknown.isdisjoint(self._shapes):
+            return {name: tuple(stock[name].shape) for name in self.named() if name in stock}
+        return {name: tuple(tensor.shape) for name, tensor in self._converted(self._recording).items()}
 
     def run(self, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What it makes of these sources."""
