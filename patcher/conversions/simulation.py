@@ -13,6 +13,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer
 from patcher.conversions.layouts import Layout
+from patcher.conversions.sources import NamedSources
 from patcher.conversions.tracing import LayerTrace, trace_of
 from patcher.conversions.transforms import single
 from patcher.patterns import common_prefix, without_numbers
@@ -72,7 +73,9 @@ def simulate(
     loads: dict[str, _Load] = {}
     rename = key_renamer(conversions, model, parameters)
     for key in sorted(checkpoint, key=dot_natural_key):
-        renamed, _, pattern = rename(key)
+        renamed, taker, pattern = rename(key)
+        if isinstance(taker, NamedSources):
+            pattern = None  # it makes nothing else of what it takes
         if renamed in parameters:
             if renamed not in loads:
                 loads[renamed] = _Load(by_pattern[pattern] if pattern else None)
