@@ -68,6 +68,17 @@ def named_parameters(module: nn.Module, path: str = "") -> list[tuple[str, nn.Pa
     ]
 
 
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a state dict holds, without torch's hooks and copies: parameters and persistent buffers, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in named_modules(model):
+        held = {**module._parameters, **module._buffers}
+        for name, value in held.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                found[inside(path) + name] = value
+    return found
+
+
 def original_class(module: nn.Module) -> type[nn.Module] | None:
     """The class that a module was built in place of, if it is a replacement."""
     return module.__dict__.get(ORIGINAL)

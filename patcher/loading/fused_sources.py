@@ -25,7 +25,7 @@ from patcher.compat.conversions import (
     stock_conversions_from_scratch,
     stock_revert,
 )
-from patcher.compat.models import ModelView
+from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.fused_weights import FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Route
@@ -115,7 +115,7 @@ def with_fused_sources(
     fused = fused_modules(model)
     if not fused:
         return FusedReading(checkpoint, conversions, unknown=unknown)
-    own, named = model.state_dict(), NamedSources()
+    own, named = state_tensors(model), NamedSources()
     keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
     as_they_are = _quantized_experts(model, checkpoint, fused, own) if quantized else {}
     checkpoint = {key: source for key, source in checkpoint.items() if key not in as_they_are}
@@ -249,14 +249,13 @@ def _parts(
     rest = dict(checkpoint)
     view = ModelView(model, get_parameter=stock.__getitem__, state_dict=lambda: stock)
     groups: dict[str, _Group] = {}
-    renamings = [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)]
-    rename, between = key_renamer(conversions, model, stock), key_renamer(renamings)
+    rename = key_renamer(conversions, model, stock)
     for key in sorted(checkpoint, key=dot_natural_key):
         renamed, taker, pattern = rename(key)
         if isinstance(taker, WeightConverter):
             if renamed not in groups:
                 groups[renamed] = _Group(taker, renamed, view)
-            groups[renamed].add(key, pattern or "", checkpoint[key], between(key)[0])
+            groups[renamed].add(key, pattern or "", checkpoint[key])
         elif renamed in wanted:
             parts[renamed] = _Part(rest.pop(key), (key,))
         if renamed not in stock:
@@ -270,7 +269,7 @@ def _parts(
             made = group.recorded(stock, unknown) if is_wanted else group.made()
         except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
             if is_wanted:
-                absent = group.lacking(stock)
+                absent = group.lacking(stock, conversions)
                 lacking += absent
                 if not absent:
                     failed.append(f"{describe(group.converter)} raises {type(error).__name__}: {error}")
@@ -278,7 +277,7 @@ def _parts(
         if not wanted.intersection(made):
             continue
         if any(shape != tuple(stock[name].shape) for name, shape in made.items() if name in wanted):
-            lacking += group.lacking(stock)
+            lacking += group.lacking(stock, conversions)
         sources = {key: rest.pop(key) for key, _ in group.taken}
         computation = Computation(partial(group.run, sources))
         dtype = dtype_of(next(iter(sources.values())))
@@ -327,12 +326,9 @@ class _Group:
         # With the trace of the load, if it has one: that knows the key that was renamed last, so it is told at once.
         self._recording = deepcopy(converter)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        #: the name that the converter meets -> the key
-        self._renamed: dict[str, str] = {}
 
-    def add(self, key: str, pattern: str, source: Any, renamed: str) -> None:
+    def add(self, key: str, pattern: str, source: Any) -> None:
         self.taken.append((key, pattern))
-        self._renamed[renamed] = key
         self._shapes[key] = shape_of(source)
         self._recording.add_tensor(self.first, key, pattern, torch.empty(self._shapes[key], device="meta"))  # type: ignore[arg-type]
 
@@ -341,19 +337,22 @@ class _Group:
         target, *targets = self._unused.target_patterns
         return [self.first, *(self.first.replace(target, other) for other in targets)]
 
-    def lacking(self, stock: Mapping[str, torch.Tensor]) -> list[str]:
+    def lacking(self, stock: Mapping[str, torch.Tensor], conversions: Iterable[WeightTransform]) -> list[str]:
         """The keys that the checkpoint should have besides, as far as the reverse of the converter tells."""
+        between = key_renamer(each for each in conversions if not isinstance(each, WeightConverter))
+        #: the name that the converter meets -> the key
+        renamed = {between(key)[0]: key for key, _ in self.taken}
         try:
             whole = {name: stock[name] for name in self.named()}
             expected = stock_revert(self._view, whole, [copy_transform(self._plain)])
         except Exception:  # it may have none, and then there is nothing to tell
             return []
         # In the names that the converter meets; the checkpoint's own may begin otherwise.
-        named, key = next(iter(self._renamed.items()))
+        named, key = next(iter(renamed.items()))
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(named), reversed(key), strict=False))
         end = sum(1 for _ in alike)
         head, own = named[: len(named) - end], key[: len(key) - end]
-        absent = sorted(expected.keys() - self._renamed.keys(), key=dot_natural_key)
+        absent = sorted(expected.keys() - renamed.keys(), key=dot_natural_key)
         return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
 
     def made(self) -> dict[str, tuple[int, ...]]:
