@@ -78,12 +78,14 @@ class _Trouble(NamedTuple):
 
     Attributes:
         unused: the keys of which no parameter is made.
+        twice: what several keys would make.
         companions: what a quantizer has put beside weights.
         failed: the conversions of transformers that raise.
         lacking: the keys that these would need.
     """
 
     unused: Collection[str]
+    twice: list[str]
     companions: list[str]
     failed: list[str]
     lacking: list[str]
@@ -171,7 +173,8 @@ def with_fused_sources(
         fused_already = set()
     if fused_already:
         missing = {}  # what such a checkpoint lacks, it lacks under its own names
-    twice = {target: made_of[target] for target in sorted(fused_already & made_of.keys())}
+    for target in sorted(fused_already & made_of.keys()):
+        trouble.twice.append(f"{target} twice: as it is, and as {', '.join(made_of[target])}")
     return FusedReading(
         rest,
         [named, *conversions],
@@ -179,7 +182,7 @@ def with_fused_sources(
         missing,
         bool(fused_already),
         blind,
-        _problem([*incomplete, *trouble.lacking], [] if trouble.lacking else misfits, trouble, twice),
+        _problem([*incomplete, *trouble.lacking], [] if trouble.lacking else misfits, trouble),
     )
 
 
@@ -244,6 +247,7 @@ def _parts(
     """
     parts: dict[str, _Part] = {}
     unused: dict[str, str] = {}
+    twice: list[str] = []
     failed: list[str] = []
     lacking: list[str] = []
     rest = dict(checkpoint)
@@ -257,6 +261,8 @@ def _parts(
                 groups[renamed] = _Group(taker, renamed, view)
             groups[renamed].add(key, pattern or "", checkpoint[key])
         elif renamed in wanted:
+            if renamed in parts:
+                twice.append(f"{renamed} twice: as {parts[renamed].keys[0]}, and as {key}")
             parts[renamed] = _Part(rest.pop(key), (key,))
         if renamed not in stock:
             unused[key] = renamed
@@ -284,6 +290,8 @@ def _parts(
         for name, shape in made.items():
             source = Computed(computation, name, shape, dtype)
             if name in wanted:
+                if name in parts:
+                    twice.append(f"{name} twice: as {parts[name].keys[0]}, and as {', '.join(sources)}")
                 parts[name] = _Part(source, tuple(sources))
             else:
                 rest[name] = source
@@ -298,7 +306,7 @@ def _parts(
             or (_is_below(key, layers) and not key.endswith((".weight", ".bias")))
         )
     ]
-    return parts, rest, _Trouble(unused, companions, failed, lacking)
+    return parts, rest, _Trouble(unused, twice, companions, failed, lacking)
 
 
 def _is_below(key: str, paths: Set[str]) -> bool:
@@ -379,14 +387,8 @@ class _Group:
         return {name: single(tensor) for name, tensor in made.items()}
 
 
-def _problem(
-    lacking: Sequence[str], misfits: Sequence[str], trouble: _Trouble, twice: Mapping[str, Sequence[str]]
-) -> PatchedWeightsError | None:
-    lines = []
-    for target, taken in list(twice.items())[:3]:
-        lines.append(
-            f"The checkpoint holds {target} twice: as it is, and as {', '.join(taken)}. Take one of them out."
-        )
+def _problem(lacking: Sequence[str], misfits: Sequence[str], trouble: _Trouble) -> PatchedWeightsError | None:
+    lines = [f"The checkpoint holds {text}. Take one of them out." for text in trouble.twice[:3]]
     if trouble.companions:
         lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
         lines += [f"  {key}" for key in compress(trouble.companions)[:5]]

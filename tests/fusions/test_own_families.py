@@ -199,3 +199,16 @@ def test_a_checkpoint_with_both_layouts_of_one_tensor_is_an_error(folder: Path, 
     message = r"holds model\.layers\.1\.mlp\.gate_up_proj\.weight twice: as it is, and as model\.layers\.1\.mlp\.gate"
     with pytest.raises(PatchedWeightsError, match=message):
         load(tmp_path, "gate_up")
+
+
+def test_a_checkpoint_with_one_part_under_two_names_is_an_error(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+
+    message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as"
+        r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as model"
+    )
+    with pytest.raises(PatchedWeightsError, match=message):
+        load(tmp_path, "gate_up")
