@@ -15,6 +15,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +37,14 @@ MODULES: list[tuple[str, tuple[int, int, tuple[int, ...]], tuple[int, ...], floa
 
 
 def modules(repetitions: int, share: int) -> None:
+    from patcher.fusions import PatchEmbeddings
+    from patcher.fusions.fused_module import fuse
     from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 
     for name, (channels, features, kernel), shape, budget in MODULES:
         kind = {2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)]
         convolution = kind(channels, features // share, kernel, kernel)
-        linear = LinearPatchEmbedding.of(convolution)
+        linear: Any = fuse(PatchEmbeddings(), convolution, LinearPatchEmbedding)
         image = torch.randn(shape)
         rows = torch.randn(image.numel() // linear.linear.in_features, linear.linear.in_features)
         with torch.no_grad():
