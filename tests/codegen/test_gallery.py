@@ -207,7 +207,7 @@ def test_mixtral_with_experts_as_layers_computes_and_saves_what_the_patcher_does
     with imported(*EXPERTS[:2]) as module, torch.no_grad():
         model = module.MixtralForCausalLM.from_pretrained(smollm2_moe)
         experts = model.model.layers[0].mlp.experts
-        assert [type(layer) for layer in experts.gate_up_proj] == [torch.nn.Linear] * 4
+        assert [type(expert.gate_proj) for expert in experts] == [torch.nn.Linear] * 4
         found = model(IDS).logits
         assert torch.equal(found, patched(IDS).logits)
         torch.testing.assert_close(found, stock(IDS).logits, rtol=1e-3, atol=1e-3)
