@@ -71,11 +71,13 @@ def simulate(
         text: item for item in conversions if isinstance(item, WeightConverter) for text in item.source_patterns
     }
     loads: dict[str, _Load] = {}
+    shapes: dict[str, torch.Size] = {}
     rename = key_renamer(conversions, model, parameters)
     for key in sorted(checkpoint, key=dot_natural_key):
         renamed, taker, pattern = rename(key)
-        if isinstance(taker, NamedSources):
-            pattern = None  # it makes nothing else of what it takes
+        if isinstance(taker, NamedSources) and renamed in parameters:  # it makes nothing else of what it takes
+            shapes[renamed] = parameters[renamed].shape if key in unknown else checkpoint[key].shape
+            continue  # whoever has put it there knows the route
         if renamed in parameters:
             if renamed not in loads:
                 loads[renamed] = _Load(by_pattern[pattern] if pattern else None)
@@ -85,7 +87,6 @@ def simulate(
             outcome.unexpected.update(renamed.replace(first, target) for target in targets)
         else:
             outcome.unexpected.add(renamed)
-    shapes: dict[str, torch.Size] = {}
     #: what conversions have made of the same shapes, by the ends of the names
     known: dict[Any, tuple[str, dict[str, torch.Size]]] = {}
     for first, load in loads.items():

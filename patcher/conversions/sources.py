@@ -67,15 +67,17 @@ class JoinedRows:
 class Computed:
     """One of several tensors that are computed together: the first that is read computes all of them."""
 
+    __slots__ = ("_dtype", "_group", "_name", "_shape")
+
     def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: Any) -> None:
         self._group = group
         self._name = name
-        self._shape = list(shape)
+        self._shape = shape
         self._dtype = dtype
         group.expects(name)
 
     def get_shape(self) -> list[int]:
-        return self._shape
+        return list(self._shape)
 
     def get_dtype(self) -> Any:
         return self._dtype

@@ -45,7 +45,7 @@ class FusedReading:
     Attributes:
         checkpoint: key -> tensor, or what is read as one.
         conversions: those to read it with.
-        keys: key of a source -> the keys of the checkpoint that it takes, and the layout.
+        keys: parameter with a source -> the keys of the checkpoint that it takes, and the layout.
         missing: fused parameter -> its parts, of those that the checkpoint has no part of.
         fused_already: whether the checkpoint is in the runtime layout.
         unknown: the keys of which nobody knows the shapes.
@@ -60,17 +60,12 @@ class FusedReading:
     unknown: Set[str] = frozenset()
     problem: PatchedWeightsError | None = None
 
-    def routes(self, routes: Iterable[Route]) -> list[Route]:
-        """Where tensors go, by the keys that the checkpoint itself has: what is made of the same ones together."""
-        result: list[Route] = []
+    def routes(self) -> list[Route]:
+        """Where the tensors go that sources take, those of one layer together."""
         together: dict[int, tuple[tuple[str, ...], Layout, list[str]]] = {}
-        for route in routes:
-            if route.keys[0] not in self.keys:
-                result.append(route)
-                continue
-            keys, layout = self.keys[route.keys[0]]
-            together.setdefault(id(keys), (keys, layout, []))[2].extend(route.parameters)
-        return [*result, *(Route(keys, tuple(names), layout) for keys, layout, names in together.values())]
+        for target, (keys, layout) in self.keys.items():
+            together.setdefault(id(keys), (keys, layout, []))[2].append(target)
+        return [Route(keys, tuple(names), layout) for keys, layout, names in together.values()]
 
 
 class _Trouble(NamedTuple):
@@ -134,7 +129,6 @@ def with_fused_sources(
     missing: dict[str, tuple[str, ...]] = {}
     incomplete: list[str] = []
     misfits: list[str] = []
-    made_of: dict[str, tuple[str, ...]] = {}
     for path, _, carried in fused:
         prefix = inside(path)
         for layout in carried.layouts:
@@ -160,21 +154,20 @@ def with_fused_sources(
             for target, source in zip(targets, sources, strict=True):
                 key = named.key_for(target)
                 rest[key] = source
-                keys[key] = taken, layout
-                made_of[target] = taken
+                keys[target] = taken, layout
                 if not unknown.isdisjoint(taken):
                     blind.add(key)
     for taken_key, (target, source, layout) in as_they_are.items():
         key = named.key_for(target)
         rest[key] = source
-        keys[key] = (taken_key,), layout
+        keys[target] = (taken_key,), layout
         missing.pop(target, None)
     if trouble.companions:
         fused_already = set()
     if fused_already:
         missing = {}  # what such a checkpoint lacks, it lacks under its own names
-    for target in sorted(fused_already & made_of.keys()):
-        trouble.twice.append(f"{target} twice: as it is, and as {', '.join(made_of[target])}")
+    for target in sorted(fused_already & keys.keys()):
+        trouble.twice.append(f"{target} twice: as it is, and as {', '.join(keys[target][0])}")
     return FusedReading(
         rest,
         [named, *conversions],

@@ -153,7 +153,7 @@ def _simulate_read(
     outcome = simulate(
         selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
     )
-    outcome.routes = reading.routes(outcome.routes)
+    outcome.routes += reading.routes()
     if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
         return None
     return replace(_check_read(alone, copied, checkpoint, reading, _Info(outcome)), outcome=outcome)
