@@ -30,12 +30,12 @@ from patcher.conversions.fused_weights import FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Route
 from patcher.conversions.sources import Computation, Computed, NamedSources, dtype_of, fused_sources, shape_of
-from patcher.conversions.tracing import trace_of, with_trace
+from patcher.conversions.tracing import LayerTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, single
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.loading.expert_names import keys_of_experts
-from patcher.patterns import compress, inside
+from patcher.patterns import common_prefix, compress, inside, without_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +101,7 @@ def with_fused_sources(
     unknown: Set[str] = frozenset(),
     *,
     quantized: bool = False,
+    simulated: bool = False,
 ) -> FusedReading:
     """Put sources of fused parameters in the place of what they are made of.
 
@@ -108,6 +109,7 @@ def with_fused_sources(
         conversions: those of the load, in their order.
         unknown: the keys whose shapes nobody knows: they fit.
         quantized: whether a quantizer has written the checkpoint.
+        simulated: whether nothing will be read: of layers that are alike one is converted.
     """
     fused = fused_modules(model)
     if not fused:
@@ -119,7 +121,14 @@ def with_fused_sources(
     stock = _stock_parameters(own, fused)
     wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
     parts, rest, trouble = _parts(
-        model, checkpoint, conversions, stock, wanted, unknown, {path for path, *_ in fused} if quantized else set()
+        model,
+        checkpoint,
+        conversions,
+        stock,
+        wanted,
+        unknown,
+        {path for path, *_ in fused} if quantized else set(),
+        simulated=simulated,
     )
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
     rename = key_renamer(conversions, model, own)
@@ -232,6 +241,8 @@ def _parts(
     wanted: set[str],
     unknown: Set[str],
     quantized: Set[str],
+    *,
+    simulated: bool,
 ) -> tuple[dict[str, _Part], dict[str, Any], _Trouble]:
     """The wanted parameters, the rest of the checkpoint, and what is wrong with it.
 
@@ -259,13 +270,17 @@ def _parts(
             parts[renamed] = _Part(rest.pop(key), (key,))
         if renamed not in stock:
             unused[key] = renamed
+    #: what converters have made of the same shapes
+    known: dict[Any, tuple[str, dict[str, tuple[int, ...]]]] = {}
     for group in groups.values():
         if group.first not in stock:
             continue
         is_wanted = bool(wanted.intersection(group.named()))
         try:
             # In the trace of the load too, if it has one: transformers will not run it.
-            made = group.recorded(stock, unknown) if is_wanted else group.made()
+            made = group.like(*known[group.kind]) if simulated and is_wanted and group.kind in known else {}
+            made = made or (group.recorded(stock, unknown) if is_wanted else group.made())
+            known[group.kind] = group.first, made
         except Exception as error:  # an operation of a quantizer, which looks at layers that are fused
             if is_wanted:
                 absent = group.lacking(stock, conversions)
@@ -360,6 +375,22 @@ class _Group:
         """What it makes, and of which shapes."""
         tensors = {key: torch.empty(shape, device="meta") for key, shape in self._shapes.items()}
         return {name: tuple(tensor.shape) for name, tensor in self.run(tensors).items()}
+
+    @property
+    def kind(self) -> Any:
+        """What groups have in common that make the same shapes: layers that are alike."""
+        taken = tuple((pattern, self._shapes[key]) for key, pattern in self.taken)
+        return id(self.converter), without_numbers(self.first), taken
+
+    def like(self, first: str, made: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """What it makes, from what another of its kind has made; {} if that is not known. The trace has it too."""
+        head = common_prefix([first, *made])
+        tail = first.removeprefix(head)
+        if not self.first.endswith(tail):
+            return {}
+        if trace := trace_of(self._recording):
+            trace.entries.append(LayerTrace(self.first, {"": [(key, torch.Size()) for key, _ in self.taken]}, {}, []))
+        return {self.first.removesuffix(tail) + name.removeprefix(head): shape for name, shape in made.items()}
 
     def recorded(self, stock: Mapping[str, torch.Tensor], unknown: Set[str]) -> dict[str, tuple[int, ...]]:
         """The same, once, with the trace of the load."""

@@ -86,11 +86,12 @@ def _reading(
     unknown: frozenset[str] = frozenset(),
     *,
     quantized: bool,
+    simulated: bool = False,
 ) -> FusedReading:
     """How the checkpoint is read by a model with fused modules."""
     if selected.runtime_layout:
         return FusedReading(checkpoint, mapping, fused_already=True, unknown=unknown)
-    return with_fused_sources(selected.model, checkpoint, mapping, unknown, quantized=quantized)
+    return with_fused_sources(selected.model, checkpoint, mapping, unknown, quantized=quantized, simulated=simulated)
 
 
 def _dry_run(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
@@ -149,7 +150,7 @@ def _simulate_read(
     )
     copied = [copies[id(item)] for item in mapping]
     shapes, unknown = shapes_of(checkpoint), _unknown(selected)
-    reading = _reading(selected, shapes, copied, unknown, quantized=quantized)
+    reading = _reading(selected, shapes, copied, unknown, quantized=quantized, simulated=True)
     outcome = simulate(
         selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
     )
