@@ -72,7 +72,7 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
                 f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device."
             )
         key, entry = _fusion_of(construction, path)
-        fused = fuse(fusion_named(key), module, cls)
+        fused = fuse(fusion_named(key), module, cls, is_dry_run=construction.on_meta)
         mark_original_class(fused, original)
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
