@@ -159,7 +159,8 @@ def separated(
 
 def _given_back(path: str, carried: FusedWeights, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a state dict has of one module, in the layout of transformers."""
-    found = {name: value for name, value in own.items() if name not in carried.fused}
+    fused = carried.fused
+    found = {name: value for name, value in own.items() if name not in fused}
     found |= carried.separate(path, own)
     names = [name for name in carried.names if name in found]
     names += [name for name in found if name not in carried.names]

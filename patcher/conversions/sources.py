@@ -41,8 +41,7 @@ class JoinedRows:
         return [sum(self._sizes), *self._tail]
 
     def get_dtype(self) -> Any:
-        part = self.parts[0]
-        return part.get_dtype() if hasattr(part, "get_dtype") else part.dtype
+        return dtype_of(self.parts[0])
 
     @property
     def shape(self) -> torch.Size:

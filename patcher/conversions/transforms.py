@@ -54,12 +54,17 @@ def single(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else lies in the storage of a tensor; on the meta device nothing lies anywhere."""
+    return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with a storage of its own, in the same memory.
 
     Pieces of one tensor share its storage, and what shares a storage is saved into one shard.
     """
-    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+    if is_alone(tensor):
         return tensor
     try:
         return torch.utils.dlpack.from_dlpack(tensor.detach())

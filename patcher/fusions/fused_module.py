@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.fused_weights import FUSED, FusedWeights
 from patcher.conversions.layouts import Layout, Rows, named_parameter
+from patcher.conversions.transforms import is_alone
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import shortest
 
@@ -33,8 +34,8 @@ _classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]]
 
 def original_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module, without what a family has made of it."""
-    made_by = getattr(type(module), "_made_by", None)
-    return made_by[1] if made_by is not None else type(module)
+    made_by: MadeClass | None = getattr(type(module), "_made_by", None)
+    return made_by.original if made_by is not None else type(module)
 
 
 def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
@@ -45,7 +46,7 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
         if key not in made:
             cls = fusion.make_class(original, recipe)
             if issubclass(cls, FusedModule) or not _is_importable(cls):
-                cls._made_by = (fusion, original, recipe)  # type: ignore[attr-defined]
+                cls._made_by = MadeClass(fusion, original, recipe)  # type: ignore[attr-defined]
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
                     cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
             made[key] = cls
@@ -65,11 +66,11 @@ class MadeClass:
     original: type[nn.Module]
     recipe: Hashable
 
-    @classmethod
-    def of(cls, fused: type[nn.Module]) -> MadeClass | type[nn.Module]:
+    @staticmethod
+    def of(fused: type[nn.Module]) -> MadeClass | type[nn.Module]:
         """What to pickle for a class: the class itself, if no family has made it."""
-        made_by = getattr(fused, "_made_by", None)
-        return fused if made_by is None else cls(*made_by)
+        made_by: MadeClass | None = getattr(fused, "_made_by", None)
+        return fused if made_by is None else made_by
 
     def again(self) -> type[nn.Module]:
         """The class."""
@@ -87,24 +88,23 @@ def _is_importable(cls: type) -> bool:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """For classes made at run time: the process that reads the pickle makes its own."""
-    return (_restored, type(self)._made_by, self.__getstate__())
+    return (_restored, (type(self)._made_by,), self.__getstate__())
 
 
-def _restored(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> nn.Module:
-    cls = fused_class(fusion, original, recipe)
+def _restored(made_by: MadeClass) -> nn.Module:
+    cls = made_by.again()
     return cls.__new__(cls)
 
 
 class FusedModule:
     """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
 
-    _made_by: ClassVar[tuple[Fusion, type[nn.Module], Hashable]]
+    _made_by: ClassVar[MadeClass]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        fusion, original, _ = self._made_by
-        module: Any = self
-        fuse_in_place(module, fusion.layouts(module), original, shortest(fusion))
+        made_by, module = self._made_by, cast(nn.Module, self)
+        fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce(self, protocol)
@@ -231,9 +231,7 @@ def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str,
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied if it is a piece of another one."""
-    if tensor.device.type == "meta" or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        return tensor.contiguous()
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous() if is_alone(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _remove(module: nn.Module, names: Iterable[str]) -> int | None:

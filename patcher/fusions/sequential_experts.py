@@ -78,7 +78,7 @@ class SequentialExperts(Fusion):
     def recipe(self, module: nn.Module) -> tuple[tuple[str, str], ...]:
         """The stacks, and the parameter that holds the biases of each."""
         if isinstance(module, RewrittenExperts):
-            known: Any = module._made_by[2]
+            known: Any = module._made_by.recipe
             return tuple(known)
         return tuple(_weights_of(module).items())
 

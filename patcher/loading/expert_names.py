@@ -33,7 +33,13 @@ def named_as_in_checkpoint(
         if not isinstance(layout, Matrices) or not layout.fused[0].endswith(".weight"):
             continue
         layers = {name.removesuffix("weight"): name for name in layout.fused}
-        own = {key: layer for layer in layers for key in state_dict if key.startswith(f"{prefix}{layer}")}
+        depth = next(iter(layers)).count(".")
+        own: dict[str, str] = {}
+        for key in state_dict:
+            if key.startswith(prefix):
+                layer = "".join(f"{part}." for part in key.removeprefix(prefix).split(".")[:depth])
+                if layer in layers:
+                    own[key] = layer
         plain = {f"{prefix}{layer}{kind}" for layer in layers for kind in ("weight", "bias")}
         if own.keys() <= plain and not any(is_quantized(state_dict[key]) for key in own):
             continue
