@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 
@@ -222,23 +223,21 @@ def compress(keys: Iterable[str]) -> list[str]:
     >>> compress(["model.layers.0.mlp.x", "model.layers.1.mlp.x", "model.norm.w"])
     ['model.layers.{0..1}.mlp.x', 'model.norm.w']
     """
-    current = list(dict.fromkeys(keys))
+    current = [tuple(key.split(".")) for key in dict.fromkeys(keys)]
     # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
-    depth = max((key.count(".") for key in current), default=0) + 1
-    for position in range(depth, -1, -1):
-        groups: dict[tuple[str, ...], list[int]] = {}  # what is before and after the number, or a key without one
-        for key in current:
-            parts = key.split(".")
+    positions = {place for parts in current for place, part in enumerate(parts) if _is_number(part)}
+    for position in sorted(positions, reverse=True):
+        groups: dict[tuple[Any, ...], list[int]] = {}  # what is before and after the number, or a key without one
+        for parts in current:
             if position < len(parts) and _is_number(parts[position]):
-                around = (".".join(parts[:position]), ".".join(parts[position + 1 :]))
+                around = parts[:position], parts[position + 1 :]
                 groups.setdefault(around, []).append(int(parts[position]))
             else:
-                groups[(key,)] = []
+                groups[parts] = []
         current = [
-            ".".join(filter(None, (around[0], _ranges(numbers), around[1]))) if numbers else around[0]
-            for around, numbers in groups.items()
+            (*around[0], _ranges(numbers), *around[1]) if numbers else around for around, numbers in groups.items()
         ]
-    return current
+    return [".".join(parts) for parts in current]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -49,23 +49,23 @@ LOADING_ATTRIBUTES = (
 ORIGINAL = "_patcher_original"
 
 
-def named_modules(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+def named_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """As torch's with `remove_duplicate=False`, whose nested generators take long: every load asks several times."""
-    found = [(path, module)]
-    for name, child in module._modules.items():
-        if child is not None:
-            found += named_modules(child, f"{path}.{name}" if path else name)
-    return found
+    waiting = [(path, module)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        if module._modules:
+            head = inside(path)
+            waiting += [(head + name, child) for name, child in reversed(module._modules.items()) if child is not None]
 
 
-def named_parameters(module: nn.Module, path: str = "") -> list[tuple[str, nn.Parameter]]:
+def named_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """As torch's with `remove_duplicate=False`, for the same reason."""
-    return [
-        (inside(owner) + name, parameter)
-        for owner, part in named_modules(module, path)
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
+    for owner, part in named_modules(module, path):
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield inside(owner) + name, parameter
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

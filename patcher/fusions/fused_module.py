@@ -282,15 +282,16 @@ def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], is_dry_run: 
 def _bare(cls: type[nn.Module], is_dry_run: bool) -> nn.Module:
     """A module with nothing in it: that of `nn.Linear` gives values, seconds in vain for 30,000 experts.
 
-    In a dry run nobody puts hooks on it: the dicts for them, a dozen for each of 60,000, are then the same for all.
+    In a dry run nobody puts hooks or buffers on it: what holds them, a dozen for each of 60,000, is then the same for
+    all.
     """
     module = cls.__new__(cls)
     if is_dry_run:
-        own: dict[str, Any] = {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
-        module.__dict__.update(_WITHOUT_HOOKS | own)
+        module.__dict__.update(_BARE)
+        module.__dict__.update(_parameters={}, _modules={})
     else:
         nn.Module.__init__(module)
     return module
 
 
-_WITHOUT_HOOKS = vars(nn.Module())
+_BARE = vars(nn.Module())

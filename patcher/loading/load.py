@@ -193,7 +193,7 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     """What was matched and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
-    modules = named_modules(model)  # once for all of it: walks are a good part of what a load of ours takes longer
+    modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
     replaced = [
         Replaced(path, original, type(module), chosen.get(id(module), True))
         for path, module in modules

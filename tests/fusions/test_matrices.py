@@ -62,6 +62,7 @@ def test_shapes_are_known_without_values(case: Matrices) -> None:
 
     assert {piece.device.type for piece in (*pieces, again)} == {"meta"}
     assert again.shape == case.stock_shapes[0]
+    assert case.fused_shapes() == [piece.shape for piece in pieces]
 
 
 def test_a_layer_computes_its_rows_of_the_product() -> None:

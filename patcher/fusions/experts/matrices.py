@@ -54,6 +54,11 @@ class Matrices(Layout):
         """How many layers an expert has of this stack."""
         return len(self.layers)
 
+    def fused_shapes(self) -> list[torch.Size]:
+        _, *one = self.stock_shapes[0]
+        rows, *columns = reversed(one) if self.transposed else one
+        return [torch.Size((rows // self.parts, *columns))] * len(self.fused)
+
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters of the layers, in the order of `fused`: views of the stack where they can be.
 
