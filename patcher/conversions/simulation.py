@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer
+from patcher.conversions.groups import Alike, Group, made_by_name
 from patcher.conversions.layouts import Layout
-from patcher.conversions.sources import NamedSources
-from patcher.conversions.tracing import LayerTrace, trace_of
-from patcher.conversions.transforms import single
-from patcher.patterns import common_prefix, without_numbers
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ def simulate(
     checkpoint: Mapping[str, torch.Tensor],
     unknown: Set[str] = frozenset(),
     *,
+    sources: Mapping[str, torch.Size] | None = None,
     going_on: bool = False,
 ) -> Outcome:
     """Load a checkpoint of meta tensors into a model on meta, by name and shape; traced conversions keep trace.
@@ -61,61 +58,47 @@ def simulate(
 
     Args:
         unknown: the keys whose shapes nobody knows: they fit, and conversions that take one are taken at their word.
+        sources: the shapes of parameters that are read besides; whoever makes these knows the routes.
         going_on: note which conversions raise and go on, as transformers does until it has read everything. Of layers
             that are alike one is converted, and the traces have no sizes of the others.
     """
     parameters = model.state_dict()
     outcome = Outcome(missing=set(parameters))
-    # The first converter that matches gives the name, and the last one with that text does the work.
-    by_pattern = {
-        text: item for item in conversions if isinstance(item, WeightConverter) for text in item.source_patterns
-    }
-    loads: dict[str, _Load] = {}
-    shapes: dict[str, torch.Size] = {}
+    groups: dict[str, Group] = {}
+    shapes: dict[str, torch.Size] = dict(sources or {})
     rename = key_renamer(conversions, model, parameters)
     for key in sorted(checkpoint, key=dot_natural_key):
         renamed, taker, pattern = rename(key)
-        if isinstance(taker, NamedSources) and renamed in parameters:  # it makes nothing else of what it takes
+        converter = taker if isinstance(taker, WeightConverter) else None
+        if renamed not in parameters:
+            outcome.unexpected.update([renamed] if converter is None else made_by_name(converter, renamed))
+        elif renamed in groups or (converter is not None and renamed not in shapes):  # the first of them says how
+            if converter is not None and renamed not in groups:
+                groups[renamed] = Group(converter, renamed)
+            groups[renamed].add(key, pattern or key, checkpoint[key])
+        elif renamed not in shapes:
             shapes[renamed] = parameters[renamed].shape if key in unknown else checkpoint[key].shape
-            continue  # whoever has put it there knows the route
-        if renamed in parameters:
-            if renamed not in loads:
-                loads[renamed] = _Load(by_pattern[pattern] if pattern else None)
-            loads[renamed].add(renamed, key, pattern or key, checkpoint[key])
-        elif pattern:
-            first, *_ = targets = by_pattern[pattern].target_patterns
-            outcome.unexpected.update(renamed.replace(first, target) for target in targets)
-        else:
-            outcome.unexpected.add(renamed)
-    #: what conversions have made of the same shapes, by the ends of the names
-    known: dict[Any, tuple[str, dict[str, torch.Size]]] = {}
-    for first, load in loads.items():
-        blind = not unknown.isdisjoint(load.keys)
-        if load.converter is None:
-            shapes[first] = parameters[first].shape if blind else checkpoint[load.keys[0]].shape
-            outcome.routes.append(Route((load.keys[0],), (first,)))
-            continue
-        end, made = known.get(load.kind(first), ("", {})) if going_on else ("", {})
-        if made and first.endswith(end):
-            made = {first.removesuffix(end) + name: shape for name, shape in made.items()}
-            load.take_at_its_word(first)
-        else:
-            info: Any = (Outcome() if blind else outcome) if going_on else None
+            outcome.routes.append(Route((key,), (renamed,)))
+    alike = Alike()
+    for group in groups.values():
+        is_blind = not unknown.isdisjoint(group.shapes)
+        made = alike.made_by(group) if going_on else None
+        if made is None:
+            info: Any = (Outcome() if is_blind else outcome) if going_on else None
             try:
-                made = load.run(first, model, info)
+                made = group.convert(model, info)
             except Exception:
-                if blind:
-                    made = load.take_at_its_word(first)
-                elif first in outcome.conversion_errors:
+                if is_blind:
+                    group.take_at_its_word()
+                    made = dict.fromkeys(made_by_name(group.converter, group.first), torch.Size())
+                elif group.first in outcome.conversion_errors:
                     continue
                 else:
                     raise
-            head = common_prefix([first, *made])
-            ends = {name.removeprefix(head): shape for name, shape in made.items()}
-            known[load.kind(first)] = (first.removeprefix(head), ends)
+            alike.keep(group, made)
         for name, shape in made.items():
-            shapes[name] = parameters[name].shape if blind and name in parameters else shape
-        outcome.routes.append(Route(tuple(load.keys), tuple(made), load.converter))
+            shapes[name] = parameters[name].shape if is_blind and name in parameters else shape
+        outcome.routes.append(Route(tuple(group.shapes), tuple(made), group.converter))
     for name, shape in shapes.items():
         outcome.missing.discard(name)
         if name not in parameters:
@@ -125,38 +108,3 @@ def simulate(
         else:
             outcome.loaded.add(name)
     return outcome
-
-
-class _Load:
-    """The tensors that one conversion takes at once, or the one that none takes."""
-
-    def __init__(self, converter: WeightConverter | None) -> None:
-        self.converter = deepcopy(converter)
-        self.keys: list[str] = []
-        self._origin = id(converter)
-        self._inputs: list[tuple[str, torch.Size]] = []
-
-    def add(self, target: str, key: str, pattern: str, tensor: torch.Tensor) -> None:
-        self.keys.append(key)
-        self._inputs.append((pattern, tensor.shape))
-        if self.converter is not None:
-            self.converter.add_tensor(target, key, pattern, tensor)  # type: ignore[arg-type]
-
-    def kind(self, first: str) -> Any:
-        """What loads have in common that make the same shapes: layers that are alike."""
-        return self._origin, without_numbers(first), tuple(self._inputs)
-
-    def run(self, first: str, model: PreTrainedModel, info: Any) -> dict[str, torch.Size]:
-        assert self.converter is not None
-        made = self.converter.convert(first, model=model, config=model.config, loading_info=info)
-        return {name: single(tensor).shape for name, tensor in made.items()}
-
-    def take_at_its_word(self, first: str) -> dict[str, torch.Size]:
-        """What it makes by its patterns alone; the trace has it that it did."""
-        assert self.converter is not None
-        trace = trace_of(self.converter)
-        if trace is not None:
-            trace.failed = [name for name in trace.failed if name != first]
-            trace.entries.append(LayerTrace(first, {"": [(key, torch.Size()) for key in self.keys]}, {}, []))
-        targets = self.converter.target_patterns
-        return {first.replace(targets[0], target): torch.Size() for target in targets}

@@ -25,6 +25,13 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(value.get_shape() if hasattr(value, "get_shape") else value.shape)
 
 
+def on_meta(source: Any) -> torch.Tensor:
+    """A tensor of the meta device for one of a checkpoint, which may have only a shape as yet."""
+    if isinstance(source, torch.Tensor) and source.is_meta:
+        return source
+    return torch.empty(shape_of(source), device="meta")
+
+
 class JoinedRows:
     """The rows of several tensors as one, one part behind the other.
 
@@ -157,28 +164,28 @@ def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
 
 
-class NamedSources(WeightConverter):
+def named_sources(sources: Mapping[str, Any]) -> tuple[dict[str, Any], WeightConverter]:
+    """Sources by parameter as a part of a checkpoint, and the conversion that reads it, first in its load."""
+    targets = {f"{_Named.PREFIX}{number}": target for number, target in enumerate(sources)}
+    return dict(zip(targets, sources.values(), strict=True)), _Named(targets)
+
+
+class _Named(WeightConverter):
     """Has a load take sources as the parameters that they are made for, whatever its conversions do to names.
 
     The name of a fused parameter may look like one that transformers converts: `experts.0.gate_proj.weight`.
     """
 
-    __slots__ = ("targets",)
+    __slots__ = ("_targets",)
     PREFIX = "patcher:"
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Mapping[str, str]) -> None:
         super().__init__(self.PREFIX, self.PREFIX, [_AsItIs()])
-        self.targets: dict[str, str] = {}
-
-    def key_for(self, target: str) -> str:
-        """The key of a checkpoint that is read as this parameter."""
-        key = f"{self.PREFIX}{len(self.targets)}"
-        self.targets[key] = target
-        return key
+        self._targets = targets
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         _, found, number = source_key.rpartition(self.PREFIX)  # a renaming may have put a prefix in front
-        target = self.targets.get(found + number)
+        target = self._targets.get(found + number)
         return (source_key, None) if target is None else (target, self.PREFIX)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightConverter:

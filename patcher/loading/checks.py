@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.conversions.simulation import Outcome
-from patcher.conversions.sources import shape_of
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
@@ -226,11 +224,3 @@ def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
                 break
         result[expression] = None
     return list(result)
-
-
-def shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint on the meta device: those on the disk have only a shape as yet."""
-    return {
-        key: value if getattr(value, "is_meta", False) else torch.empty(shape_of(value), device="meta")
-        for key, value in checkpoint.items()
-    }

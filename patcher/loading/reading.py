@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from patcher.compat.conversions import (
     copy_transform,
     is_stock_operation,
@@ -19,11 +21,11 @@ from patcher.compat.conversions import (
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.conversions.simulation import Outcome, simulate
-from patcher.conversions.sources import shape_of
+from patcher.conversions.sources import on_meta, shape_of
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checks import Diagnostics, check_weights, shapes_of
+from patcher.loading.checks import Diagnostics, check_weights
 from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.resolution.resolution import skeleton
@@ -69,9 +71,10 @@ def read(
     reading = _reading(selected, checkpoint, mapping, quantized=quantized)
     if reading.problem is not None:
         raise reading.problem
-    if not quantized and not _fits_as_it_is(selected, reading.checkpoint):
+    if not quantized and not _fits_as_it_is(selected, reading):
         _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
-    info, disk_index = read_weights(reading.checkpoint, replace(load_config, weight_mapping=reading.conversions))
+    weights, conversions = reading.for_load(mapping)
+    info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
     loaded = _check_read(selected, mapping, checkpoint, reading, info, disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]
@@ -90,7 +93,7 @@ def _reading(
 ) -> FusedReading:
     """How the checkpoint is read by a model with fused modules."""
     if selected.runtime_layout:
-        return FusedReading(checkpoint, mapping, fused_already=True, unknown=unknown)
+        return FusedReading(checkpoint, fused_already=True)
     return with_fused_sources(selected.model, checkpoint, mapping, unknown, quantized=quantized, simulated=simulated)
 
 
@@ -114,8 +117,8 @@ def _can_be_simulated(load_config: Any) -> bool:
     return quantizer is None or not quantizer.pre_quantized
 
 
-def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint has every tensor of the replaced modules, by name and shape, and no other, as usual.
+def _fits_as_it_is(selected: Selected, reading: FusedReading) -> bool:
+    """Whether what is read has every tensor of the replaced modules, by name and shape, and no other, as usual.
 
     A renaming of stock may still take one elsewhere: what was read is checked in any case.
     """
@@ -125,7 +128,8 @@ def _fits_as_it_is(selected: Selected, checkpoint: Mapping[str, Any]) -> bool:
     under = tuple(f"{path}." for path, _ in selected.outermost)
     own = (named_parameters(built.module, path) for path, built in selected.outermost)
     expected = {key: parameter.shape for named in own for key, parameter in named}
-    return expected == {key: shape_of(value) for key, value in checkpoint.items() if key.startswith(under)}
+    found = {key: shape_of(value) for key, value in reading.rest.items() if key.startswith(under)}
+    return expected == {**found, **{key: shape for key, shape in reading.shapes.items() if key.startswith(under)}}
 
 
 def _simulate_read(
@@ -149,11 +153,10 @@ def _simulate_read(
         followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
     )
     copied = [copies[id(item)] for item in mapping]
-    shapes, unknown = shapes_of(checkpoint), _unknown(selected)
+    shapes, unknown = _shapes_of(checkpoint), _unknown(selected)
     reading = _reading(selected, shapes, copied, unknown, quantized=quantized, simulated=True)
-    outcome = simulate(
-        selected.model, list(reading.conversions), shapes_of(reading.checkpoint), reading.unknown, going_on=True
-    )
+    rest = _shapes_of(reading.rest)
+    outcome = simulate(selected.model, copied, rest, unknown, sources=reading.shapes, going_on=True)
     outcome.routes += reading.routes()
     if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
         return None
@@ -224,6 +227,10 @@ def _loaded(selected: Selected, diagnostics: Diagnostics, done: dict[str, Any], 
     return Loaded(**values, **read)
 
 
+def _shapes_of(checkpoint: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: on_meta(source) for key, source in checkpoint.items()}
+
+
 def _unknown(selected: Selected) -> frozenset[str]:
     return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
 
@@ -232,7 +239,7 @@ def _stock_outcome(selected: Selected, checkpoint: Mapping[str, Any]) -> Outcome
     """What the unpatched model would make of a checkpoint, by names and shapes."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return simulate(stock, conversions, shapes_of(checkpoint), _unknown(selected), going_on=True)
+    return simulate(stock, conversions, _shapes_of(checkpoint), _unknown(selected), going_on=True)
 
 
 def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
