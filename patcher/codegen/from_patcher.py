@@ -138,7 +138,8 @@ class _Description(NamedTuple):
         for original, fused in sorted(by_class.items(), key=lambda item: item[0].__name__):
             path = next(iter(fused))
             self._check_home(path, original)
-            write_rewritten(owners, original, fused, fusing[path])
+            bring = partial(dependencies.operation, asked=f"from_patcher(), for {fusions[path]!r},")
+            write_rewritten(owners, original, fused, fusing[path], bring)
         owners.write()
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:

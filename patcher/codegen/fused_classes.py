@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from patcher.codegen.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses
 from patcher.conversions.layouts import Layout
-from patcher.fusions.experts.listed import ListedExperts
+from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import trees_of
 from patcher.fusions.rewrite import class_text
@@ -172,7 +172,9 @@ class Owners:
             self.described.modify_init(name, "\n".join(lines), "; ".join(dict.fromkeys(statements.values())))
 
 
-def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[str, Any], fusing: str) -> None:
+def write_rewritten(
+    owners: Owners, original: type[nn.Module], fused: Mapping[str, Any], fusing: str, bring: Callable[[type], None]
+) -> None:
     """The code of a class with other parameters and other methods.
 
     Args:
@@ -180,12 +182,16 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
         original: the class.
         fused: path -> rewritten class, of the objects that are fused.
         fusing: what gives an object the other parameters, with {} for the expression that knows it.
+        bring: has the file know a class.
     """
     described, name = owners.described, original.__name__
     only = owners.only_class(original, fused)
+    mixins = {cls: _mixins(original, cls) for cls in fused.values()}
+    for mixin in dict.fromkeys(each for listed in mixins.values() for each in listed):
+        bring(mixin)
     if only is not None and not _leaves_calls(only):
         why = _reason(only)
-        if not _is_wrapped_by_class(original, only) and not issubclass(only, ListedExperts):
+        if not _is_wrapped_by_class(original, only) and not mixins[only]:
             for method, code in only._rewritten.items():
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
@@ -193,14 +199,14 @@ def write_rewritten(owners: Owners, original: type[nn.Module], fused: Mapping[st
             owners.add(name, fusing.format("self"), why)
             return
         # A decorator of the class chooses among forwards: the class is replaced as a whole.
-        if text := _replacement(original, only, fusing.format("self"), _mixins(described, only)):
+        if text := _replacement(original, only, fusing.format("self"), mixins[only]):
             described.replace_class(name, text, why)
             return
 
     def write(cls: Any, new: str) -> tuple[str, str]:
         used = _leaves_calls(cls) or _is_used(original, cls)
         extra = list(_parts(described, cls).values()) if used else []
-        bases = ", ".join([*_mixins(described, cls), name])
+        bases = ", ".join([*(each.__name__ for each in mixins[cls]), name])
         return class_text(new, bases, str(cls.__doc__), [*extra, *cls._rewritten.values()]), _reason(cls)
 
     def change(cls: Any, part: str) -> tuple[str, str]:
@@ -283,15 +289,16 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
     return False
 
 
-def _mixins(described: PatchConfig, fused: Any) -> list[str]:
-    """What the rewritten methods use of the class that they were written for."""
-    if not issubclass(fused, ListedExperts):
-        return []
-    described.add_import(RUNTIME, names=[ListedExperts.__name__])
-    return [ListedExperts.__name__]
+def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
+    """The classes whose methods the rewritten ones use: those that a fused class inherits from besides."""
+    found: list[type] = []
+    for base in fused.__mro__:
+        if not issubclass(base, FusedModule) and base not in original.__mro__:
+            found += [base] if not any(issubclass(other, base) for other in found) else []
+    return found
 
 
-def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[str]) -> str:
+def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[type]) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
     node = trees.read_class(original)
     own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
@@ -305,5 +312,5 @@ def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Seq
         init: [init.with_changes(body=init.body.with_changes(body=statements))],
     }
     changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
-    bases = [*(cst.Arg(cst.Name(name)) for name in mixins), *changed.bases]
+    bases = [*(cst.Arg(cst.Name(mixin.__name__)) for mixin in mixins), *changed.bases]
     return trees.code_of(changed.with_changes(decorators=[], leading_lines=[], bases=bases))
