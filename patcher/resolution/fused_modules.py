@@ -18,6 +18,9 @@ from patcher.fusions.fused_module import fuse
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
 
+_ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
+
+
 def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
     entries = construction.rules.entries
@@ -43,7 +46,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             found = "nothing" if module is None else type(module).__name__
             raise PatchConstructionError(
                 f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built "
-                "otherwise than its skeleton on the meta device. Leave it out of the fusion's target_modules_patterns."
+                f"otherwise than its skeleton on the meta device. {_ADVICE}"
             )
         new = fused.get(id(module))
         if new is None:
@@ -69,7 +72,8 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
         if type(module) is not original:
             raise PatchConstructionError(
                 f"{path} was to be fused as {cls.__qualname__}, but the model has a {type(module).__qualname__} "
-                f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device."
+                f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device. "
+                f"{_ADVICE}"
             )
         key, entry = _fusion_of(construction, path)
         fused = fuse(fusion_named(key), module, cls, is_dry_run=construction.on_meta)
