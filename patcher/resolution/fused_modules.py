@@ -43,7 +43,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         parent = model.get_submodule(parent_path)
         module = parent._modules.get(name)
         if module is None or id(module) not in construction.arguments:
-            found = "nothing" if module is None else type(module).__name__
+            found = "nothing" if module is None else f"a {type(module).__qualname__}"
             raise PatchConstructionError(
                 f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built "
                 f"otherwise than its skeleton on the meta device. {_ADVICE}"

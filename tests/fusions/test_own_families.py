@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher.fusions
 from patcher import PatchConstructionError, PatchedWeightsError, Patcher, plan, report
-from patcher.fusions import Fusion, Layout
+from patcher.fusions import Fusion, GateUp, Layout
 from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
 
@@ -210,3 +212,42 @@ def test_a_checkpoint_with_one_part_under_two_names_is_an_error(folder: Path, tm
     message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as"
     with pytest.raises(PatchedWeightsError, match=message):
         load(tmp_path, "gate_up")
+
+
+class Fickle(LlamaForCausalLM):
+    """Its first layer is built otherwise the second time: the first time is the skeleton that fusions look at."""
+
+    seldom: ClassVar[Iterator[type[nn.Module]]]
+
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model.layers[0].mlp = next(self.seldom)(config)
+        self.post_init()
+
+
+class OtherMLP(LlamaMLP):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("fusion", "elsewhere"),
+    [(GateUp(), GateUp(modules="model.layers.1.mlp")), (Local(), Local(modules="model.layers.1.mlp"))],
+)
+def test_a_model_that_is_built_otherwise_than_its_skeleton_is_an_error(
+    fusion: Fusion, elsewhere: Fusion, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fickle(*kinds: type[nn.Module]) -> None:
+        monkeypatch.setattr(Fickle, "seldom", itertools.chain(kinds, itertools.repeat(OtherMLP)), raising=False)
+
+    fickle(LlamaMLP)
+    with pytest.raises(
+        PatchConstructionError, match=r"model\.layers\.0\.mlp was to be fused as .* has an? OtherMLP"
+    ) as caught:
+        Fickle.from_pretrained(folder, patcher=Patcher(fusions=[fusion]))
+    assert str(caught.value).endswith("Leave it out of the fusion: its modules=... say which it takes.")
+
+    fickle(LlamaMLP)
+    model = Fickle.from_pretrained(folder, patcher=Patcher(fusions=[elsewhere]))
+    assert [path for path, *_ in report(model).fused] == ["model.layers.1.mlp"]
