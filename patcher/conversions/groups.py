@@ -72,13 +72,12 @@ class Alike:
         self._known[self._kind(group)] = group.first, made
 
     def made_by(self, group: Group) -> dict[str, torch.Size] | None:
-        """What a group makes, if one like it has been converted: then its trace says that it was, without sizes."""
+        """What a group makes, if one like it has been converted, whose trace says so."""
         first, made = self._known.get(self._kind(group), ("", {}))
         head = common_prefix([first, *made])
         tail = first.removeprefix(head)
         if not made or not group.first.endswith(tail):
             return None
-        group.take_at_its_word()
         return {group.first.removesuffix(tail) + name.removeprefix(head): shape for name, shape in made.items()}
 
     def _kind(self, group: Group) -> Any:

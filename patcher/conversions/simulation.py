@@ -60,7 +60,7 @@ def simulate(
         unknown: the keys whose shapes nobody knows: they fit, and conversions that take one are taken at their word.
         sources: the shapes of parameters that are read besides; whoever makes these knows the routes.
         going_on: note which conversions raise and go on, as transformers does until it has read everything. Of layers
-            that are alike one is converted, and the traces have no sizes of the others.
+            that are alike one is converted, and the traces have that one alone.
     """
     parameters = model.state_dict()
     outcome = Outcome(missing=set(parameters))

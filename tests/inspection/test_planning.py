@@ -302,6 +302,7 @@ def test_what_the_stock_model_has_no_shape_for_is_planned_by_name(tmp_path: Path
     keys: dict[str, Any] = {f"model.layers.{i}.mlp.{n}_proj.weight": None for i in range(2) for n in "ab"}
     converter = WeightConverter(["mlp.a_proj.weight", "mlp.b_proj.weight"], ["mlp.up_proj.weight"], [Concatenate(0)])
     planned = plan(config, Patcher(extra_weight_conversions=converter), checkpoint=keys)
+    assert planned.ok
     assert planned.unknown_shapes == 4
     taken = ("model.layers.{0..1}.mlp.a_proj.weight", "model.layers.{0..1}.mlp.b_proj.weight")
     made = ("model.layers.{0..1}.mlp.up_proj.weight",)
@@ -317,6 +318,26 @@ def test_a_bin_file_is_read_by_its_structure(old_format: bool, folders: Callable
     planned = plan(tmp_path, JOINED)
     assert planned.checkpoint.endswith("pytorch_model.bin")
     assert planned.weights == plan(folders("llama"), JOINED).weights
+
+
+@pytest.mark.parametrize("wrong", ["another", "model"])
+def test_of_two_keys_of_one_parameter_the_load_takes_the_first(wrong: str, tmp_path: Path) -> None:
+    config = tiny_llama_config()
+    model = LlamaForCausalLM(config)
+    tensors = {key: value for key, value in model.state_dict().items() if key != "model.norm.weight"}
+    for name in ("another", "model"):
+        tensors[f"{name}.norm.weight"] = torch.ones(3 if name == wrong else config.hidden_size)
+    config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    renamed = {"key_mapping": {"^another": "model"}}
+
+    planned = plan(tmp_path, Patcher({"LlamaMLP": OwnMLP}), model_class=LlamaForCausalLM, **renamed)
+    assert planned.ok == (wrong == "model")
+    if planned.ok:
+        LlamaForCausalLM.from_pretrained(tmp_path, **renamed)
+    else:
+        with pytest.raises(RuntimeError, match="mismatched"):
+            LlamaForCausalLM.from_pretrained(tmp_path, **renamed)
 
 
 def test_a_mapping_of_shapes_stands_for_a_checkpoint() -> None:
