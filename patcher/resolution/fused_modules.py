@@ -17,7 +17,6 @@ from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
-
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
 

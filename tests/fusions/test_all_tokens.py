@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from patcher import Patcher
 from patcher.fusions.fused_module import fused_class_of
@@ -19,6 +19,7 @@ from patcher.fusions.sequential_experts import SequentialExperts
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import build_tiny, save_tiny, tiny_jamba_config, tiny_mixtral_config
 from tests.support.tiny_experts import (
+    eager_and_listed,
     experts_of,
     tiny_gpt_oss_config,
     tiny_jetmoe_config,
@@ -43,12 +44,6 @@ CASES = [
 EXPORTED = [case for case in CASES if case.id in ("Mixtral", "Qwen3-MoE")]
 
 
-def pair(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    stock = build_tiny(config)
-    stock.config._experts_implementation = "eager"
-    return stock, ALL_TOKENS.apply(copy.deepcopy(stock))
-
-
 def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     found: torch.Tensor = model(ids, use_cache=False).logits
     return found
@@ -56,7 +51,7 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", CASES)
 def test_outputs_and_gradients_are_those_of_stock(config: PretrainedConfig) -> None:
-    stock, model = pair(config)
+    stock, model = eager_and_listed(config, ALL_TOKENS)
     outputs = [logits(each) for each in (stock, model)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
     for output in outputs:
@@ -76,7 +71,7 @@ def test_outputs_and_gradients_are_those_of_stock(config: PretrainedConfig) -> N
 
 
 def test_layers_of_every_expert_see_every_token() -> None:
-    _, model = pair(tiny_mixtral_config())
+    _, model = eager_and_listed(tiny_mixtral_config(), ALL_TOKENS)
     rows: dict[str, int] = {}
     for name, layer in experts_of(model)[0].named_modules():
         if isinstance(layer, nn.Linear):
@@ -90,7 +85,7 @@ def test_layers_of_every_expert_see_every_token() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
-    stock, model = pair(config)
+    stock, model = eager_and_listed(config, ALL_TOKENS)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for ids in (IDS, OTHERS):
         torch.testing.assert_close(logits(compiled, ids), logits(stock, ids), atol=1e-5, rtol=0)
@@ -99,7 +94,7 @@ def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_is_exported(config: PretrainedConfig) -> None:
-    stock, model = pair(config)
+    stock, model = eager_and_listed(config, ALL_TOKENS)
     auto = torch.export.Dim.AUTO
     with torch.no_grad():
         shapes = {"input_ids": {0: auto, 1: auto}, "use_cache": None}
@@ -110,7 +105,7 @@ def test_it_is_exported(config: PretrainedConfig) -> None:
 
 
 def test_what_overflows_in_an_expert_that_was_not_chosen_weighs_nothing() -> None:
-    _, model = pair(tiny_mixtral_config(num_local_experts=12))
+    _, model = eager_and_listed(tiny_mixtral_config(num_local_experts=12), ALL_TOKENS)
     first = experts_of(model)[0]
     ids = torch.tensor([[3]])
     chosen: set[int] = set()
@@ -142,7 +137,7 @@ def test_the_option_is_said_and_read(tmp_path: Path) -> None:
 
 
 def test_the_model_is_pickled_and_copied() -> None:
-    _, model = pair(tiny_gpt_oss_config())
+    _, model = eager_and_listed(tiny_gpt_oss_config(), ALL_TOKENS)
     expected = logits(model)
 
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):

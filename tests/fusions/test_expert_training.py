@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher import Patcher, report
 from patcher.compat.conversions import stock_revert
 from patcher.loading.saving import original_state_dict
-from tests.support.tiny import build_tiny, tiny_jamba_config, tiny_mixtral_config
+from tests.support.tiny import tiny_jamba_config, tiny_mixtral_config
 from tests.support.tiny_experts import (
+    eager_and_listed,
     experts_of,
     tiny_gpt_oss_config,
     tiny_jetmoe_config,
@@ -43,14 +43,6 @@ CASES = [
 ]
 
 
-def pair(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A stock model that runs eager experts, and the one with listed experts."""
-    torch.manual_seed(0)
-    stock = build_tiny(config).to(dtype)
-    stock.config._experts_implementation = "eager"
-    return stock, LISTED.apply(copy.deepcopy(stock))  # not with shared weights
-
-
 def layers_of(experts: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in experts.named_modules() if isinstance(layer, nn.Linear)}
 
@@ -72,7 +64,7 @@ def called(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[int
 
 @pytest.mark.parametrize("config", CASES)
 def test_every_expert_has_a_gradient(config: PretrainedConfig) -> None:
-    _, model = pair(config)
+    _, model = eager_and_listed(config, LISTED)
     model(IDS, use_cache=False).logits.square().mean().backward()
 
     assert [name for name, value in model.named_parameters() if ".experts." in name and value.grad is None] == []
@@ -84,7 +76,7 @@ def test_every_expert_has_a_gradient(config: PretrainedConfig) -> None:
 )
 def test_training_goes_as_with_stacks(config: PretrainedConfig) -> None:
     """AdamW decays and moves what has a gradient of zero, and leaves alone what has none."""
-    stock, model = pair(config, torch.float64)  # rounding is told from what is wrong
+    stock, model = eager_and_listed(config, LISTED, torch.float64)  # rounding is told from what is wrong
     generator = torch.Generator().manual_seed(1)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, weight_decay=0.1) for each in (stock, model)]
     for _ in range(20):
@@ -102,7 +94,7 @@ def test_training_goes_as_with_stacks(config: PretrainedConfig) -> None:
 
 
 def test_without_gradients_experts_without_tokens_are_left_out() -> None:
-    stock, model = pair(STARVING)
+    stock, model = eager_and_listed(STARVING, LISTED)
     with torch.no_grad():
         rows = called(model, lambda: model(IDS))
         torch.testing.assert_close(model(IDS).logits, stock(IDS).logits, atol=1e-5, rtol=0)
@@ -115,7 +107,7 @@ def test_without_gradients_experts_without_tokens_are_left_out() -> None:
 
 
 def test_frozen_experts_are_left_out_too() -> None:
-    _, model = pair(STARVING)
+    _, model = eager_and_listed(STARVING, LISTED)
     for experts in experts_of(model):
         experts.requires_grad_(False)
 
@@ -124,7 +116,7 @@ def test_frozen_experts_are_left_out_too() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
-    _, model = pair(STARVING)
+    _, model = eager_and_listed(STARVING, LISTED)
     gradients = []
     for checkpointing in (False, True):
         model.zero_grad()
@@ -178,7 +170,7 @@ def _process(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.distributed.init_device_mesh("cpu", (2,))
     for kind, wrap in WRAPPED.items():
-        _, model = pair(STARVING)
+        _, model = eager_and_listed(STARVING, LISTED)
         wrapped = wrap(model)
         with torch.no_grad():
             wrapped(input_ids=_batch(rank), use_cache=False)
@@ -207,7 +199,7 @@ def test_processes_with_other_tokens_train_together(tmp_path: Path) -> None:
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0]
 
-    stock, model = pair(STARVING)
+    stock, model = eager_and_listed(STARVING, LISTED)
     loss = sum(stock(_batch(rank), use_cache=False).logits.square().mean() for rank in range(2)) / 2
     assert isinstance(loss, torch.Tensor)
     loss.backward()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     GptOssConfig,
@@ -11,11 +13,13 @@ from transformers import (
     Llama4TextConfig,
     LongcatFlashConfig,
     NemotronHConfig,
+    PretrainedConfig,
+    PreTrainedModel,
     Qwen3MoeConfig,
 )
 
-from patcher import report
-from tests.support.tiny import DECODER_SIZES
+from patcher import Patcher, report
+from tests.support.tiny import DECODER_SIZES, build_tiny
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
@@ -58,3 +62,13 @@ def tiny_longcat_config() -> LongcatFlashConfig:
 def experts_of(model: nn.Module) -> list[Any]:
     """The experts of a patched model."""
     return [model.get_submodule(path) for path, _, _ in report(model).fused]  # type: ignore[arg-type]
+
+
+def eager_and_listed(
+    config: PretrainedConfig, patcher: Patcher, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A stock model that runs eager experts, and the one whose experts a patcher lists."""
+    torch.manual_seed(0)
+    stock = build_tiny(config).to(dtype)
+    stock.config._experts_implementation = "eager"
+    return stock, patcher.apply(copy.deepcopy(stock))  # not with shared weights
