@@ -126,9 +126,6 @@ def with_fused_sources(
         keys[target] = (key,), layout
         shapes[target] = torch.Size(shape_of(checkpoint[key]))
         sources[target] = checkpoint[key]
-        missing.pop(target, None)
-    if companions:
-        fused_already = set()
     if fused_already:
         missing = {}  # what such a checkpoint lacks, it lacks under its own names
     for target in sorted(fused_already & keys.keys()):

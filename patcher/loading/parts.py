@@ -19,7 +19,7 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, key_rena
 from patcher.compat.models import ModelView
 from patcher.conversions.groups import Alike, Group, made_by_name
 from patcher.conversions.sources import Computation, Computed, dtype_of, on_meta
-from patcher.conversions.tracing import trace_of, with_trace
+from patcher.conversions.tracing import trace_of
 from patcher.conversions.transforms import describe, single
 
 
@@ -181,8 +181,7 @@ def _plain(converter: WeightConverter) -> WeightConverter:
 @torch.no_grad()
 def _converted(group: Group, view: Any, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What a converter makes of these sources, key by key those of its group; no trace has it."""
-    plain = _plain(group.converter)
-    copy = copy_transform(plain) if plain is group.converter else with_trace(plain)
+    copy = copy_transform(_plain(group.converter))
     for key, pattern in group.taken:
         copy.add_tensor(group.first, key, pattern, sources[key][...])
     made = copy.convert(group.first, model=view, config=view.config)

@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher.fusions
-from patcher import PatchConstructionError, PatchedWeightsError, Patcher, plan, report
+from patcher import PatchConstructionError, Patcher, report
 from patcher.fusions import Fusion, GateUp, Layout
 from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
@@ -164,54 +163,6 @@ def test_a_parameter_that_no_layout_gives_is_an_error(folder: Path) -> None:
 def test_a_layout_of_a_parameter_that_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(Exception, match=r"takes kernel, and Linear has no such parameter; it has weight\."):
         load(folder, Nowhere())
-
-
-# --- the parts of a joined weight ------------------------------------------------------------------------------------
-
-
-def test_parts_of_wrong_shapes_whose_sum_is_right_are_an_error(folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    key = "model.layers.1.mlp.{}_proj.weight"
-    both = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
-    rows = tensors[key.format("gate")].shape[0] - 8
-    tensors[key.format("gate")], tensors[key.format("up")] = both[:rows].clone(), both[rows:].clone()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    message = (
-        r"Parts of fused parameters don't have the shapes that the model has for them:\n"
-        rf"  model\.layers\.1\.mlp\.gate_proj\.weight: found \({rows}, 64\), expected \({rows + 8}, 64\)\n"
-        rf"  model\.layers\.1\.mlp\.up_proj\.weight: found \({rows + 16}, 64\), expected \({rows + 8}, 64\)"
-    )
-
-    with pytest.raises(PatchedWeightsError, match=message) as raised:
-        load(tmp_path, "gate_up")
-
-    planned = plan(tmp_path, Patcher(fusions="gate_up"))
-    assert not planned.ok
-    assert planned.problems[0] == str(raised.value)
-
-
-def test_a_checkpoint_with_both_layouts_of_one_tensor_is_an_error(folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    key = "model.layers.1.mlp.{}_proj.weight"
-    tensors[key.format("gate_up")] = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-
-    message = r"holds model\.layers\.1\.mlp\.gate_up_proj\.weight twice: as it is, and as model\.layers\.1\.mlp\.gate"
-    with pytest.raises(PatchedWeightsError, match=message):
-        load(tmp_path, "gate_up")
-
-
-def test_a_checkpoint_with_one_part_under_two_names_is_an_error(folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-
-    message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as"
-    with pytest.raises(PatchedWeightsError, match=message):
-        load(tmp_path, "gate_up")
 
 
 class Fickle(LlamaForCausalLM):
