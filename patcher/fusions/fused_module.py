@@ -136,9 +136,9 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     layouts = tuple(layout.of(module) for layout in layouts)
     with torch.device("meta"):
         new: nn.Module = cls.from_module(module)
-    wanted = _fused_parameters(module, layouts)
+    fused = _fused_parameters(module, layouts)
     taken = {name for layout in layouts for name in layout.stock}
-    wanted |= {name: parameter for name, parameter in module.named_parameters() if name not in taken}
+    wanted = fused | {name: parameter for name, parameter in module.named_parameters() if name not in taken}
     found = {name: tuple(parameter.shape) for name, parameter in new.named_parameters()}
     expected = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     if found != expected:
@@ -150,6 +150,8 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
         owner, _, last = name.rpartition(".")
         new.get_submodule(owner)._parameters[last] = parameter
     new.train(module.training)
+    kept = {name: _is_in_initialized_layer(module, name) for name in wanted if name not in fused}
+    _mark_initialized_layers(new, _initialized(module, layouts) | kept | {"": is_initialized(module)})
     _carry(new, FusedWeights(fusion, type(module), layouts, tuple(module.state_dict(keep_vars=True))))
     return new
 
@@ -169,10 +171,11 @@ def fuse_in_place(
     if not layouts:
         return
     names = tuple(module.state_dict(keep_vars=True))
-    fused = _fused_parameters(module, layouts)
+    fused, initialized = _fused_parameters(module, layouts), _initialized(module, layouts)
     place = _remove(module, [name for layout in layouts for name in layout.stock])
     before = list(module._modules.items())
     _add(module, fused, is_dry_run)
+    _mark_initialized_layers(module, initialized)
     if place is not None:  # in the place of the first that is gone, so that parameters keep their order
         added = [item for item in module._modules.items() if item not in before]
         module._modules.clear()
@@ -229,6 +232,29 @@ def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str,
     return result
 
 
+def _initialized(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, bool]:
+    """Fused parameter -> whether its values stand: transformers marks the layers that it has initialised."""
+    found: dict[str, bool] = {}
+    for layout in layouts:
+        found |= dict.fromkeys(layout.fused, all(_is_in_initialized_layer(module, name) for name in layout.stock))
+    return found
+
+
+def _is_in_initialized_layer(module: nn.Module, name: str) -> bool:
+    return is_initialized(module.get_submodule(name.rpartition(".")[0]))
+
+
+def _mark_initialized_layers(module: nn.Module, initialized: Mapping[str, bool]) -> None:
+    """Mark the layers of fused parameters, so that a model around them doesn't initialise them once more."""
+    layers: dict[str, bool] = {}
+    for name, stands in initialized.items():
+        layer = name.rpartition(".")[0]
+        layers[layer] = layers.get(layer, True) and stands
+    for layer, stands in layers.items():
+        if stands:
+            mark_initialized(module.get_submodule(layer))
+
+
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied if it is a piece of another one."""
     return tensor.contiguous() if is_alone(tensor) else tensor.clone(memory_format=torch.contiguous_format)
@@ -236,24 +262,26 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
     """Take parameters off, and the children that have nothing else; the place of the first child that is gone."""
-    owners: dict[str, None] = {}
+    taken: dict[str, list[str]] = {}
     for name in names:
         owner, _, last = name.rpartition(".")
-        del module.get_submodule(owner)._parameters[last]
-        owners[owner] = None
-    place = None
-    for owner in owners:
-        if not owner:
-            # The model's `_init_weights` looks for what such a module had; the new layers have their own turn.
-            mark_initialized(module)
-            continue
+        taken.setdefault(owner, []).append(last)
+    for owner in filter(None, taken):
         child = module.get_submodule(owner)
         held = {**child._parameters, **child._buffers, **child._modules}
-        left = [name for name, value in held.items() if value is not None]
+        left = [name for name, value in held.items() if value is not None and name not in taken[owner]]
         if left:
             raise PatchConstructionError(
                 f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say what these become, too."
             )
+    place = None
+    for owner, own in taken.items():
+        if not owner:
+            for name in own:
+                del module._parameters[name]
+            # The model's `_init_weights` looks for what such a module had; the new layers have their own turn.
+            mark_initialized(module)
+            continue
         parent, _, last = owner.rpartition(".")
         if not parent:
             number = list(module._modules).index(last)

@@ -127,6 +127,23 @@ def test_what_a_fusion_has_made_may_be_fused_again() -> None:
     assert all(torch.equal(given_back[key], stock[key]) for key in stock)
 
 
+def test_a_module_is_put_in_place_in_the_mode_that_it_has() -> None:
+    for training in (True, False):
+        linear = nn.Linear(3, 2, bias=False).train(training)
+        assert fuse(linear, Transposed("weight", "columns"), into=Turned).training == training
+
+
+def test_a_layout_that_leaves_a_part_of_a_layer_behind_is_an_error() -> None:
+    mlp = LlamaMLP(tiny_llama_config(mlp_bias=True))
+    with pytest.raises(
+        PatchConstructionError, match=r"take parameters of up_proj and leave bias\. Say what these become"
+    ):
+        fuse(mlp, Rows("up_proj.weight", "other.weight"))
+
+    fuse(mlp, Rows("up_proj.weight", "other.weight"), Rows("up_proj.bias", "other.bias"))
+    assert {"other.weight", "other.bias"} < set(mlp.state_dict())
+
+
 @pytest.mark.parametrize("fusion", [TurnedDown(), Local()])
 def test_two_loads_get_one_class_and_it_pickles(fusion: Fusion, folder: Path) -> None:
     models = [load(folder, fusion), load(folder, type(fusion)())]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
 from patcher.conversions.fused_weights import fused_modules
@@ -282,6 +282,34 @@ def test_a_part_says_that_it_is_no_module(folders: dict[str, Path]) -> None:
     plain = Patcher().apply(model)
     plain.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: None)
     assert not fused_modules(plain)
+
+
+# --- a model around it -----------------------------------------------------------------------------------------------
+
+
+class Around(PreTrainedModel):
+    """A model that holds another one, and is initialised when it has it."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any, inner: PreTrainedModel) -> None:
+        super().__init__(config)
+        self.inner = inner
+        self.post_init()
+
+
+@pytest.mark.parametrize("made", ["loaded", "made of a config"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_around_it_does_not_initialise_it_again(name: str, made: str, folders: dict[str, Path]) -> None:
+    model = load(folders[name], PATCHERS[name])
+    if made == "made of a config":
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), patcher=PATCHERS[name])
+    assert fused_modules(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+
+    Around(tiny_llama_config(), model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 # --- pickles ---------------------------------------------------------------------------------------------------------
