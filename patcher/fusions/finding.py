@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tie_partners
+from patcher.conversions.layouts import named_parameter
 from patcher.fusions.base import Fusion
 
 
@@ -61,7 +62,21 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
             continue
         reason = fusion.obstacle(path, module, surroundings)
         if reason is None:
+            reason = _unlike_parts(fusion, module)
+        if reason is None:
             matches[path] = module
         elif fusion.is_told(path, module):
             refused[path] = reason
     return Findings(matches, refused)
+
+
+def _unlike_parts(fusion: Fusion, module: nn.Module) -> str | None:
+    """Why parameters can't become one, which has one type and trains or doesn't; None if they can."""
+    for layout in fusion.layouts(module):
+        parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
+        if len({part.dtype for part in parts.values()}) > 1:
+            return f"{', '.join(parts)} have different types"
+        frozen = [name for name, part in parts.items() if not part.requires_grad]
+        if 0 < len(frozen) < len(parts):
+            return f"{', '.join(frozen)} is frozen, and others of {', '.join(parts)} aren't"
+    return None

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from torch import nn
 
+from patcher.fusions import Fusion, Rows
 from patcher.fusions.finding import discover
+from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.methods import NotUnderstoodError, methods_with, read_method
 from patcher.fusions.proof.calls import passes
 from patcher.fusions.proof.tracing import Guards
@@ -100,6 +102,7 @@ CHANGES = {
     "self._keep_in_fp32_modules_strict = {'qkv_proj'}": "q_proj is kept in float32",
     "self.attn.k_proj = nn.Linear(16, 8)": "q_proj, k_proj, v_proj take inputs of different sizes",
     "self.attn.k_proj.half()": "q_proj, k_proj, v_proj have different types",
+    "self.attn.k_proj.requires_grad_(False)": "k_proj.weight is frozen, and others of q_proj.weight, k_proj.weight, v",
     "self.attn.k_proj.register_buffer('more', torch.zeros(1))": "k_proj has parameters of its own besides weight and",
     "self.attn.k_proj.register_forward_hook(print)": "k_proj has hooks",
     "self.attn.v_proj = nn.Bilinear(8, 8, 8)": "v_proj is a Bilinear, no nn.Linear",
@@ -120,6 +123,33 @@ def test_what_all_projections_are_kept_in_changes_nothing(tmp_path: Path) -> Non
     found = discover(QKV(), model_of(tmp_path, "self._keep_in_fp32_modules = ['_proj']"))
 
     assert list(found.matches) == ["attn"]
+
+
+def test_what_is_frozen_as_a_whole_is_fused_frozen(tmp_path: Path) -> None:
+    model = model_of(tmp_path, "self.attn.requires_grad_(False)")
+    assert list(discover(QKV(), model).matches) == ["attn"]
+
+    fused = fuse(QKV(), model.attn, fused_class_of(QKV(), model.attn))
+    assert {name: part.requires_grad for name, part in fused.named_parameters()} == dict.fromkeys(
+        ("qkv_proj.weight", "qkv_proj.bias"), False
+    )
+
+
+class Both(Fusion):
+    """Of layers that differ in type, which no rule of its own says."""
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return hasattr(module, "q_proj")
+
+    def layouts(self, module: nn.Module) -> list[Rows]:
+        return [Rows(["q_proj.weight", "k_proj.weight"], "qk_proj.weight")]
+
+
+def test_parts_of_different_types_are_no_parts_of_one(tmp_path: Path) -> None:
+    fusion = Both()
+    fusion.target_modules_patterns = (r"attn$",)
+    found = discover(fusion, model_of(tmp_path, "self.attn.k_proj.half()"))
+    assert found.refused == {"attn": "q_proj.weight, k_proj.weight have different types"}
 
 
 def test_a_module_without_such_projections_says_so() -> None:
