@@ -101,6 +101,9 @@ class Rows(Layout):
         """How many rows each part has."""
         return tuple(shape[0] for shape in self.stock_shapes)
 
+    def fused_shapes(self) -> list[torch.Size]:
+        return [torch.Size((sum(self.sizes), *self.stock_shapes[0][1:]))]
+
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))]
 

@@ -109,6 +109,17 @@ def test_any_slice_is_that_of_the_joined_tensor(sizes: list[int], index: Any) ->
         assert {row for part in parts for row in part.rows} == set(whole[index][:, 0].int().tolist())
 
 
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), tail=st.lists(st.integers(1, 3), max_size=2))
+def test_the_shape_of_joined_rows_is_known_before_they_are(sizes: list[int], tail: list[int]) -> None:
+    names = [str(number) for number in range(len(sizes))]
+    layout = Rows(names, "joined", tuple((size, *tail) for size in sizes))
+    parts = [torch.zeros(shape) for shape in layout.stock_shapes]
+
+    assert layout.fused_shapes() == [tensor.shape for tensor in layout.fuse(parts)]
+    assert [part.shape for part in layout.separate(layout.fuse(parts))] == [part.shape for part in parts]
+
+
 class Halves(Layout):
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(tensors[0].chunk(2))
