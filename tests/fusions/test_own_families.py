@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher.fusions
 from patcher import PatchConstructionError, Patcher, report
 from patcher.codegen.runtime import fuse
+from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.fusions import Fusion, GateUp, Layout, Rows
 from tests.support.comparing import logits
@@ -131,6 +132,15 @@ def test_a_module_is_put_in_place_in_the_mode_that_it_has() -> None:
     for training in (True, False):
         linear = nn.Linear(3, 2, bias=False).train(training)
         assert fuse(linear, Transposed("weight", "columns"), into=Turned).training == training
+
+
+@pytest.mark.parametrize("marked", [("gate_proj",), ("gate_proj", "up_proj")])
+def test_a_weight_passes_for_initialized_where_all_its_parts_are(marked: tuple[str, ...]) -> None:
+    mlp = LlamaMLP(tiny_llama_config())
+    for name in marked:
+        mark_initialized(mlp.get_submodule(name).weight)
+    fuse(mlp, Rows(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight"))
+    assert is_initialized(mlp.gate_up_proj.weight) == (len(marked) == 2)
 
 
 def test_a_layout_that_leaves_a_part_of_a_layer_behind_is_an_error() -> None:
