@@ -291,11 +291,8 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
 
 def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
     """The classes whose methods the rewritten ones use: those that a fused class inherits from besides."""
-    found: list[type] = []
-    for base in fused.__mro__:
-        if not issubclass(base, FusedModule) and base not in original.__mro__:
-            found += [base] if not any(issubclass(other, base) for other in found) else []
-    return found
+    besides = [base for base in fused.__mro__ if not issubclass(base, FusedModule) and base not in original.__mro__]
+    return [base for base in besides if not any(issubclass(other, base) for other in besides if other is not base)]
 
 
 def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[type]) -> str:

@@ -138,6 +138,8 @@ def test_what_is_frozen_as_a_whole_is_fused_frozen(tmp_path: Path) -> None:
 class Both(Fusion):
     """Of layers that differ in type, which no rule of its own says."""
 
+    target_modules_patterns = (r"attn$",)
+
     def is_fusable(self, module: nn.Module) -> bool:
         return hasattr(module, "q_proj")
 
@@ -146,9 +148,7 @@ class Both(Fusion):
 
 
 def test_parts_of_different_types_are_no_parts_of_one(tmp_path: Path) -> None:
-    fusion = Both()
-    fusion.target_modules_patterns = (r"attn$",)
-    found = discover(fusion, model_of(tmp_path, "self.attn.k_proj.half()"))
+    found = discover(Both(), model_of(tmp_path, "self.attn.k_proj.half()"))
     assert found.refused == {"attn": "q_proj.weight, k_proj.weight have different types"}
 
 

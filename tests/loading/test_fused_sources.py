@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Chunk, LlamaForCausalLM, WeightConverter
+from transformers import AutoModelForCausalLM, Chunk, LlamaConfig, LlamaForCausalLM, WeightConverter
 
 from patcher import PatchedWeightsError, Patcher, plan
 from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -17,6 +17,14 @@ from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_mi
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+def write(tensors: dict[str, torch.Tensor], folder: Path, config: LlamaConfig | None = None) -> None:
+    """A checkpoint of a tiny Llama, with these tensors."""
+    config = tiny_llama_config() if config is None else config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load(folder: Path, *fusions: Any) -> Any:
@@ -29,8 +37,7 @@ def test_parts_of_wrong_shapes_whose_sum_is_right_are_an_error(folder: Path, tmp
     both = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
     rows = tensors[key.format("gate")].shape[0] - 8
     tensors[key.format("gate")], tensors[key.format("up")] = both[:rows].clone(), both[rows:].clone()
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(tensors, tmp_path)
     message = (
         r"Parts of fused parameters don't have the shapes that the model has for them:\n"
         rf"  model\.layers\.1\.mlp\.gate_proj\.weight: found \({rows}, 64\), expected \({rows + 8}, 64\)\n"
@@ -49,8 +56,7 @@ def test_a_checkpoint_with_both_layouts_of_one_tensor_is_an_error(folder: Path, 
     tensors = load_file(folder / "model.safetensors")
     key = "model.layers.1.mlp.{}_proj.weight"
     tensors[key.format("gate_up")] = torch.cat([tensors[key.format("gate")], tensors[key.format("up")]])
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(tensors, tmp_path)
 
     message = r"holds model\.layers\.1\.mlp\.gate_up_proj\.weight twice: as it is, and as model\.layers\.1\.mlp\.gate"
     with pytest.raises(PatchedWeightsError, match=message):
@@ -60,8 +66,7 @@ def test_a_checkpoint_with_both_layouts_of_one_tensor_is_an_error(folder: Path, 
 def test_a_checkpoint_with_one_part_under_two_names_is_an_error(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"] + 1
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(tensors, tmp_path)
 
     message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as"
     with pytest.raises(PatchedWeightsError, match=message):
@@ -76,8 +81,7 @@ def test_a_conversion_may_make_parts_and_others_at_once(fusions: tuple[str, ...]
     for layer in range(config.num_hidden_layers):
         parts = [tensors.pop(f"model.layers.{layer}.{name}") for name in names]
         tensors[f"model.layers.{layer}.self_attn.all.weight"] = torch.cat(parts)
-    config.save_pretrained(tmp_path)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write(tensors, tmp_path, config)
     cut = WeightConverter(["self_attn.all.weight"], names, operations=[Chunk(dim=0)])
 
     patcher = Patcher(fusions=fusions, extra_weight_conversions=cut)
@@ -110,8 +114,7 @@ def test_a_whole_expert_that_is_missing_is_named_by_its_keys(tmp_path: Path) -> 
 def test_parts_that_stock_misses_as_well_are_no_affair_of_a_fusion(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     left = {key: value for key, value in tensors.items() if not key.startswith("model.layers.1.self_attn.")}
-    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    write(left, tmp_path)
 
     model, stock = load(tmp_path, "qkv"), AutoModelForCausalLM.from_pretrained(tmp_path)
     found = plan(tmp_path, Patcher(fusions="qkv"))
