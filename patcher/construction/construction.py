@@ -7,9 +7,10 @@ ends with the block that made it (a load, `from_config`, a skeleton) or, for a m
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,8 +22,9 @@ from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.frames import calling_module, is_initializing
-from patcher.construction.in_force import InForce, Matched, entered, tell_blocks
-from patcher.construction.meta_init import MetaInit
+from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
+from patcher.construction.meta_init import MetaInit, move_parameters_to_meta, no_meta_init, take_numbers
+from patcher.construction.plain_tensors import attributes, modules_in, tensors_in
 from patcher.errors import PatchConstructionError
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class Built:
     kwargs: dict[str, Any]
     #: not a part of another replacement
     outermost: bool
+    #: its `__init__` has computed something from parameters, which had no values
+    needs_values: bool
+    #: the names of its parameters, and the how-manieth each was that it registered
+    numbers: Mapping[str, int]
 
 
 #: replacements, each with the path at which the model has it
@@ -122,45 +128,81 @@ class Construction:
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Make an object of `original` one of its replacement."""
-        built = Built(module, original, match.replacement, match.entry, args, kwargs, not self._building)
         mark_original_class(module, original)
-        self._building.append(module)
-        try:
-            if not (self.on_meta and self._built_on_meta(module, original, match, args, kwargs)):
-                MetaInit.current().construct(module, original, match.replacement, args, kwargs)
-        finally:
-            self._building.pop()
+        is_outermost = not self._building
+        needs_values = self._construct(module, original, match.replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         self.note(original, match)
+        numbers = take_numbers(module) if is_outermost else {}  # now: a quantizer may put others in their places
+        entry, replacement = match.entry, match.replacement
+        built = Built(module, original, replacement, entry, args, kwargs, is_outermost, needs_values, numbers)
         self.built.append(built)
         if self.at_end is not None and module is self.root:
             self.at_end()
 
-    def _built_on_meta(
-        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether the replacement could be built without a value; if it looks at one it has to be real."""
-        count = len(self.built)
-        try:
-            MetaInit.current(buffers_too=True).construct(module, original, match.replacement, args, kwargs)
-        except PatchConstructionError:
-            del self.built[count:]
-            module.__class__ = original
-            module.__dict__.clear()
-            mark_original_class(module, original)
-            return False
-        return True
-
-    def build_again(self, built: Built, wanted: Iterable[int]) -> dict[int, nn.Parameter]:
-        """Build a replacement once more, for the values that its `__init__` gives to some of its parameters."""
+    def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
+        """Build a replacement once more, for the values that its `__init__` computes."""
         module = built.original.__new__(built.original)
-        meta_init = MetaInit(wanted)
         self._building.append(module)
         try:
             meta_init.construct(module, built.original, built.replacement, built.args, built.kwargs)
         finally:
             self._building.pop()
-        return meta_init.kept
+        return module
+
+    def _construct(
+        self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
+    ) -> bool:
+        """Initialise a replacement, real if meta can't give what its `__init__` asks of it.
+
+        Returns:
+            Whether it has computed something from a parameter whose value a checkpoint may replace.
+        """
+        self._building.append(module)
+        count = len(self.built)
+        try:
+            if (around := MetaInit.current()) is not None:
+                around.construct(module, original, replacement, args, kwargs)
+                return False
+            for meta_init in [MetaInit(buffers_too=True)] * self.on_meta + [MetaInit()]:
+                try:
+                    meta_init.construct(module, original, replacement, args, kwargs)
+                except PatchConstructionError:
+                    if not meta_init.has_moved:
+                        raise
+                    del self.built[count:]
+                    module.__class__ = original
+                    module.__dict__.clear()
+                    mark_original_class(module, original)
+                else:
+                    return (
+                        meta_init.has_moved
+                        and not self.on_meta
+                        and self._lacks_values(module, meta_init, (args, kwargs))
+                    )
+            MetaInit(moved=()).construct(module, original, replacement, args, kwargs)
+            move_parameters_to_meta(module)
+            return True
+        finally:
+            self._building.pop()
+
+    def _lacks_values(self, module: nn.Module, meta_init: MetaInit, arguments: Any) -> bool:
+        """Whether something that is no parameter is on meta: it was computed from one, or is one under no name."""
+        if any(buffer.device.type == "meta" for buffer in module.buffers()):
+            return True
+        own = {id(each) for each in module.modules()}
+
+        @functools.cache
+        def foreign() -> set[int]:
+            given = [self.root, *modules_in(arguments)]
+            return {id(each) for one in given if one is not None for each in one.modules()}
+
+        return any(
+            meta_init.registered(tensor).device.type == "meta"
+            for each in module.modules()
+            for _, value in attributes(each)
+            for tensor in tensors_in(value, lambda found: id(found) in own or id(found) in foreign())
+        )
 
 
 _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
@@ -193,6 +235,17 @@ def constructing(construction: Construction) -> Iterator[Construction]:
         yield construction
     finally:
         _CURRENT.reset(token)
+
+
+def outside_of_construction(call: Callable[[], T]) -> T:
+    """What a call gives where nothing is being built, under no patcher: a model of its own, not a part of this one."""
+
+    def alone() -> T:
+        _CURRENT.set(None)
+        with no_meta_init():
+            return call()
+
+    return unpatched(alone)
 
 
 def begin_by_hand(model: PreTrainedModel) -> Construction | None:

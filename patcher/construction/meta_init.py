@@ -7,7 +7,8 @@ a context variable, does it for one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,46 +18,68 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes
+from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
 from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 #: On a parameter of a replacement: the how-manieth it was that the replacement registered.
-_INDEX = "_patcher_index"
-_TWIN = "_patcher_twin"
+_NUMBER = "_patcher_number"
 
 
-def parameter_index(parameter: torch.Tensor) -> int | None:
-    """The place of a parameter in the order in which its replacement registered them."""
-    return getattr(parameter, _INDEX, None)
+def take_numbers(module: nn.Module) -> dict[str, int]:
+    """The places of parameters in the order in which their replacement registered them, which is forgotten then."""
+    found: dict[str, int] = {}
+    for name, parameter in named_parameters(module):
+        if (number := parameter.__dict__.get(_NUMBER)) is not None:
+            found[name] = number
+    for parameter in module.parameters():
+        forget_number(parameter)
+    return found
 
 
-def forget_index(parameter: torch.Tensor) -> None:
-    """Take the mark away."""
-    parameter.__dict__.pop(_INDEX, None)
+def forget_number(parameter: nn.Parameter) -> None:
+    """Leave no mark on a parameter of a finished model."""
+    parameter.__dict__.pop(_NUMBER, None)
 
 
 class MetaInit:
-    """Where the parameters of a replacement go while it is built.
+    """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
 
-    They are numbered in the order in which they are registered. Where the model is built on meta they go there; with
-    `wanted`, all but the wanted ones do.
+    They are numbered in the order in which they are registered. Another parameter is registered in the place of each,
+    for the one that `__init__` has made may be somebody else's as well.
+
+    Args:
+        buffers_too: whether buffers may stay on meta as well.
+        to_meta: whether the model is built on meta; where it is now, it is.
+        moved: the numbers of those that are moved, by default all.
+        given: number -> the value that it has from its registration on, whatever is written to it later.
     """
 
-    def __init__(self, wanted: Iterable[int] | None = None, *, buffers_too: bool = False) -> None:
-        self.wanted = frozenset(wanted or ())
-        self._to_meta = wanted is not None
-        self.kept: dict[int, nn.Parameter] = {}
-        self._count = 0
+    def __init__(
+        self,
+        *,
+        buffers_too: bool = False,
+        to_meta: bool = False,
+        moved: Container[int] = range(sys.maxsize),
+        given: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.to_meta = to_meta
+        self.has_moved = False
         self._buffers_too = buffers_too
+        self._moved = moved
+        self._given = given or {}
+        self._count = 0
+        self._twins: Any = WeakIdKeyDictionary()
 
     @staticmethod
-    def current(*, buffers_too: bool = False) -> MetaInit:
-        """The one under way, or a new one, which may leave buffers on meta as well where the model is built there."""
-        return _CURRENT.get() or MetaInit(buffers_too=buffers_too)
+    def current() -> MetaInit | None:
+        """The one under way in this context."""
+        return _CURRENT.get()
 
     def construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
@@ -86,38 +109,102 @@ class MetaInit:
             yield
             return
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
-        self._to_meta = self._to_meta or torch.empty(0).device.type == "meta"
+        self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
         token = _CURRENT.set(self)
         try:
-            with torch.device("cpu") if self._to_meta and not self._buffers_too else nullcontext():
+            with (
+                torch.device("cpu") if self.to_meta and not self._buffers_too else nullcontext(),
+                _KeptValues(self._given.values()) if self._given else nullcontext(),
+            ):
                 yield
         finally:
             _CURRENT.reset(token)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        twin: nn.Parameter | None = getattr(parameter, _TWIN, None)
-        if twin is not None:
-            return twin
-        if parameter.device.type == "meta" or getattr(parameter, _INDEX, None) is not None:
-            return None  # registered before, under another name
-        index = self._count
+        """What is registered in the place of a parameter, None for the parameter itself."""
+        if not self.to_meta or parameter.device.type == "meta" or getattr(parameter, _NUMBER, None) is not None:
+            return None  # or it was registered before, under another name
+        if parameter in self._twins:
+            known: nn.Parameter = self._twins[parameter]
+            return known
+        number = self._count
         self._count += 1
-        if not self._to_meta or index in self.wanted:
-            setattr(parameter, _INDEX, index)
-            if index in self.wanted:
-                self.kept[index] = parameter
+        data = self._given.get(number)
+        if data is None and number not in self._moved:
+            setattr(parameter, _NUMBER, number)
             return None
         # The device that is put in force is a mode that every look at a tensor would pass through.
         with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
-            twin = like(parameter, parameter.data.to("meta"))
-        setattr(twin, _INDEX, index)
-        setattr(parameter, _TWIN, twin)
+            twin = like(parameter, parameter.data.to("meta") if data is None else data)
+        self.has_moved = self.has_moved or data is None
+        setattr(twin, _NUMBER, number)
+        self._twins[parameter] = twin
         return twin
+
+    def registered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module has in the place of a tensor that was registered."""
+        twin: torch.Tensor = self._twins.get(tensor, tensor)
+        return twin
+
+
+def move_parameters_to_meta(module: nn.Module) -> None:
+    """Take the values from the parameters that a module has registered itself; what is shared stays so."""
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and (number := getattr(parameter, _NUMBER, None)) is not None:
+                if parameter not in twins:
+                    twins[parameter] = like(parameter, parameter.data.to("meta"))
+                    setattr(twins[parameter], _NUMBER, number)
+                owner._parameters[name] = twins[parameter]
+    for parameter in twins:
+        forget_number(parameter)
+
+
+@contextmanager
+def no_meta_init() -> Iterator[None]:
+    """Leave parameters where they are, in a model that a replacement doesn't build itself."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves out what would be written to some tensors: `reset_parameters` doesn't know that they have their values.
+
+    numpy writes without torch's knowledge; the values are copies, so the model's own weights stay what they are.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = [
+            value
+            for place, argument in enumerate(operation._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+        ]
+        kept = [value for value in written if value.untyped_storage().data_ptr() in self._storages]
+        if not kept:
+            return operation(*args, **kwargs)
+        if len(written) > 1:
+            raise RuntimeError(f"{operation} writes to several tensors, of which one is a weight of the checkpoint")
+        return written[0]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor) and each.device.type != "meta"]
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """The parameter with other data: its type, its attributes, and whether it is trained."""
-    attributes = {key: value for key, value in parameter.__dict__.items() if key not in (_TWIN, _INDEX)}
+    attributes = {key: value for key, value in parameter.__dict__.items() if key != _NUMBER}
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
         twin.__dict__.update(attributes)

@@ -25,13 +25,19 @@ from patcher.compat.conversions import adapted_to_quantizer, copy_transform, fol
 from patcher.compat.hooks import HOOKED, check
 from patcher.compat.models import as_stock, original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, begin_by_hand, current_construction
+from patcher.construction.construction import (
+    Construction,
+    begin_by_hand,
+    current_construction,
+    outside_of_construction,
+)
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, Block, InForce, entered, entering, in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes, covering
 from patcher.construction.lock import construction_lock
+from patcher.construction.meta_init import MetaInit
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
-from patcher.errors import InvalidPatcherError, PatcherError
+from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading import saving_hooks as saving
 from patcher.loading.checks import Diagnostics
@@ -122,6 +128,16 @@ def _from_pretrained(
     stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if (replacement := MetaInit.current()) is not None:
+        if replacement.to_meta:
+            raise PatchConstructionError(
+                f"{cls.__name__}.from_pretrained({str(path)!r}) is called while a model is being loaded, in the "
+                "__init__ of a replacement. transformers doesn't load a model inside of another one: load it before, "
+                "and let __init__ take that object."
+            )
+        return outside_of_construction(
+            functools.partial(_from_pretrained, stock, cls, *args, patcher=patcher, **kwargs)
+        )
     dry = _DRY_RUN.get()
     with ExitStack() as stack:
         for variable, value in (

@@ -6,7 +6,8 @@ here what a replacement has computed is kept and put back, on the device where i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,10 @@ from patcher.compat.models import (
     offload,
     tied_keys,
 )
-from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Built, Construction, Placed
-from patcher.construction.init_hooks import building
-from patcher.construction.meta_init import forget_index, like, parameter_index
+from patcher.construction.construction import Built, Placed
+from patcher.construction.meta_init import like
 from patcher.errors import InvalidPatcherError
+from patcher.loading.computed_values import BuiltAgain, build_again
 from patcher.patterns import inside, search
 
 if TYPE_CHECKING:
@@ -98,30 +98,40 @@ class InitialValues:
         # A quantizer may have put others in the place of some.
         self.replaced = [(path, built) for path, built in load.outermost if _module_at(model, path) is built.module]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.wanted: list[tuple[Built, dict[str, int]]] = []
-        absent = self.traits.without_aliases(self.missing) - tied_keys(model)
+        #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
+        self.given: dict[str, nn.Parameter] = {}
+        self.tied = tied_keys(model)
+        self.absent = self.traits.without_aliases(self.missing) - self.tied
         for path, built in self.replaced:
             for key, buffer in _buffers(path, built.module):
                 if key in self.missing or not _is_saved(model, key):
                     self.buffers[key] = buffer
                     mark_initialized(buffer)
-            if absent and (wanted := _indices(path, built, absent.__contains__)):
-                self.wanted.append((built, wanted))
+            for key, parameter in named_parameters(built.module, path) if self.absent else ():
+                if key in self.absent and parameter.device.type != "meta":
+                    self.given[key] = parameter
 
     def put_back(self, load_config: Any) -> None:
         """After transformers has filled in what it takes for missing."""
         device_map = load_config.device_map or {"": "cpu"}
-        for key, value in self.buffers.items():
-            device = get_device(device_map, key, valid_torch_device=True)
-            set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
-            if key in self.missing and load_config.offload_buffers:
-                self._offload(key, value, device_map, load_config.disk_offload_folder)
-        for built, wanted in self.wanted:
-            dtype = load_config.dtype
-            with local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext():
-                initial = _initial(self.rules, built, wanted, self.model)
-            for key, value in initial.items():
-                self._put(key, value, device_map, load_config.disk_offload_folder)
+        for key, parameter in self.given.items():
+            if get_device(device_map, key, valid_torch_device=True) == parameter.device:
+                _set(self.model, key, parameter)  # the very object
+            else:
+                self._put(key, parameter, device_map, load_config.disk_offload_folder)
+        for key, buffer in self.buffers.items():
+            self._put_buffer(key, buffer, load_config)
+        for again, absent in self._build_again(load_config.dtype):
+            for key in absent:
+                if (value := again.parameter(self.model, key)) is not None:
+                    self._put(key, value, device_map, load_config.disk_offload_folder)
+            for key, buffer in again.module.named_buffers(prefix=again.path, remove_duplicate=False):
+                if (key in self.missing or not _is_saved(self.model, key)) and not again.lacks(key, buffer):
+                    self._put_buffer(key, buffer.detach(), load_config)
+            for keys in self.traits.shared:
+                if keys[0].startswith(inside(again.path)):
+                    self._share(keys)
+            again.carry_attributes(self._known)
         for keys in self.traits.shared:
             self._share(keys)
         if self.traits.frozen:
@@ -133,6 +143,31 @@ class InitialValues:
         for path, built in self.replaced:
             for name, module in built.module.named_modules(prefix=path):
                 _move_plain_tensors(module, get_device(device_map, f"{name}.", valid_torch_device=True))
+
+    def _build_again(self, dtype: torch.dtype | None) -> Iterator[tuple[BuiltAgain, list[str]]]:
+        """What `__init__` computes, of each replacement of which the load needs something."""
+        for path, built in self.replaced:
+            if not self.absent and not built.needs_values:
+                continue
+            names = [key for key, _ in named_parameters(built.module, path)]
+            absent = [key for key in names if key in self.absent]
+            if absent or built.needs_values:
+                keys = [(inside(path) + name, number) for name, number in built.numbers.items()]
+                loaded = {number: key for key, number in reversed(keys) if key not in self.missing or key in self.tied}
+                with local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext():
+                    again = build_again(self.model, self.rules, path, built, absent, loaded)
+                yield again, absent
+
+    @functools.cached_property
+    def _known(self) -> dict[int, nn.Module]:
+        return {id(module): module for module in self.model.modules()}
+
+    def _put_buffer(self, key: str, value: torch.Tensor, load_config: Any) -> None:
+        device_map = load_config.device_map or {"": "cpu"}
+        device = get_device(device_map, key, valid_torch_device=True)
+        set_module_tensor_to_device(self.model, key, device, value=value, dtype=value.dtype)
+        if key in self.missing and load_config.offload_buffers:
+            self._offload(key, value, device_map, load_config.disk_offload_folder)
 
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
         value = like(value, value.data.to(get_device(device_map, key, valid_torch_device=True)))
@@ -173,53 +208,6 @@ def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
     finally:
         for buffer in fresh:
             forget_initialized(buffer)
-
-
-def keep_new_weights(model: PreTrainedModel, rules: ClassRules, outermost: Placed) -> None:
-    """Give new weights of a model without a checkpoint what `__init__` gave them, over what the model gave them."""
-    expressions = [text for entry in rules.entries for text in entry.patcher.new_weights]
-    for path, built in outermost:
-        wanted = _indices(path, built, lambda key: any(search(text, key) for text in expressions))
-        wanted = {key: index for key, index in wanted.items() if model.get_parameter(key).device.type != "meta"}
-        if wanted:
-            with torch.no_grad():
-                for key, value in _initial(rules, built, wanted, model).items():
-                    model.get_parameter(key).copy_(value)
-
-
-def forget_indices(outermost: Placed) -> None:
-    """Leave no mark on the parameters of a finished model."""
-    for _, built in outermost:
-        for _, parameter in named_parameters(built.module):
-            forget_index(parameter)
-
-
-def _indices(path: str, built: Built, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """The wanted parameters of a replacement, and their places among those that it registers."""
-    return {
-        key: index
-        for key, parameter in named_parameters(built.module, path)
-        if is_wanted(key) and (index := parameter_index(parameter)) is not None
-    }
-
-
-def _initial(
-    rules: ClassRules, built: Built, wanted: dict[str, int], model: PreTrainedModel
-) -> dict[str, nn.Parameter]:
-    """The wanted parameters as `__init__` makes them, but for those that a quantizer has made something else of.
-
-    The replacement is built once more, because what `__init__` does to a parameter on meta is lost; only the wanted
-    ones are real.
-    """
-    construction = Construction(rules, is_skeleton=True)
-    with building(construction):
-        initial = construction.build_again(built, wanted.values())
-    result = {}
-    for key, index in wanted.items():
-        parameter, value = model.get_parameter(key), initial.get(index)
-        if value is not None and type(parameter) in (nn.Parameter, type(value)) and parameter.shape == value.shape:
-            result[key] = value
-    return result
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

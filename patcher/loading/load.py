@@ -33,7 +33,7 @@ from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.base import Fusion
 from patcher.loading.checks import Diagnostics
-from patcher.loading.initial_values import ParameterTraits, forget_indices, keep_new_weights
+from patcher.loading.initial_values import ParameterTraits
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
@@ -298,15 +298,12 @@ def finish(load: Constructed) -> None:
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     keep_record(load.models, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
-    forget_indices(load.outermost)
     diagnostics.warn()
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
     construction.matched, record, outermost, models = _seen(construction, model)
-    keep_new_weights(model, construction.rules, outermost)
     ParameterTraits.of(model, outermost)
-    forget_indices(outermost)
     keep_record(models, record)
     construction.forget()

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import InvalidPatcherError, Patcher
@@ -126,18 +127,34 @@ def test_new_weights_keep_what_init_gave_them(dtype: torch.dtype, device_map: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_weights_keep_what_init_gave_them_in_a_model_from_a_config(dtype: torch.dtype) -> None:
+def test_a_model_from_a_config_is_initialised_as_if_the_replacement_were_its_own(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
     model = LlamaForCausalLM._from_config(tiny_llama_config(), patcher=ADAPTED, dtype=dtype)
-    for layer in model.model.layers:
-        assert_initial(layer.mlp, dtype)
-        # What is not new is initialised as the model does it: by a normal distribution of a small width.
-        assert 0.5 < layer.mlp.gate_proj.weight.float().std() / model.config.initializer_range < 2
+    torch.manual_seed(5)
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Adapted)
+    expected = LlamaForCausalLM._from_config(tiny_llama_config(), dtype=dtype)
+    assert_equal_states(model, expected)
 
 
-def test_new_weights_keep_what_init_gave_them_in_a_model_built_in_a_block() -> None:
+def test_a_model_built_in_a_block_is_initialised_as_if_the_replacement_were_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(5)
     model = in_block(ADAPTED)
-    for layer in model.model.layers:
-        assert_initial(layer.mlp)
+    torch.manual_seed(5)
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", Adapted)
+    assert_equal_states(model, LlamaForCausalLM(tiny_llama_config()))
+
+
+def assert_equal_states(model: nn.Module, expected: nn.Module) -> None:
+    assert type(model.model.layers[1].mlp) is type(expected.model.layers[1].mlp)
+    found, state = model.state_dict(), expected.state_dict()
+    assert found.keys() == state.keys()
+    for key, value in state.items():
+        assert found[key].dtype == value.dtype, key
+        assert torch.equal(found[key], value), key
 
 
 def test_new_weights_are_kept_when_they_are_saved_and_loaded(llama: Path) -> None:
