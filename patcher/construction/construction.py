@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
@@ -26,9 +27,6 @@ from patcher.construction.in_force import InForce, Matched, T, entered, tell_blo
 from patcher.construction.meta_init import MetaInit, move_parameters_to_meta, no_meta_init, take_numbers
 from patcher.construction.plain_tensors import attributes, modules_in, tensors_in
 from patcher.errors import PatchConstructionError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +125,18 @@ class Construction:
     def build(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Make an object of `original` one of its replacement."""
+        """Make an object of `original` one of its replacement.
+
+        Raises:
+            PatchConstructionError: it can't be built, or what is to be the model itself would be none.
+        """
+        is_model = issubclass(original, PreTrainedModel) and not issubclass(match.replacement, PreTrainedModel)
+        if is_model and not self._building and self.root is None:
+            raise PatchConstructionError(
+                f"{match.replacement.__qualname__} is to be the model itself in place of {original.__qualname__}, and "
+                "is no PreTrainedModel, so it could neither be loaded nor saved: derive it from "
+                f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
+            )
         mark_original_class(module, original)
         is_outermost = not self._building
         needs_values = self._construct(module, original, match.replacement, args, kwargs)

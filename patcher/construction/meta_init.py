@@ -11,6 +11,7 @@ import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from inspect import isgenerator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -92,6 +93,7 @@ class MetaInit:
         try:
             with self._in_force():
                 _initialise(module, original, replacement, args, kwargs)
+                _check_is_module(module, replacement)
         except PatcherError:
             raise
         except Exception as error:
@@ -231,7 +233,30 @@ def _initialise(
         if not isinstance(module, replacement):
             return  # as Python has it: what is made of another class is not initialised
     inherit_loading_attributes(module, original)
-    module.__init__(*args, **kwargs)  # type: ignore[misc]
+    if (returned := module.__init__(*args, **kwargs)) is not None:  # type: ignore[misc]
+        # Nobody else looks: Python does only where it calls `__init__` itself. A generator hasn't even begun.
+        raise PatchConstructionError(
+            f"{replacement.__qualname__}.__init__ returns an object of {type(returned).__name__}: it must return None"
+            f"{', so it must not contain yield' if isgenerator(returned) else ''}."
+        )
+
+
+def _check_is_module(module: nn.Module, replacement: type[nn.Module]) -> None:
+    """Raise for what torch can't take for a module.
+
+    Raises:
+        PatchConstructionError: with what to write in the class.
+    """
+    if "_parameters" not in module.__dict__:
+        raise PatchConstructionError(
+            f"{replacement.__qualname__}.__init__ doesn't call super().__init__(), so there is no module to put into "
+            "the model: call it first."
+        )
+    if getattr(type(module), "__hash__", None) is None:
+        raise PatchConstructionError(
+            f"{replacement.__qualname__} defines __eq__ and so has no hash, by which torch finds modules: add "
+            "__hash__ = torch.nn.Module.__hash__ to the class."
+        )
 
 
 def _become(module: nn.Module, other: nn.Module) -> None:

@@ -7,7 +7,7 @@ checkpoint instead, from its registration on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +173,12 @@ def build_again(
         PatchConstructionError: it can't be built, or something is computed from what has no value.
     """
     wanted = [key.removeprefix(inside(path)) for key in absent]
+    used_up = [each for each in (*built.args, *built.kwargs.values()) if isinstance(each, Iterator)]
+    if used_up:
+        raise PatchConstructionError(
+            f"{built.replacement.__qualname__} has to be built once more for what it computes, and was built "
+            f"from a {type(used_up[0]).__name__}, which can be read once: hand over a list."
+        )
     construction = Construction(rules, is_skeleton=True)
 
     def build(meta_init: MetaInit) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM, modeling_utils
 from transformers.core_model_loading import WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from patcher import InvalidPatcherError, PatchConstructionError, Patcher
+from patcher import InvalidPatcherError, PatchConstructionError, Patcher, plan
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.support.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes, in_block
 from tests.support.snapshot import changes, snapshot
@@ -29,6 +30,12 @@ class Raising(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         raise self.error
+
+
+class RaisingModel(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        raise ValueError("no such width")
 
 
 class Narrow(nn.Module):
@@ -85,7 +92,10 @@ def nothing_is_left(llama: Path) -> Iterator[Callable[[], None]]:
         ),
         ({"LlamaMLP": Slotted}, r"Slotted could not be built in place of LlamaMLP.*object layout differs"),
         ({"LlamaModel": Narrow}, r"Narrow could not be built in place of LlamaModel, in __init__ of LlamaForCausalLM"),
-        ({"LlamaForCausalLM": Raising}, r"Raising could not be built in place of LlamaForCausalLM.*no such width"),
+        (
+            {"LlamaForCausalLM": RaisingModel},
+            r"RaisingModel could not be built in place of LlamaForCausalLM.*no such width",
+        ),
     ],
     ids=["raises", "other arguments", "keyword arguments", "layout", "sub-model", "root"],
 )
@@ -104,6 +114,84 @@ def test_the_error_says_which_and_where_and_with_what(
     assert isinstance(caught.value.__cause__, (ValueError, TypeError))
     nothing_is_left()
     assert classes(LlamaForCausalLM.from_pretrained(llama)) == {"LlamaMLP": 2, "LlamaRMSNorm": 5}
+
+
+class NoBeginning(OwnMLP):
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class Yielding(OwnMLP):
+    def __init__(self, config: Any) -> Any:
+        super().__init__(config)
+        yield self.gate_proj
+
+
+class Returning(OwnMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        return self.gate_proj.in_features
+
+
+class Unhashable(OwnMLP):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+class PlainRoot(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = LlamaModel(config)
+
+
+def following(advice: str) -> dict[str, type[nn.Module]]:
+    """The mapping with what an error says written into the class."""
+    code = re.search(r"__hash__ = [\w.]+", advice)
+    if code is not None:
+        assert eval(code[0].removeprefix("__hash__ = "), {"torch": torch}) is nn.Module.__hash__
+        return {"LlamaMLP": type("Hashable", (Unhashable,), {"__hash__": nn.Module.__hash__})}
+    if "derive it from" in advice:
+        return {"LlamaForCausalLM": type("Root", (LlamaForCausalLM,), {})}
+    assert "super().__init__()" in advice or "must return None" in advice
+    return {"LlamaMLP": OwnMLP}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ({"LlamaMLP": NoBeginning}, r"NoBeginning\.__init__ doesn't call super\(\)\.__init__\(\).* call it first"),
+        (
+            {"LlamaMLP": Yielding},
+            r"Yielding\.__init__ returns an object of generator: it must return None, so it .* yield",
+        ),
+        ({"LlamaMLP": Returning}, r"Returning\.__init__ returns an object of int: it must return None\.$"),
+        ({"LlamaMLP": Unhashable}, r"Unhashable defines __eq__ and so has no hash.* add __hash__ = torch\.nn\.Module"),
+        (
+            {"LlamaForCausalLM": PlainRoot},
+            r"PlainRoot is to be the model itself in place of LlamaForCausalLM.* derive it",
+        ),
+    ],
+    ids=["no super().__init__()", "a generator", "a value", "unhashable", "a plain root"],
+)
+@pytest.mark.parametrize("way", ["load", "from_config", "applied", "plan"])
+def test_what_is_no_module_of_torch_is_named(
+    mapping: dict[str, Any], text: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
+) -> None:
+    def build(patcher: Patcher) -> None:
+        if way == "load":
+            LlamaForCausalLM.from_pretrained(llama, patcher=patcher)
+        elif way == "from_config":
+            AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=patcher)
+        elif way == "applied":
+            in_block(patcher)
+        else:
+            for error in plan(llama, patcher).problems:
+                raise PatchConstructionError(error)
+
+    with pytest.raises(PatchConstructionError, match=text) as caught:
+        build(Patcher(mapping))
+    nothing_is_left()
+    build(Patcher(following(str(caught.value))))
 
 
 def test_the_cause_is_the_very_error(llama: Path) -> None:

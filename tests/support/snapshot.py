@@ -20,6 +20,8 @@ PYTHONS = ("__doc__", "__weakref__", "__slotnames__")
 # Torch's own: each operation on the meta device sets it and sets it back, two at once in threads leave the other's.
 # Plain loads of transformers in six threads do so too, in a process that never imports patcher.
 RACED = {("torch._library.fake_impl", "global_ctx_getter")}
+# Torch imports it, and remembers it, when somebody first asks whether an object is a device mesh.
+RACED.add(("torch._opaque_base", "_FakeScriptObject_cls"))
 ABSENT = object()
 
 Key = tuple[str, ...]
