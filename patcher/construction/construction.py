@@ -177,7 +177,7 @@ class Construction:
                 try:
                     meta_init.construct(module, original, replacement, args, kwargs)
                 except PatchConstructionError:
-                    if not meta_init.has_moved:
+                    if not (meta_init.has_moved or meta_init.buffers_too):
                         raise
                     del self.built[count:]
                     module.__class__ = original

@@ -71,7 +71,7 @@ class MetaInit:
     ) -> None:
         self.to_meta = to_meta
         self.has_moved = False
-        self._buffers_too = buffers_too
+        self.buffers_too = buffers_too
         self._moved = moved
         self._given = given or {}
         self._count = 0
@@ -115,7 +115,7 @@ class MetaInit:
         token = _CURRENT.set(self)
         try:
             with (
-                torch.device("cpu") if self.to_meta and not self._buffers_too else nullcontext(),
+                torch.device("cpu") if self.to_meta and not self.buffers_too else nullcontext(),
                 _KeptValues(self._given.values()) if self._given else nullcontext(),
             ):
                 yield

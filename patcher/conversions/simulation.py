@@ -13,6 +13,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import dot_natural_key, key_renamer
 from patcher.conversions.groups import Alike, Group, made_by_name
 from patcher.conversions.layouts import Layout
+from patcher.conversions.tracing import trace_of
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Outcome:
     #: parameter -> the shape that was found, and the one that it has
     mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
+    #: parameter -> the keys that a conversion makes it of, and the one that has it as it is
+    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: parameter -> why the conversion that makes it raised, as transformers puts it
     conversion_errors: dict[str, str] = field(default_factory=dict)
 
@@ -66,10 +69,13 @@ def simulate(
     outcome = Outcome(missing=set(parameters))
     groups: dict[str, Group] = {}
     shapes: dict[str, torch.Size] = dict(sources or {})
+    as_they_are: dict[str, str] = {}
     rename = key_renamer(conversions, model, parameters)
     for key in sorted(checkpoint, key=dot_natural_key):
         renamed, taker, pattern = rename(key)
         converter = taker if isinstance(taker, WeightConverter) else None
+        if converter is None:
+            as_they_are[renamed] = key
         if renamed not in parameters:
             outcome.unexpected.update([renamed] if converter is None else made_by_name(converter, renamed))
         elif renamed in groups or (converter is not None and renamed not in shapes):  # the first of them says how
@@ -99,6 +105,10 @@ def simulate(
         for name, shape in made.items():
             shapes[name] = parameters[name].shape if is_blind and name in parameters else shape
         outcome.routes.append(Route(tuple(group.shapes), tuple(made), group.converter))
+        if trace_of(group.converter) is not None:  # of its own conversions transformers takes care
+            for name in made.keys() & as_they_are.keys():
+                others = [key for key in group.shapes if key != as_they_are[name]]
+                outcome.twice[name] = (*others, as_they_are[name])
     for name, shape in shapes.items():
         outcome.missing.discard(name)
         if name not in parameters:

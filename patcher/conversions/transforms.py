@@ -49,6 +49,12 @@ def joins(transform: WeightTransform) -> bool:
     return any(type(operation) is Concatenate for operation in getattr(transform, "operations", ()))
 
 
+def is_concatenation(transform: Any) -> bool:
+    """Whether the transform does nothing but concatenate, so that each tensor keeps its shape."""
+    operations = getattr(transform, "operations", ())
+    return bool(operations) and all(isinstance(operation, Concatenate) for operation in operations)
+
+
 def single(value: Any) -> Any:
     """The tensor, of one that transformers may have handed on in a list."""
     return value[0] if isinstance(value, list) else value

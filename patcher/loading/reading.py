@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from patcher.compat.conversions import (
     copy_transform,
@@ -26,9 +28,13 @@ from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.loading.checks import Diagnostics, check_weights
+from patcher.loading.completion import Completion, complete
 from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
+
+logger = logging.get_logger(__name__)
 
 
 class _Info:
@@ -69,10 +75,14 @@ def read(
         return expected, expected.info, None
     quantized = not _can_be_simulated(load_config)
     reading = _reading(selected, checkpoint, mapping, quantized=quantized)
+    if not quantized and (reading.problem is not None or not _fits_as_it_is(selected, reading)):
+        # Raises what is wrong before anything is read.
+        selected, completed, _ = _simulate_read(selected, load_config, checkpoint)
+        if completed is not checkpoint:
+            checkpoint = completed
+            reading = _reading(selected, checkpoint, mapping, quantized=quantized)
     if reading.problem is not None:
         raise reading.problem
-    if not quantized and not _fits_as_it_is(selected, reading):
-        _simulate_read(selected, mapping, checkpoint)  # raises what is wrong before anything is read
     weights, conversions = reading.for_load(mapping)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
     loaded = _check_read(selected, mapping, checkpoint, reading, info, disk_index)
@@ -101,7 +111,7 @@ def _dry_run(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any]
     if not asked.has_checkpoint:
         return Loaded(**vars(selected), info=_Info(Outcome()))
     quantized = not _can_be_simulated(load_config)
-    expected = _simulate_read(selected, load_config.weight_mapping or [], checkpoint, quantized=quantized)
+    _, _, expected = _simulate_read(selected, load_config, checkpoint, quantized=quantized)
     assert expected is not None
     # Take from the keys what transformers doesn't mind, as a load does at its end.
     parameters = dict(named_parameters(selected.model))
@@ -133,16 +143,46 @@ def _fits_as_it_is(selected: Selected, reading: FusedReading) -> bool:
 
 
 def _simulate_read(
-    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], *, quantized: bool = False
-) -> Loaded | None:
-    """What the load will come to, by names and shapes; None if it can't be told.
+    selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], *, quantized: bool = False
+) -> tuple[Selected, Mapping[str, Any], Loaded | None]:
+    """What the load will come to, by names and shapes.
 
     On copies of the conversions, since they collect what passes through them.
+
+    Returns:
+        The load with what was said of it, the checkpoint as it is to be read, and the result, if it can be told.
 
     Raises:
         UnmatchedPatchError: as `read`.
         PatchedWeightsError: as `read`.
     """
+    mapping = load_config.weight_mapping or []
+    alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint, quantized=quantized)
+    for twice, others in outcome.twice.items():
+        as_it_is = "as it is" if others[-1] == twice else f"as {others[-1]}"
+        raise PatchedWeightsError(
+            f"The checkpoint holds {twice} twice: {as_it_is}, and as {', '.join(others[:-1])}. Take one of them out."
+        )
+    if not quantized and not selected.runtime_layout and (reading.problem is not None or selected.traced):
+        completion = _completed(selected, load_config, checkpoint, outcome)
+        is_strict = selected.strict or bool(completion.misfits)  # transformers raises for shapes as well
+        selected = replace(selected, diagnostics=selected.diagnostics.adding(completion.error, strict=is_strict))
+        if completion.initialized:
+            checkpoint = completion.checkpoint
+            alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint)
+            if selected.dry_run is None:
+                keys = ", ".join(compress(completion.initialized))
+                logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
+    if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
+        return selected, checkpoint, None
+    result = replace(_check_read(alone, copied, checkpoint, reading, _Info(outcome)), outcome=outcome)
+    return selected, checkpoint, result
+
+
+def _simulated(
+    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], *, quantized: bool = False
+) -> tuple[Selected, list[Any], FusedReading, Outcome]:
+    """The load with copies of its conversions, these, how the checkpoint is read, and what comes of it."""
     copies = {
         id(item): with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
         for item in mapping
@@ -158,9 +198,26 @@ def _simulate_read(
     rest = _shapes_of(reading.rest)
     outcome = simulate(selected.model, copied, rest, unknown, sources=reading.shapes, going_on=True)
     outcome.routes += reading.routes()
-    if outcome.conversion_errors and selected.dry_run is None and not _fails_for_sure(copied, outcome):
-        return None
-    return replace(_check_read(alone, copied, checkpoint, reading, _Info(outcome)), outcome=outcome)
+    return alone, copied, reading, outcome
+
+
+def _completed(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], patched: Outcome) -> Completion:
+    stock, outcome = _stock_load(selected, checkpoint)
+    copies = [
+        with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
+        for item in load_config.weight_mapping or []
+    ]
+    return complete(
+        selected.model,
+        stock,
+        outcome,
+        checkpoint,
+        copies,
+        amiss=patched.missing | patched.mismatched.keys() | patched.conversion_errors.keys(),
+        dtype=load_config.dtype,
+        ignores_shapes=load_config.ignore_mismatched_sizes,
+        is_read=selected.dry_run is None,
+    )
 
 
 def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
@@ -215,7 +272,7 @@ def _check_read(
         info,
         missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
         parts_of=reading.missing,
-        stock_outcome=lambda: _stock_outcome(selected, checkpoint),
+        stock_outcome=lambda: _stock_load(selected, checkpoint)[1],
     )
     diagnostics = diagnostics.adding(found.error, strict=selected.strict)
     done |= {"new_weights": selected.traits.with_aliases(found.new), "dropped_weights": found.dropped}
@@ -235,11 +292,11 @@ def _unknown(selected: Selected) -> frozenset[str]:
     return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
 
 
-def _stock_outcome(selected: Selected, checkpoint: Mapping[str, Any]) -> Outcome:
-    """What the unpatched model would make of a checkpoint, by names and shapes."""
+def _stock_load(selected: Selected, checkpoint: Mapping[str, Any]) -> tuple[PreTrainedModel, Outcome]:
+    """The unpatched model on meta, and what it would make of a checkpoint, by names and shapes."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return simulate(stock, conversions, _shapes_of(checkpoint), _unknown(selected), going_on=True)
+    return stock, simulate(stock, conversions, _shapes_of(checkpoint), _unknown(selected), going_on=True)
 
 
 def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
