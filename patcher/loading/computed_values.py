@@ -113,8 +113,9 @@ class BuiltAgain:
         def is_known(module: nn.Module) -> bool:
             return id(module) in memo
 
+        name = key.rpartition(".")[2]
         tensors = tensors_in(value, is_known)
-        if not tensors and not self.built.needs_values:
+        if (not tensors and not self.built.needs_values) or target.__dict__.get(name) is value:
             return
         if len(tensors) > len(tensors_in(value, is_known, closures=False)) or len(modules_in(value)) > len(
             modules_in(value, closures=False)
@@ -129,7 +130,7 @@ class BuiltAgain:
             if id(self.meta_init.registered(tensor)) not in memo:
                 self.lacks(key, tensor)
         try:
-            target.__dict__[key.rpartition(".")[2]] = carried(value, memo, lambda tensor: self._own(tensor, memo))
+            target.__dict__[name] = carried(value, memo, lambda tensor: self._own(tensor, memo))
         except PatcherError:
             raise
         except Exception as error:
@@ -196,18 +197,21 @@ def build_again(
             if all(made[name].device.type != "meta" for name in wanted if name in made):
                 return BuiltAgain(path, built, module, meta_init, {}, ())
     given = {number: value for number, key in names.items() if (value := _value(model, key)) is not None}
-    without = tuple(key for number, key in names.items() if number not in given)
-    try:
-        meta_init = MetaInit(to_meta=True, moved=names, given=given)
-        module = build(meta_init)
-    except PatchConstructionError as error:
-        if not without:
-            raise
-        raise _no_values(built, "something", without) from error
-    modules = dict(module.named_modules(remove_duplicate=False))
-    others = [key for key in names.values() if _is_another(model, modules, path, key)]
-    if others:
-        raise _no_values(built, "something", others)
+    while True:
+        without = tuple(key for number, key in names.items() if number not in given)
+        try:
+            meta_init = MetaInit(to_meta=True, moved=names, given=given)
+            module = build(meta_init)
+        except PatchConstructionError as error:
+            if not without:
+                raise
+            raise _no_values(built, "something", without) from error
+        modules = dict(module.named_modules(remove_duplicate=False))
+        others = [number for number in given if _is_another(model, modules, path, names[number])]
+        if not others:
+            break
+        for number in others:  # what lies there now only looks like the value
+            del given[number]
     copies = {value.untyped_storage().data_ptr(): names[number] for number, value in given.items()}
     return BuiltAgain(path, built, module, meta_init, copies, without)
 

@@ -263,6 +263,21 @@ def test_what_depends_on_no_quantized_weight_is_computed_beside_them(way: str, l
     assert (model.model.layers[1].mlp.twice == 2).all()
 
 
+def test_what_depends_on_a_weight_that_is_not_quantized_is_computed_from_it(llama: Path) -> None:
+    class Layer(LlamaDecoderLayer):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.scale = nn.Parameter(self.input_layernorm.weight.detach() * 2)
+
+    patcher = Patcher({"LlamaDecoderLayer": Layer}, new_weights=r"\.scale$")
+    model = LlamaForCausalLM.from_pretrained(
+        llama, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu", patcher=patcher
+    )
+    for layer in model.model.layers:
+        assert type(layer.mlp.gate_proj) is not nn.Linear
+        assert torch.equal(layer.scale, layer.input_layernorm.weight * 2)
+
+
 def test_what_is_written_to_a_weight_of_the_checkpoint_while_it_is_built_has_no_effect(llama: Path) -> None:
     """As it has none on a model that was built by hand and then gets its weights. What is computed sees none of it."""
 
