@@ -328,9 +328,16 @@ def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs
 
 
 def _post_init(stock: Stock, self: PreTrainedModel) -> None:
+    # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
+    with construction_lock:
+        _initialise(stock, self)
+
+
+def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     construction = current_construction()
     if construction is None or construction.is_skeleton:
-        return stock(self)  # type: ignore[no-any-return]
+        stock(self)
+        return
     is_root = construction.root is self
     if is_root:
         for entry in construction.rules.entries:
@@ -348,7 +355,6 @@ def _post_init(stock: Stock, self: PreTrainedModel) -> None:
             finish_by_hand(construction, self)
         else:
             construction.at_end = functools.partial(finish_by_hand, construction, self)
-    return None
 
 
 def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import pickle
 import random
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, Concatenate, LlamaConfig, WeightConverter
+from transformers import AutoModelForCausalLM, Concatenate, LlamaConfig, LlamaForCausalLM, WeightConverter
 from transformers.core_model_loading import ConversionOps
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -27,6 +28,8 @@ from patcher import PatchConstructionError, Patcher, PatcherError
 from tests.support.replacements import JoinedMLP
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import save_tiny, tiny_llama_config
+
+ROOT = Path(__file__).parents[2]
 
 
 class FirstMLP(LlamaMLP):
@@ -271,6 +274,63 @@ def test_each_task_and_the_threads_that_it_asks_have_its_patcher(checkpoint: Pat
 
     asyncio.run(together())
     assert changes(before) == []
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+def test_models_built_by_hand_beside_loads_are_tied_and_leave_torch_as_it_was(checkpoint: Path) -> None:
+    """A load unties what is built anywhere, and two that initialise at once leave `torch.nn.init` rebound for good."""
+    before = snapshot()
+
+    def work(chooser: random.Random) -> None:
+        if chooser.random() < 0.5:
+            load(checkpoint, "none")
+        else:
+            model = LlamaForCausalLM(tiny_llama_config(**TIED))
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        run_in_threads(work, threads=4, rounds=20)
+    finally:
+        sys.setswitchinterval(interval)
+    assert changes(before) == []
+
+
+def forks_in_the_middle_of_loads(checkpoint: Path) -> None:
+    """Run in a process of its own: forked children look at what a construction rebinds for the whole process."""
+    load(checkpoint, "first")  # whatever is imported or made once is there now
+    before, over = snapshot(), threading.Event()
+
+    def loads() -> None:
+        while not over.is_set():
+            load(checkpoint, "first")
+
+    thread = threading.Thread(target=loads)
+    thread.start()
+    try:
+        for _ in range(40):
+            child = os.fork()
+            if not child:
+                if found := changes(before):
+                    print(found, file=sys.stderr, flush=True)
+                os._exit(len(found) > 0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_fork_waits_for_what_another_thread_constructs(checkpoint: Path) -> None:
+    code = (
+        f"from tests.construction.test_concurrency import *; forks_in_the_middle_of_loads(Path({str(checkpoint)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
 
 
 FORK = """
