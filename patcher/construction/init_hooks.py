@@ -135,8 +135,8 @@ def covering(rules: ClassRules) -> Iterator[None]:
         cover.namespaces.add_all(cover.add_all())
         yield
     finally:
+        cover.remove_all()  # before what raises where a generator is closed in another context than it began in
         _COVERS.reset(token)
-        cover.remove_all()
 
 
 @contextmanager

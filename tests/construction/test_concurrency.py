@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,31 @@ def test_each_task_and_the_threads_that_it_asks_have_its_patcher(checkpoint: Pat
         await asyncio.gather(*(work(name) for name in ("first", "none", "second, by expression", "joined", "none")))
 
     asyncio.run(together())
+    assert changes(before) == []
+
+
+def test_a_block_that_another_thread_closes_leaves_no_gate() -> None:
+    """A generator, of a fixture or of asyncio: Python says that a context variable can't be reset there."""
+    before = snapshot()
+
+    def block() -> Iterator[None]:
+        with LOADS["first"][0].applied():  # type: ignore[union-attr]
+            assert type(LlamaMLP(tiny_llama_config())) is FirstMLP
+            yield
+
+    generator, errors = block(), []
+
+    def close() -> None:
+        try:
+            generator.close()  # type: ignore[attr-defined]
+        except ValueError as error:
+            errors.append(str(error))
+
+    copy_context().run(next, generator)
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "different Context" in errors[0]
     assert changes(before) == []
 
 
