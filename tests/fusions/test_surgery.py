@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
 from patcher.conversions.fused_weights import fused_modules
 from tests.support.comparing import logits
+from tests.support.surgery import SURGERY, operated
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
@@ -40,49 +40,7 @@ def load(folder: Path, patcher: Patcher | None = None) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
 
 
-def settle(model: Any) -> Any:
-    """What whoever changes the number of layers does as well."""
-    model.config.num_hidden_layers = len(model.model.layers)
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = ["full_attention"] * len(model.model.layers)
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = number
-    return model
-
-
 # --- any surgery on layers -------------------------------------------------------------------------------------------
-
-#: what is done to the layers of a model, given those of another one that is fused where it isn't
-SURGERY: dict[str, Callable[[list[Any], list[Any], int, int], None]] = {
-    "append a copy": lambda layers, others, i, j: layers.append(copy.deepcopy(layers[i % len(layers)])),
-    "insert a copy": lambda layers, others, i, j: layers.insert(
-        i % len(layers), copy.deepcopy(layers[j % len(layers)])
-    ),
-    "append one of the other": lambda layers, others, i, j: layers.append(copy.deepcopy(others[i % len(others)])),
-    "replace by one of the other": lambda layers, others, i, j: layers.__setitem__(
-        i % len(layers), copy.deepcopy(others[j % len(others)])
-    ),
-    "swap": lambda layers, others, i, j: layers.__setitem__(
-        slice(None), [layers[-1], *layers[1:-1], layers[0]] if len(layers) > 1 else layers
-    ),
-    "move the last to the front": lambda layers, others, i, j: layers.insert(0, layers.pop()),
-    "truncate": lambda layers, others, i, j: layers.pop() if len(layers) > 1 else None,
-    "take the attention of the other": lambda layers, others, i, j: setattr(
-        layers[i % len(layers)], "self_attn", copy.deepcopy(others[j % len(others)].self_attn)
-    ),
-    "pickle": lambda layers, others, i, j: layers.__setitem__(
-        i % len(layers), pickle.loads(pickle.dumps(layers[i % len(layers)]))
-    ),
-    "twice the same": lambda layers, others, i, j: layers.extend(copy.deepcopy(layers)) if len(layers) < 5 else None,
-}
-
-
-def operated(model: Any, other: Any, steps: list[tuple[str, int, int]]) -> Any:
-    layers = list(model.model.layers)
-    for name, i, j in steps:
-        SURGERY[name](layers, list(other.model.layers), i, j)
-    model.model.layers = nn.ModuleList(layers)
-    return settle(model)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

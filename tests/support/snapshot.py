@@ -14,7 +14,7 @@ import torch.nn.modules.module as torch_module
 
 __all__ = ["Snapshot", "changes", "snapshot"]
 
-LIBRARIES = ("transformers", "transformers_modules", "torch", "accelerate")
+LIBRARIES = ("transformers", "transformers_modules", "torch", "accelerate", "safetensors")
 # Python's own: a class gets `__slotnames__` when one of its objects is first pickled.
 PYTHONS = ("__doc__", "__weakref__", "__slotnames__")
 # Torch's own: each operation on the meta device sets it and sets it back, two at once in threads leave the other's.

@@ -1,0 +1,1 @@
+"""Loads of all kinds in threads and processes, with faults at every stage: what they leave behind."""
