@@ -119,6 +119,7 @@ def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> Non
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leak", [lambda: bytearray(100_000), lambda: torch.zeros(25_000)], ids=["bytes", "tensor"])
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_leak_of_100_kilobytes_a_load_is_seen(leak: Callable[[], object], times: int, subjects: Subjects) -> None:
@@ -201,6 +202,7 @@ def test_a_wrong_file_is_seen(subjects: Subjects, tmp_path: Path) -> None:
         subject.check_saved(tmp_path / "wrong")
 
 
+@pytest.mark.slow
 def test_faults_come_out_of_all_parts_of_a_load(subjects: Subjects) -> None:
     subject = subjects.patched["projections"]
     seen: list[str] = []
