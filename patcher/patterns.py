@@ -11,21 +11,12 @@ from typing import Any
 from torch import nn
 
 from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.expressions import Expressions
 
 
 def is_expression(key: str) -> bool:
     """Whether a key of a class mapping is a regular expression: a key that is an identifier is a class name."""
     return not key.isidentifier()
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
-
-
-def search(pattern: str, text: str) -> bool:
-    """Whether the expression is found anywhere in the text."""
-    return _compiled(pattern).search(text) is not None
 
 
 def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> str | None:
@@ -52,7 +43,13 @@ def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bo
 
 def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:
     """Every key that means the class called `name`, those included that another key wins over."""
-    return [key for key in mapping if key == name or ((names_too or is_expression(key)) and search(key, name))]
+    found = _expression_keys(tuple(mapping), names_too).found_in(name)
+    return list(dict.fromkeys([name, *found] if name in mapping else found))
+
+
+@lru_cache(maxsize=64)
+def _expression_keys(keys: tuple[str, ...], names_too: bool) -> Expressions:
+    return Expressions(key for key in keys if names_too or is_expression(key))
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:

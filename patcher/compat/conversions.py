@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from patcher.compat.models import ModelView, as_stock
+from patcher.expressions import compiled, is_quick
 
 # Before the hook stands in for them.
 _stock_conversion_mapping: Callable[..., list[WeightTransform]] = conversion_mapping.get_model_conversion_mapping
@@ -78,7 +79,10 @@ def all_patterns(transform: WeightTransform) -> set[str]:
 
 
 def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None = None) -> Any:
-    """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs."""
+    """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs.
+
+    What may take long to match has a limit of time then.
+    """
     kind = type(transform) if cls is None else cls
     copy = kind.__new__(kind)
     for name in _slots(type(transform)):
@@ -91,6 +95,8 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
             object.__setattr__(copy, name, value)
     if hasattr(transform, "__dict__"):
         copy.__dict__.update(deepcopy(transform.__dict__))
+    if not all(map(is_quick, transform.source_patterns)):  # of which the compiled ones are the alternatives
+        copy.compiled_sources = compiled(transform.compiled_sources.pattern)  # type: ignore[assignment]
     copy._was_used = False
     copy.quantization_operation = None
     return copy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import all_patterns, copy_transform
-from patcher.patterns import search
+from patcher.expressions import Expressions
 
 if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
@@ -30,7 +30,7 @@ def select_conversions(
 ) -> SelectedConversions:
     """Filter the stock conversions and put the extra ones in front, those of the innermost patcher first."""
     patchers = list(patchers)
-    filters = dict.fromkeys(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
+    filters = Expressions(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
     added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += [copy_transform(transform) for transform in fusion_transforms]
     # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
@@ -43,8 +43,8 @@ def select_conversions(
     superseded: list[tuple[WeightTransform, str]] = []
     for conversion in stock:
         patterns = all_patterns(conversion) if filters else ()
-        if hits := [(conversion, each) for each in filters if any(search(each, text) for text in patterns)]:
-            filtered += hits
+        if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters.found_in(text)):
+            filtered += [(conversion, each) for each in hits]
         elif isinstance(conversion, WeightConverter) and taken.intersection(conversion.source_patterns):
             superseded.append((conversion, ""))
         else:

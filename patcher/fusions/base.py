@@ -9,7 +9,8 @@ from torch import nn
 
 from patcher.conversions.layouts import Layout
 from patcher.errors import InvalidPatcherError
-from patcher.patterns import check_path, matches_path, search
+from patcher.expressions import search
+from patcher.patterns import check_path, matches_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,9 +13,9 @@ from patcher.compat.models import named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.conversions.simulation import Outcome
 from patcher.errors import PatchedWeightsError, PatcherError, warn
+from patcher.expressions import Expressions
 from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
-from patcher.patterns import search
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ def check_weights(
         prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
         return everywhere or any(name.startswith(prefixes) for name in (key, prefix + key, key.removeprefix(prefix)))
 
-    def declared(key: str, name: str) -> bool:
-        return any(search(text, key) for patcher in patchers for text in getattr(patcher, name))
+    def declared(keys: Iterable[str], name: str) -> tuple[str, ...]:
+        expressions = Expressions(text for patcher in patchers for text in getattr(patcher, name))
+        return ordered(key for key in keys if expressions.is_any_in(key))
 
     # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
     converts = any(
@@ -130,8 +131,7 @@ def check_weights(
         parameters = {name for name, _ in named_parameters(model)}
         absent &= parameters
     left_over = {key for key in info.unexpected_keys if under_replaced(key)}
-    new = ordered(key for key in absent if declared(key, "new_weights"))
-    dropped = ordered(key for key in left_over if declared(key, "dropped_weights"))
+    new, dropped = declared(absent, "new_weights"), declared(left_over, "dropped_weights")
     absent.difference_update(new)
     left_over.difference_update(dropped)
     if absent or left_over:
@@ -214,13 +214,21 @@ def _weights_text(
 
 def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:
     """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
-    rest = [key for key in others if key not in keys]
+    rest = {_in_layers(key) for key in others if key not in keys}
+    tails = {parts[-length:] for parts in rest for length in range(2, len(parts))}
     result: dict[str, None] = {}
     for key in ordered(keys):
-        parts = [r"\d+" if part.isdigit() else re.escape(part) for part in key.split(".")]
-        tails = [r"\." + r"\.".join(parts[-length:]) + "$" for length in range(2, len(parts))]
-        for expression in [*tails, "^" + r"\.".join(parts) + "$", f"^{re.escape(key)}$"]:
-            if not any(search(expression, other) for other in rest):
-                break
+        parts = _in_layers(key)
+        escaped = [r"\d+" if part is None else re.escape(part) for part in parts]
+        length = next((length for length in range(2, len(parts)) if parts[-length:] not in tails), None)
+        if length is not None:
+            expression = r"\." + r"\.".join(escaped[-length:]) + "$"
+        else:
+            expression = f"^{re.escape(key)}$" if parts in rest else "^" + r"\.".join(escaped) + "$"
         result[expression] = None
     return list(result)
+
+
+def _in_layers(key: str) -> tuple[str | None, ...]:
+    """The segments of a name, with None for each number."""
+    return tuple(None if part.isdecimal() else part for part in key.split("."))

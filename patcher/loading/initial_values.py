@@ -31,8 +31,9 @@ from patcher.compat.models import (
 from patcher.construction.construction import Built, Placed
 from patcher.construction.meta_init import like
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import Expressions
 from patcher.loading.computed_values import BuiltAgain, build_again
-from patcher.patterns import inside, search
+from patcher.patterns import inside
 
 if TYPE_CHECKING:
     from patcher.loading.load import Loaded
@@ -72,12 +73,11 @@ class ParameterTraits:
 
         That one is the first that an expression names, or else the first.
         """
-        result = set(missing)
+        result, named = set(missing), Expressions(expressions)
         for keys in self.shared:
             result.difference_update(keys)
             if missing.issuperset(keys):
-                named = (key for key in keys if any(search(text, key) for text in expressions))
-                result.add(next(named, keys[0]))
+                result.add(next(filter(named.is_any_in, keys), keys[0]))
         return result
 
     def with_aliases(self, names: Iterable[str]) -> tuple[str, ...]:

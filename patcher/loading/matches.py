@@ -8,8 +8,9 @@ from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import UnmatchedPatchError
+from patcher.expressions import search
 from patcher.fusions.base import Fusion
-from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths, search
+from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
 
 
 def check_matches(
@@ -28,14 +29,16 @@ def check_matches(
     if classes:
         problems += _unmatched_classes(entry, matched)
     if conversions and matched.has_read:
+        dropping = matched.of(entry, "filtered_weight_conversion_patterns")
         for text in patcher.filtered_weight_conversion_patterns:
-            if text not in matched.of(entry, "filtered_weight_conversion_patterns"):
+            if text not in dropping:
                 problems.append(
                     f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
                     f"{_suggest(text, matched.patterns, 'patterns')}"
                 )
+        converting = matched.of(entry, "extra_weight_conversions")
         for transform in patcher.extra_weight_conversions:
-            if identity(transform) not in matched.of(entry, "extra_weight_conversions"):
+            if identity(transform) not in converting:
                 problems.append(
                     f"extra_weight_conversions: {describe(transform)} took no tensor; "
                     f"{_suggest(source_patterns(transform)[0], folded(matched.checkpoint_keys), 'checkpoint keys')}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.expressions import checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import shortest
 from patcher.patterns import is_expression, nearest
@@ -43,7 +43,7 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
                 f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
             )
         if is_expression(key):
-            _compiled(f"{field} key {key!r}", key)
+            checked_expression(f"{field} key {key!r}", key)
         if not isinstance(cls, type):
             kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
             raise InvalidPatcherError(
@@ -57,16 +57,6 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
     return MappingProxyType(dict(mapping))
 
 
-def _compiled(what: str, expression: str) -> str:
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise InvalidPatcherError(
-            f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
-        ) from error
-    return expression
-
-
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
     listed = [values] if isinstance(values, str) else _listed(field, values, "an expression")
     for value in listed:
@@ -74,7 +64,7 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
             raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) is no expression; write a string.")
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
-        _compiled(f"{field}: {value!r}", value)
+        checked_expression(f"{field}: {value!r}", value)
     return tuple(dict.fromkeys(listed))
 
 
@@ -89,13 +79,14 @@ def _listed(field: str, values: Any, what: str) -> list[Any]:
 def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
     listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
     taken: dict[tuple[Any, ...], WeightTransform] = {}
-    result: list[WeightTransform] = []
+    result: dict[Any, WeightTransform] = {}
     for value in listed:
         if not isinstance(value, WeightTransform):
             raise InvalidPatcherError(
                 f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
                 "WeightRenaming of transformers."
             )
+        checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
         for pattern in source_patterns(value):
             other = taken.setdefault((value.scope_prefix, value.base_model_prefix, pattern), value)
             if other is not value and identity(other) != identity(value):
@@ -103,9 +94,8 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
                     f"Two {field} take the same tensors, {pattern!r}: {describe(other)} and "
                     f"{describe(value)}. Only one can; take one away."
                 )
-        if all(identity(value) != identity(other) for other in result):
-            result.append(copy_transform(value))
-    return tuple(result)
+        result.setdefault(identity(value), copy_transform(value))
+    return tuple(result.values())
 
 
 def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:

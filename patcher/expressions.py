@@ -1,0 +1,198 @@
+"""Regular expressions that come from users and from files: checked once, and searched for a limited time.
+
+`re` can't be interrupted, and takes exponential time for `(a+)+$`. So it searches short texts only, for expressions
+with one choice at most: one repeat, or two alternatives. All else is searched by `regex`, which gives up when told to;
+it takes 4 times as long to compile and 17 times to search. Expressions mean there what they mean to `re`, but beyond
+ASCII, where `\\w` includes marks, and `\\s` no control characters.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any, NoReturn
+
+import regex  # type: ignore[import-untyped]
+
+from patcher.errors import InvalidPatcherError
+
+#: For how long one expression may be searched, all searches together that are not over at once.
+SEARCH_SECONDS = 1.0
+_AT_ONCE = 0.001
+#: `re` is quick in what is no longer: one repeat takes quadratic time.
+_SHORT = 250
+#: `regex` unrolls `(?:a{30}){30}`, in memory.
+_MOST_REPEATS = 1000
+
+_SET = r"\[\^?\]?(?:\\.|[^\\\]])*\]"
+#: What leaves a match a choice, or takes long by itself, and what to skip when looking for it.
+_CHOICE = re.compile(rf"\\[1-9]|[*+?{{|]|\\.|{_SET}", re.DOTALL)
+_QUANTIFIER_OR_SET = re.compile(rf"\\.|{_SET}|\{{\d*(?:,\d*)?\}}|\{{", re.DOTALL)
+_EXACTLY = re.compile(r"\{(\d+)")
+_LITERAL = re.compile(rf"(\\\.|\w)(?![*?{{])|\\.|{_SET}|\{{[^}}]*\}}|.", re.DOTALL)
+
+
+def checked_expression(what: str, expression: str) -> str:
+    """The expression, if it is one.
+
+    Args:
+        what: how the error calls it.
+
+    Raises:
+        InvalidPatcherError: it isn't, or nobody can compile it.
+    """
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise InvalidPatcherError(
+            f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
+        ) from error
+    except (RecursionError, OverflowError, MemoryError) as error:
+        raise InvalidPatcherError(f"{_cut(what)}: the expression is too large to be compiled ({error}).") from error
+    if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
+        raise InvalidPatcherError(
+            f"{_cut(what)}: the expression repeats more than {_MOST_REPEATS:,} times, and no name is that long; write "
+            "smaller numbers in braces, or + in their place."
+        )
+    return expression
+
+
+def search(expression: str, text: str) -> bool:
+    """Whether the expression is found anywhere in the text.
+
+    >>> search(r"layers\\.\\d+$", "model.layers.12")
+    True
+
+    Raises:
+        InvalidPatcherError: the search took too long.
+    """
+    return compiled(expression).search(text) is not None
+
+
+@lru_cache(maxsize=1 << 15)
+def compiled(expression: str) -> _Expression:
+    """What searches an expression. Compiled when it is first needed: of ten thousand few are."""
+    return _Expression(expression)
+
+
+class _Expression:
+    """An expression, with the two engines that search it. What it finds are matches of either."""
+
+    __slots__ = ("_limited", "_quick", "pattern", "spent")
+
+    def __init__(self, expression: str) -> None:
+        self.pattern = expression
+        self.spent = 0.0  # threads may both add to it, and one of them be lost: no harm
+        self._quick = re.compile(expression) if is_quick(expression) else None
+        self._limited: Any = None
+
+    def __reduce__(self) -> Any:  # of copies and pickles: what was spent stays here
+        return compiled, (self.pattern,)
+
+    @property
+    def groupindex(self) -> Mapping[str, int]:
+        """As of what `re` compiles."""
+        return re.compile(self.pattern).groupindex
+
+    def search(self, text: str) -> Any:
+        if self._quick is not None and len(text) <= _SHORT:
+            return self._quick.search(text)
+        if self._limited is None:
+            self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            found = self._limited.search(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
+        except TimeoutError:
+            self.spent = SEARCH_SECONDS
+            self._give_up(text)
+        # Waiting for a turn doesn't count, nor does a clock that ticks seldom.
+        took = min(time.perf_counter() - wall, time.thread_time() - cpu)
+        self.spent += took if took > _AT_ONCE else 0
+        return found
+
+    def _give_up(self, text: str) -> NoReturn:
+        raise InvalidPatcherError(
+            f"The expression {_cut(self.pattern)!r} takes too long: searching for it, last in {_cut(text)!r}, has "
+            f"reached the limit of {SEARCH_SECONDS:g} seconds. Take out repeats inside of repeats, and alternatives "
+            "that match the same: 'a+$' finds what '(a+)+$' does."
+        ) from None
+
+
+def is_quick(expression: str) -> bool:
+    """Whether there is at most one place where a match can go on in more than one way."""
+    if "(?" in expression:  # flags, groups that look around, comments: not told apart here
+        return False
+    choices = [token for token in _CHOICE.findall(expression) if token in "*+?{|" or token[1:].isdigit()]
+    return len(choices) <= 1
+
+
+def _as_in_re(expression: str) -> str:
+    """The expression for `regex`, to which `x{e}` is a fuzzy match and `[[:alpha:]]` a class."""
+    if re.search(r"\(\?[a-wyz]*x", expression):  # verbose: a comment may hold anything
+        return expression
+
+    def escaped(match: re.Match[str]) -> str:
+        token = match[0]
+        if token == "{":
+            return r"\{"
+        if token[0] == "[":
+            return "[" + re.sub(r"\\.|\[", lambda each: r"\[" if each[0] == "[" else each[0], token[1:])
+        return token
+
+    return _QUANTIFIER_OR_SET.sub(escaped, expression)
+
+
+class Expressions:
+    """Several expressions, to be searched at once: of ten thousand only those that may be found are tried.
+
+    >>> list(Expressions(["q_proj$", "k_proj", r"layers\\.\\d"]).found_in("layers.0.q_proj"))
+    ['q_proj$', 'layers\\\\.\\\\d']
+    """
+
+    def __init__(self, expressions: Iterable[str]) -> None:
+        self._all = tuple(dict.fromkeys(expressions))
+        self._by_literal: dict[str, list[int]] = {}
+        self._any: list[int] = []  # those of which no literal part is known
+        for index, expression in enumerate(self._all):
+            literal = _literal(expression) if len(self._all) > 8 else ""
+            (self._by_literal.setdefault(literal, []) if literal else self._any).append(index)
+        self._lengths = sorted({len(literal) for literal in self._by_literal})
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def found_in(self, text: str) -> Iterator[str]:
+        """The expressions that are found in a text, in their order.
+
+        Raises:
+            InvalidPatcherError: the search took too long.
+        """
+        tried = self._any
+        if self._by_literal:
+            parts = {text[at : at + size] for size in self._lengths for at in range(len(text) - size + 1)}
+            tried = sorted([*tried, *(index for part in parts for index in self._by_literal.get(part, ()))])
+        return (self._all[index] for index in tried if search(self._all[index], text))
+
+    def is_any_in(self, text: str) -> bool:
+        """Whether one of them is found in a text."""
+        return next(self.found_in(text), None) is not None
+
+
+def _literal(expression: str) -> str:
+    """A part of each text in which the expression is found; "" if none is known."""
+    if "(" in expression or "|" in expression:
+        return ""
+    runs = [""]
+    for match in _LITERAL.finditer(expression):
+        if match[1]:
+            runs[-1] += match[1][-1]
+        else:
+            runs.append("")
+    return max(runs, key=len)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
