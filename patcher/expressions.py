@@ -33,6 +33,7 @@ _CHOICE = re.compile(rf"\\[1-9]|[*+?{{|]|\\.|{_SET}", re.DOTALL)
 _QUANTIFIER_OR_SET = re.compile(rf"\\.|{_SET}|\{{\d*(?:,\d*)?\}}|\{{", re.DOTALL)
 _EXACTLY = re.compile(r"\{(\d+)")
 _LITERAL = re.compile(rf"(\\\.|\w)(?![*?{{])|\\.|{_SET}|\{{[^}}]*\}}|.", re.DOTALL)
+_FLAGS_OR_COMMENT = re.compile(r"\(\?[aiLmsux#-]")
 
 
 def checked_expression(what: str, expression: str) -> str:
@@ -100,6 +101,9 @@ class _Expression:
     def search(self, text: str) -> Any:
         if self._quick is not None and len(text) <= _SHORT:
             return self._quick.search(text)
+        return self._limited_search(text)
+
+    def _limited_search(self, text: str) -> Any:
         if self._limited is None:
             self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -182,16 +186,17 @@ class Expressions:
 
 
 def _literal(expression: str) -> str:
-    """A part of each text in which the expression is found; "" if none is known."""
-    if "(" in expression or "|" in expression:
-        return ""
-    runs = [""]
+    """A part of each text in which the expression is found, from outside of its groups; "" if none is known."""
+    runs, depth = [""], 0
     for match in _LITERAL.finditer(expression):
-        if match[1]:
+        if match[1] and not depth:
             runs[-1] += match[1][-1]
-        else:
-            runs.append("")
-    return max(runs, key=len)
+            continue
+        depth += (match[0] == "(") - (match[0] == ")")
+        if match[0] == "|" and not depth:
+            return ""
+        runs.append("")
+    return "" if _FLAGS_OR_COMMENT.search(expression) else max(runs, key=len)
 
 
 def _cut(text: str) -> str:

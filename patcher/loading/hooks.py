@@ -250,7 +250,9 @@ def _get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kw
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
     inner = [construct(load, _LOAD.set)] if type(load) is Request else []
-    return [_entered([construction_lock, *contexts, *inner])]
+    call = _CALL.get()
+    what = f"{cls.__name__} from {call.path}" if call is not None and call.path is not None else cls.__name__
+    return [_entered([construction_lock.held_for(what), *contexts, *inner])]
 
 
 @contextmanager
@@ -289,7 +291,7 @@ def _convert_and_load(
 
 def _finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
-    with construction_lock:
+    with construction_lock.held_for(type(model).__name__):
         if not isinstance(load, Loaded) or load.model is not model:
             return stock(model, load_config, loading_info)
         if load.dry_run is not None:
@@ -307,7 +309,7 @@ def _from_config(
         cover_new_classes()  # a part of the model under construction, whose code may just have been imported
         return stock(cls, config, *args, **kwargs)
     entries, own = in_force_for(patcher)
-    with construction_lock:
+    with construction_lock.held_for(cls.__name__):
         if not entries:
             return stock(cls, config, *args, **kwargs)
         for entry in own:
@@ -329,7 +331,7 @@ def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs
 
 def _post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
-    with construction_lock:
+    with construction_lock.held_for(type(self).__name__):
         _initialise(stock, self)
 
 

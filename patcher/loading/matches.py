@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
+from itertools import islice
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
@@ -11,6 +12,9 @@ from patcher.errors import UnmatchedPatchError
 from patcher.expressions import search
 from patcher.fusions.base import Fusion
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
+
+#: Of more than so many problems, these are named: each is compared with what the model has.
+_MOST = 20
 
 
 def check_matches(
@@ -25,26 +29,11 @@ def check_matches(
     if entry.is_registry:
         return None  # it meets every model of the process
     patcher = entry.patcher
-    problems = []
-    if classes:
-        problems += _unmatched_classes(entry, matched)
-    if conversions and matched.has_read:
-        dropping = matched.of(entry, "filtered_weight_conversion_patterns")
-        for text in patcher.filtered_weight_conversion_patterns:
-            if text not in dropping:
-                problems.append(
-                    f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
-                    f"{_suggest(text, matched.patterns, 'patterns')}"
-                )
-        converting = matched.of(entry, "extra_weight_conversions")
-        for transform in patcher.extra_weight_conversions:
-            if identity(transform) not in converting:
-                problems.append(
-                    f"extra_weight_conversions: {describe(transform)} took no tensor; "
-                    f"{_suggest(source_patterns(transform)[0], folded(matched.checkpoint_keys), 'checkpoint keys')}"
-                )
+    problems = list(islice(_problems(entry, matched, classes, conversions), _MOST + 1))
     if not problems:
         return None
+    if len(problems) > _MOST:
+        problems[-1] = "and others"
     name, where = (f" {patcher.name!r}" if patcher.name else ""), (f" in {model_name}" if model_name else "")
     return UnmatchedPatchError(
         f"The patcher{name} asks for what it can't do{where}:\n"
@@ -53,22 +42,42 @@ def check_matches(
     )
 
 
-def _unmatched_classes(entry: InForce, matched: Matched) -> list[str]:
-    patcher, problems = entry.patcher, []
+def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool) -> Iterator[str]:
+    patcher = entry.patcher
+    if classes:
+        yield from _unmatched_classes(entry, matched)
+    if conversions and matched.has_read:
+        dropping = matched.of(entry, "filtered_weight_conversion_patterns")
+        for text in patcher.filtered_weight_conversion_patterns:
+            if text not in dropping:
+                yield (
+                    f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
+                    f"{_suggest(text, matched.patterns, 'patterns')}"
+                )
+        converting = matched.of(entry, "extra_weight_conversions")
+        for transform in patcher.extra_weight_conversions:
+            if identity(transform) not in converting:
+                yield (
+                    f"extra_weight_conversions: {describe(transform)} took no tensor; "
+                    f"{_suggest(source_patterns(transform)[0], folded(matched.checkpoint_keys), 'checkpoint keys')}"
+                )
+
+
+def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
+    patcher = entry.patcher
     keys = matched.of(entry, "class_mapping")
     grouped = {key for group in patcher.alternatives for key in group}
     for group in patcher.alternatives:
         if not keys.intersection(group):
-            problems.append(
+            yield (
                 f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
                 f"{_suggest(group[0], matched.classes, 'classes')}"
             )
     for key in patcher.class_mapping:
         if key not in keys and key not in grouped:
-            problems.append(f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}")
+            yield f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}"
     for fusion in patcher.fusions:
-        problems += _unmatched_fusion(entry, fusion, matched)
-    return problems
+        yield from _unmatched_fusion(entry, fusion, matched)
 
 
 def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) -> list[str]:

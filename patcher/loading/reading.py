@@ -241,11 +241,13 @@ def _check_read(
     """Put down what was done with the weights, and see whether it is what was asked for."""
     diagnostics = selected.diagnostics.adding(reading.problem, strict=True)
     traces: list[ConversionTrace] = [item.trace for item in selected.traced]
+    mapped = set(map(id, mapping))
     for trace, item in zip(traces, selected.traced, strict=True):
         # A quantizer that has rewritten a conversion has made one that nobody can follow.
-        trace.lost = not any(item is other for other in mapping)
+        trace.lost = id(item) not in mapped
     lost = [item for item in selected.traced if item.trace.lost]
-    ran = [*lost, *(_plain_if_even(item, selected.followed) for item in mapping)]
+    followed = set(map(id, selected.followed))
+    ran = [*lost, *(_plain_if_even(item) if id(item) in followed else item for item in mapping)]
     done: dict[str, Any] = {
         "read": not reading.fused_already,
         "conversions": tuple(trace_of(item) or item for item in ran if trace_of(item) is not None or was_used(item)),
@@ -299,10 +301,10 @@ def _stock_load(selected: Selected, checkpoint: Mapping[str, Any]) -> tuple[PreT
     return stock, simulate(stock, conversions, _shapes_of(checkpoint), _unknown(selected), going_on=True)
 
 
-def _plain_if_even(item: Any, followed: tuple[Any, ...]) -> Any:
-    """A stock conversion that was followed and has joined equal parts, as transformers knows it."""
+def _plain_if_even(item: Any) -> Any:
+    """A stock conversion that was followed, as transformers knows it if it has joined equal parts."""
     trace = trace_of(item)
-    if trace is None or not any(item is other for other in followed) or trace.is_uneven():
+    if trace is None or trace.is_uneven():
         return item
     take_over_use(item, trace.transform)
     return trace.transform

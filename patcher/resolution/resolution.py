@@ -100,7 +100,8 @@ def skeleton(
         config.dtype = getattr(torch, config.dtype)
     construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
-    with construction_lock, building(construction), init_empty_weights(include_buffers=True):
+    alone = construction_lock.held_for(model_class.__name__)
+    with alone, building(construction), init_empty_weights(include_buffers=True):
         return model_class(config)
 
 

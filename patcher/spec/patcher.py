@@ -224,7 +224,7 @@ class Patcher:
                     f"Both patchers replace {key!r}, by {mine.__qualname__} and by {theirs.__qualname__}. "
                     f"Combine after taking one away: patcher.replace(class_mapping={{...}})."
                 )
-        pins = [*self.fingerprints.items(), *other.fingerprints.items()]
+        names = dict.fromkeys((*self.fingerprints, *other.fingerprints))
         # What is a tuple is joined; the constructor drops what is there twice.
         joined = [field.name for field in dataclasses.fields(self) if field.default == ()]
         return Patcher(
@@ -233,7 +233,9 @@ class Patcher:
             strict=self.strict or other.strict,
             name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
-            fingerprints={name: [pin for key, values in pins if key == name for pin in values] for name, _ in pins},
+            fingerprints={
+                name: [*self.fingerprints.get(name, ()), *other.fingerprints.get(name, ())] for name in names
+            },
         )
 
     @classmethod

@@ -1,0 +1,224 @@
+"""Expressions from users and files: they mean what they mean to `re`, and none of them can stop a load."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies
+from transformers import LlamaForCausalLM
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import patcher
+from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchError, expressions
+from patcher.expressions import Expressions, checked_expression, compiled, search
+from tests.support.tiny import save_tiny, tiny_llama_config
+
+# --- they mean what they mean to `re` ------------------------------------------------------------------------------
+
+ATOMS = strategies.sampled_from(
+    r"a b . \. \d \w \s \b ^ $ \Z {e} {i<=1} { } a{e} [[:alpha:]] [a&&b] [a--b] [[a] []a] [^]b] [^\]a] [a-c] [{] \{ "
+    r"(?:a|b) (a) (?P<n>b) (?=a) (?!b) (?<=a) (?>a) (?#[{) \\ # - (?i:A) layers 0 1".split(" ")
+)
+QUANTIFIERS = strategies.sampled_from(
+    ["", "", "", "*", "+", "?", "*?", "++", "{2}", "{1,}", "{,2}", "{0,1}?", "{}", "{a}"]
+)
+EXPRESSIONS = strategies.lists(
+    strategies.one_of(strategies.tuples(ATOMS, QUANTIFIERS).map("".join), strategies.just("|")), max_size=7
+).map("".join)
+TEXTS = strategies.text("aAb01.{}e[]:&-\\# \nlpi<=", max_size=12)
+
+
+def is_valid(expression: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sets that may once be nested
+        try:
+            re.compile(expression)
+        except re.error:
+            return False
+        return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(EXPRESSIONS.filter(is_valid), strategies.lists(TEXTS, min_size=1, max_size=6))
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+def test_an_expression_means_what_it_means_to_re(expression: str, texts: list[str]) -> None:
+    for text in texts:
+        meant = re.search(expression, text) is not None
+        assert search(expression, text) is meant, text
+        # a text that is too long for `re`: what is limited finds the same
+        assert (compiled(expression)._limited_search(text) is not None) is meant, text
+
+
+@settings(max_examples=100, deadline=None)
+@given(strategies.lists(EXPRESSIONS.filter(is_valid), min_size=9, max_size=12), TEXTS)
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+def test_of_several_the_same_are_found_as_one_by_one(several: list[str], text: str) -> None:
+    found = [expression for expression in dict.fromkeys(several) if re.search(expression, text)]
+    assert list(Expressions(several).found_in(text)) == found
+    assert Expressions(several).is_any_in(text) is bool(found)
+
+
+# --- none of them can stop a load ----------------------------------------------------------------------------------
+
+SLOW = ["(a+)+$", "(a|a)+$", "(a|aa)+$", "(.*a){20}b", r"^(([a-z])+.)+[A-Z]([a-z])+$", r"(a*)*\1b", "(?:a?){60}a{60}"]
+LONG = "model.layers.0.mlp." + "a" * 3000 + "!"
+
+
+class MyMLP(LlamaMLP):  # type: ignore[misc]
+    pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, and a tensor in it with a long name."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {LONG: tensors["model.norm.weight"].clone()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def data(**fields: Any) -> Patcher:
+    return Patcher.from_dict({"schema": 1} | fields, allowed=[MyMLP])
+
+
+#: Where a patcher, or a file that it is read from, has expressions that meet the names of a model or a checkpoint.
+FIELDS: dict[str, Callable[[str], Patcher]] = {
+    "new_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, new_weights=text, dropped_weights="aa!"),
+    "dropped_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, dropped_weights=[text, "aa!"]),
+    "conversions": lambda text: Patcher(extra_weight_conversions=WeightRenaming(text, "other")),
+    "conversions of data": lambda text: data(
+        extra_weight_conversions=[{"type": "WeightRenaming", "source_patterns": [text], "target_patterns": ["other"]}]
+    ),
+    "dropped_weights of data": lambda text: data(
+        class_mapping={"LlamaMLP": f"{__name__}:MyMLP"}, dropped_weights=[text, "aa!"]
+    ),
+}
+QUICK = ("new_weights",)  # nothing is missing, so nothing is searched
+
+
+@pytest.mark.parametrize("do", ["load", "plan"])
+@pytest.mark.parametrize("expression", SLOW)
+@pytest.mark.parametrize("field", [field for field in FIELDS if field not in QUICK])
+def test_no_expression_can_stop_a_load(
+    field: str, expression: str, do: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expressions, "SEARCH_SECONDS", 0.2)
+    compiled.cache_clear()  # what an expression has spent is remembered
+    asked = FIELDS[field](expression)
+    before, message = time.process_time(), ""
+    try:
+        if do == "load":
+            LlamaForCausalLM.from_pretrained(folder, patcher=asked)
+        else:
+            message = " ".join(patcher.plan(folder, asked).problems)
+    except PatcherError as error:
+        message = str(error)
+    assert time.process_time() - before < 5
+    # Some of them `regex` is quick with.
+    assert not message or re.search(r"takes too long: .* limit of 0\.2 seconds|took no tensor|doesn't|don't", message)
+
+
+def test_an_expression_has_one_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search would be over in time; ten thousand of them wouldn't."""
+    monkeypatch.setattr(expressions, "SEARCH_SECONDS", 0.5)
+    compiled.cache_clear()
+    text = next(
+        text for text in ("a" * size + "!" for size in range(10, 60)) if seconds(search, "(a|aa)+$", text) > 0.02
+    )
+    compiled.cache_clear()
+    before = time.process_time()
+    with pytest.raises(InvalidPatcherError, match=r"The expression '\(a\|aa\)\+\$' takes too long: .* 0\.5 seconds"):
+        list(map(functools.partial(search, "(a|aa)+$"), [text] * 10_000))
+    assert time.process_time() - before < 2
+
+
+def seconds(call: Callable[..., object], *args: Any) -> float:
+    before = time.process_time()
+    call(*args)
+    return time.process_time() - before
+
+
+def test_what_the_error_advises_works() -> None:
+    compiled.cache_clear()
+    text = "a" * 5000 + "!"
+    with pytest.raises(InvalidPatcherError, match=r"limit of 1 seconds.* 'a\+\$' finds what '\(a\+\)\+\$' does"):
+        search("(a+)+$", text)
+    assert not search("a+$", text)
+    assert search("a+$", text[:-1]) is search("(a+)+$", "a" * 10)
+    before = time.process_time()
+    with pytest.raises(InvalidPatcherError, match="takes too long"):  # at once: its time is over
+        search("(a+)+$", text)
+    assert time.process_time() - before < 0.2
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("(?:(?:a{1000}){1000}){1000}b*|c", "repeats more than 1,000 times, and no name is that long; write smaller"),
+        ("(?:" * 30 + "a" + "?){2}" * 30, "repeats more than 1,000 times"),
+        ("a{1000000}", "repeats more than 1,000 times"),
+        ("(" * 5000 + "a" + ")" * 5000, "the expression is too large to be compiled"),
+        ("a{99999999999999999999}", "the expression is too large to be compiled"),
+        ("(", r"is no regular expression: .*\. For a literal text write '\\\\\('"),
+    ],
+)
+def test_what_nobody_could_compile_is_refused(expression: str, message: str) -> None:
+    for make in (
+        lambda: Patcher({expression: MyMLP}),
+        lambda: Patcher(filtered_weight_conversion_patterns=expression),
+        lambda: Patcher(new_weights=[expression]),
+        lambda: data(dropped_weights=[expression]),
+        lambda: checked_expression("x", expression),
+    ):
+        with pytest.raises(InvalidPatcherError, match=message):
+            make()
+
+
+#: Ten thousand of everything that a patcher may have many of, in forms that are and aren't searched at once.
+MANY = 10_000
+CROWDS: dict[str, Callable[[], Patcher]] = {
+    "names": lambda: Patcher({f"Nope{i}": MyMLP for i in range(MANY)}, strict=False),
+    "class expressions": lambda: Patcher({f"^Nope{i}$": MyMLP for i in range(MANY)}, strict=False),
+    "grouped": lambda: Patcher({rf"Nope{i}(Foo|Bar)+\d*": MyMLP for i in range(MANY)}, strict=False),
+    "strict names": lambda: Patcher({f"Nope{i}": MyMLP for i in range(MANY)}),
+    "filters": lambda: Patcher((), [f"^nope{i}" for i in range(MANY)], strict=False),
+    "new and dropped": lambda: Patcher(
+        {"LlamaMLP": MyMLP},
+        new_weights=[rf"\.{i}\.nope$" for i in range(MANY)],
+        dropped_weights=["aa!", *(rf"\.{i}\.nope\d*$" for i in range(MANY))],
+    ),
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_ten_thousand_are_loaded_in_about_a_second(crowd: str, folder: Path) -> None:
+    LlamaForCausalLM.from_pretrained(folder)
+    before = time.process_time()
+    asked, messages = CROWDS[crowd](), []
+    for do in (lambda: LlamaForCausalLM.from_pretrained(folder, patcher=asked), lambda: patcher.plan(folder, asked)):
+        with warnings.catch_warnings(), contextlib.suppress(UnmatchedPatchError):
+            warnings.simplefilter("ignore", patcher.PatcherWarning)
+            messages += getattr(do(), "problems", ())
+    assert time.process_time() - before < 5  # 1 measured, 90 before, and hours where each was compiled again
+    assert all("and others" in message and len(message) < 10_000 for message in messages)
+
+
+def test_ten_thousand_keys_of_a_checkpoint_are_planned_in_about_a_second() -> None:
+    keys = {f"model.layers.{i % 2}.mlp.extra{i}.weight": (4,) for i in range(MANY)}
+    asked = Patcher({"LlamaMLP": MyMLP}, dropped_weights=[rf"\.extra{i}\." for i in range(0, MANY, 2)])
+    before = time.process_time()
+    planned = patcher.plan(tiny_llama_config(), asked, model_class=LlamaForCausalLM, checkpoint=keys)
+    assert len(planned.dropped_weights) == MANY / 2
+    assert "In the checkpoint, and used by nobody" in planned.problems[0]
+    assert time.process_time() - before < 8
