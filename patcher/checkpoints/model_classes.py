@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -20,6 +22,9 @@ PLACES = frozenset(
     "variant".split()
 )
 #: Auto classes, in this order: what a config without `architectures` is most likely used for.
+#: How configs call the numbers of what is built one by one, and more than any model has.
+_IS_COUNT = re.compile("layer|depth|block|expert|stage")
+_MOST_LAYERS = 10_000
 _TASKS = "ImageTextToText CausalLM Seq2SeqLM MaskedLM SpeechSeq2Seq ImageClassification".split()
 
 
@@ -27,18 +32,46 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
     """The config of a repo or a folder, or the config that is given, as a copy.
 
     Raises:
-        InvalidPatcherError: it is neither.
+        InvalidPatcherError: it is neither, or none that can be read.
         OSError: there is no such repo, or nothing may be fetched.
     """
     if isinstance(model, PretrainedConfig):
-        return deepcopy(model)
+        return _checked(deepcopy(model), type(model).__name__)
     if not isinstance(model, str | os.PathLike):
         raise InvalidPatcherError(
             f"a model is named by its repo, its folder or its config, found {model!r} ({type(model).__name__}); "
             "for a model in memory write model.config."
         )
     places = {name: value for name, value in options.items() if name in PLACES - {"variant"}}
-    config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
+    file = Path(model, options.get("subfolder") or "", "config.json")
+    if file.exists() and not file.is_file():  # whoever opens a pipe waits
+        raise InvalidPatcherError(f"{file} is no regular file, but a folder, a pipe or a device. Fetch it again.")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
+    except OSError:
+        if file.is_file():
+            raise InvalidPatcherError(f"{file} is no config of a model. Fetch it again.") from None
+        raise
+    except Exception as error:
+        raise InvalidPatcherError(
+            f"the config of {model} can't be read, {type(error).__name__}: {str(error)[:500]}. Fetch it again, or "
+            "install the release of transformers that knows it."
+        ) from error
+    return _checked(config, str(model))
+
+
+def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
+    """The config, if a model of it can be built in bounded time: its layers are built one by one."""
+    waiting: list[Any] = [config]
+    while waiting:
+        for name, value in vars(waiting.pop()).items():
+            if isinstance(value, PretrainedConfig):
+                waiting.append(value)
+            elif type(value) is int and value > _MOST_LAYERS and _IS_COUNT.search(name):
+                raise InvalidPatcherError(
+                    f"the config of {where} says {name}={value}, and at most {_MOST_LAYERS:,} make sense. Fetch it "
+                    "again, or correct it."
+                )
     return config
 
 

@@ -17,13 +17,14 @@ _DEFAULT = re.compile(
 _LAYOUT = re.compile(rf"model\.{VARIANT}{_SHARD}\.safetensors|model\.safetensors\.index\.{VARIANT}\.json")
 
 
-def whole_names(variant: str | None = None) -> list[str]:
+def whole_names(variant: str | None = None, use_safetensors: bool | None = None) -> list[str]:
     """The names under which a whole checkpoint is looked for, a file or the index of several, the first one first.
 
     >>> whole_names("fp16")[:2]
     ['model.fp16.safetensors', 'model.safetensors.index.fp16.json']
     """
-    return [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in _NAMES]
+    names = _NAMES if use_safetensors is None else _NAMES[:2] if use_safetensors else _NAMES[2:]
+    return [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in names]
 
 
 def is_default(name: str) -> bool:

@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     dot_natural_key as dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations import deepspeed
 
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick
@@ -200,6 +201,11 @@ def follow_earlier_imports() -> None:
     peft = sys.modules.get("peft.utils.transformers_weight_conversion")
     if peft is not None and vars(peft).get("get_model_conversion_mapping") is _stock_conversion_mapping:
         peft.get_model_conversion_mapping = conversion_mapping.get_model_conversion_mapping  # type: ignore[attr-defined]
+
+
+def partitions_parameters() -> bool:
+    """Whether DeepSpeed ZeRO-3 is on, for which a load goes a way of its own."""
+    return bool(deepspeed.is_deepspeed_zero3_enabled())  # type: ignore[no-untyped-call]
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:

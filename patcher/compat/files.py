@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from transformers.utils.hub import has_file as _has_file
+from transformers.utils.hub import get_checkpoint_shard_files, has_file as _has_file
 
 _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "token")
 
@@ -21,3 +22,16 @@ def has_file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any]
     if os.path.isdir(path):  # noqa: PTH112 - quicker, and every load asks
         return os.path.isfile(os.path.join(path, below))  # noqa: PTH113, PTH118
     return bool(_has_file(path, below, **{key: options[key] for key in _WHERE if options.get(key) is not None}))
+
+
+def shards_of_index(index: Path) -> dict[str, list[str]]:
+    """The files that an index names, in the order in which a load reads them, and the keys in each.
+
+    Raises:
+        Exception: what a load raises where it is no index.
+    """
+    _, found = get_checkpoint_shard_files(str(index.parent), str(index))  # type: ignore[no-untyped-call]
+    shards: dict[str, list[str]] = {name: [] for name in sorted(set(found["weight_map"].values()))}
+    for key, name in found["weight_map"].items():
+        shards[name].append(key)
+    return shards

@@ -11,6 +11,7 @@ beside it from being loaded as others, whatever config is given, is the name of 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,13 +31,22 @@ def split_fusion_config(config: Any) -> tuple[list[str], Any]:
     """Our names in a `fusion_config`, and the rest of it, which is transformers' own.
 
     Raises:
-        InvalidPatcherError: something under our key that is no list of names that are known.
+        InvalidPatcherError: it is no mapping, or has something under our key that is no list of names that are known.
     """
+    if config and not isinstance(config, Mapping):  # what is empty transformers takes for none
+        raise InvalidPatcherError(
+            f"fusion_config maps names of fusions to True, False or options, found {reprlib.repr(config)} "
+            f'({type(config).__name__}); write {{"{KEY}": ["qkv"]}} for fusions of patcher, or '
+            '{"patch_embeddings": True} for one of transformers.'
+        )
     if not isinstance(config, Mapping) or KEY not in config:
         return [], config
     names = config[KEY]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise InvalidPatcherError(f"fusion_config: {KEY!r} holds a list of names of fusions, found {names!r}.")
+        raise InvalidPatcherError(
+            f"fusion_config: {KEY!r} holds a list of names of fusions, found {reprlib.repr(names)} "
+            f'({type(names).__name__}); write {{"{KEY}": ["qkv"]}}.'
+        )
     for name in names:
         fusions_configured(name, True)
     return list(names), {key: value for key, value in config.items() if key != KEY}
@@ -56,7 +66,7 @@ def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
         return []
     try:
         found, _ = PretrainedConfig.get_config_dict(path, **{key: options[key] for key in _WHERE if key in options})
-    except OSError:  # weights alone, and a config from elsewhere
+    except Exception:  # weights alone, or a file that says nothing, and a config from elsewhere
         return []
     return split_fusion_config(found.get("fusion_config"))[0]
 
@@ -69,6 +79,6 @@ def names_fusions(config: Any) -> bool:
 
 def with_fusion_names(config: Any, fusions: Iterable[str | Fusion]) -> dict[str, Any]:
     """A `fusion_config` that names these fusions of ours and no others, besides what it says of transformers'."""
-    rest = {key: value for key, value in (config or {}).items() if key != KEY}
+    rest = dict(split_fusion_config(config)[1] or {})
     names = [fusion for fusion in fusions if isinstance(fusion, str)]
     return {**rest, KEY: names} if names else rest

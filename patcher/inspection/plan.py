@@ -144,8 +144,9 @@ def plan(
     Correct it or take it out; with strict=False this is a warning.
 
     The load itself is gone through, on the meta device, to where it would read; what it would go on to do is decided
-    by names and shapes. Of a repo on the hub only its config and the headers of its safetensors files are fetched. An
-    index whose shards aren't there does for the names; the shapes are then those that the stock model saves.
+    by names and shapes. Of a repo on the hub only its config and the headers of its safetensors files are fetched.
+    As `checkpoint=` an index does for the names whose shards aren't there; the shapes are then those that the stock
+    model saves.
 
     Args:
         model: a repo, a folder or a config.
@@ -155,17 +156,33 @@ def plan(
         options: as `from_pretrained` takes them: `revision`, `token`, `trust_remote_code`, `key_mapping`, ...
 
     Raises:
-        InvalidPatcherError: no model, patcher or checkpoint that can be planned. What the load would raise is no
-            exception here but in `Plan.problems`.
+        InvalidPatcherError: no model, patcher or checkpoint that can be planned: nothing else is raised for files,
+            whatever they hold. What the load would raise of names and shapes is in `Plan.problems`.
         PatchedWeightsError: the checkpoint is in a runtime layout that nothing names, or lies beside another one.
     """
+    try:
+        return _plan(model, patcher, model_class=model_class, checkpoint=checkpoint, options=options)
+    except PatcherError:
+        raise
+    except Exception as error:  # of files that anyone may have written, so of any kind
+        raise InvalidPatcherError(
+            f"{_short(model)} can't be planned, and a load of it would fail as well: {type(error).__name__}: "
+            f"{str(error)[:2000]}"
+        ) from error
+
+
+def _short(model: Any) -> str:
+    return type(model).__name__ if isinstance(model, PretrainedConfig) else str(model)
+
+
+def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, options: Mapping[str, Any]) -> Plan:
     if not isinstance(patcher, Patcher):
         raise InvalidPatcherError(
             f"plan takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
             'write plan(model, Patcher({"LlamaMLP": MyMLP})).'
         )
     config = config_of(model, options)
-    headers, layout = _headers(model, checkpoint, options)
+    headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
     asked = DryRun(unknown, has_checkpoint=headers is not None, runtime_layout=bool(layout))
@@ -187,7 +204,9 @@ def plan(
     )
 
 
-def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> tuple[Headers | None, list[str]]:
+def _headers(
+    model: Any, checkpoint: Any, config: PretrainedConfig, options: Mapping[str, Any]
+) -> tuple[Headers | None, list[str]]:
     """The headers of the checkpoint, and the fusions of the runtime layout that it is in."""
     if options.get("gguf_file"):
         raise InvalidPatcherError("plan can't read GGUF files; load the model, save it, and plan that folder.")
@@ -198,6 +217,10 @@ def _headers(model: Any, checkpoint: Any, options: Mapping[str, Any]) -> tuple[H
     places = {name: value for name, value in options.items() if name in PLACES}
     source = model if checkpoint is None else checkpoint
     layout = fusions_of_layout(source, places, places.get("variant"))
+    if "use_safetensors" in options:
+        places["use_safetensors"] = options["use_safetensors"]
+    if checkpoint is None and not layout:
+        places["named"] = getattr(config, "transformers_weights", None)
     return headers_of(source, **(places | {"variant": VARIANT} if layout else places)), layout
 
 

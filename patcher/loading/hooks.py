@@ -312,6 +312,7 @@ def _from_config(
     with construction_lock.held_for(cls.__name__):
         if not entries:
             return stock(cls, config, *args, **kwargs)
+        check_supported(entries, None, {})
         for entry in own:
             check_pins(entry.patcher, cls)
         construction = Construction(ClassRules(entries), by_hand=True)

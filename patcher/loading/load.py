@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import distributed_checkpoint
+from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
 from patcher.compat.models import follow_no_split_names, named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
@@ -108,11 +108,17 @@ def request(
 
 
 def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[str, Any]) -> None:
-    """Raise for what conversions are not yet known to survive.
+    """Raise for what patchers, or their conversions, are not yet known to survive.
 
     Raises:
         InvalidPatcherError: with what can be done instead.
     """
+    if entries and partitions_parameters():
+        raise InvalidPatcherError(
+            "A patcher was asked for while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
+            "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
+            "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
+        )
     if not any(
         entry.patcher.filtered_weight_conversion_patterns
         or entry.patcher.extra_weight_conversions

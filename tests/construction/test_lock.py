@@ -23,7 +23,7 @@ from tests.support.tiny import save_tiny, tiny_llama_config
 
 TOLD = (
     r"LlamaForCausalLM.* can't be constructed: the thread 'the holder' has been constructing LlamaForCausalLM from "
-    r"\S+ since \d\d:\d\d:\d\d, and for 1 seconds has done nothing but wait\..*: load that model before, and hand it over"
+    r"\S+ since \d\d:\d\d:\d\d, and for 1 seconds has done nothing but wait\..*: load that model before"
 )
 
 

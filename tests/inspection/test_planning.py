@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import struct
 import subprocess
@@ -36,6 +37,7 @@ import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
 from patcher.conversions.transforms import describe
 from tests.support.hub_server import serving
+from tests.support.memory import peak
 from tests.support.replacements import (
     JOIN,
     JOINED,
@@ -272,18 +274,27 @@ def test_what_any_patcher_is_planned_to_do_is_what_it_does(patcher: Patcher, fol
 
 
 def test_no_weight_is_read_from_a_safetensors_file(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """The files end where the weights would begin: whoever wanted one would find the end of the file."""
-    whole = plan(folders("llama"), JOINED)
-    for file in folders("llama").iterdir():
-        content = file.read_bytes()
-        if file.suffix == ".safetensors":
-            content = content[: 8 + struct.unpack("<Q", content[:8])[0]]
-        (tmp_path / file.name).write_bytes(content)
-    cut = plan(tmp_path, JOINED)
-    assert cut.ok
-    assert cut.weights == whole.weights
+    """The files are as long as they say, and hold nothing but holes: who read one would need 64 GiB."""
+    shutil.copytree(folders("llama"), tmp_path, dirs_exist_ok=True)
+    key, shape = "model.layers.0.mlp.extra", [1 << 34]
+    header = json.dumps({key: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * shape[0]]}}).encode()
+    large = tmp_path / "large.safetensors"
+    large.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(large, large.stat().st_size + 4 * shape[0])
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"][key] = large.name
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    asked, whole = JOINED.replace(dropped_weights="extra"), plan(folders("llama"), JOINED)
+    planned, before = plan(tmp_path, asked), peak()
+    assert (planned.ok, planned.weights) == (True, whole.weights)
+    assert plan(tmp_path, asked) == planned
+    assert peak() - before < 1 << 30
+
+    os.truncate(large, 8 + len(header) + 100)  # the download broke off
+    with pytest.raises(InvalidPatcherError, match="has no header of a safetensors file that a load could read"):
+        plan(tmp_path, asked)
     with pytest.raises(Exception, match=r"incomplete metadata|not fully covered"):
-        LlamaForCausalLM.from_pretrained(tmp_path, patcher=JOINED)
+        LlamaForCausalLM.from_pretrained(tmp_path, patcher=asked)
 
 
 def test_an_index_alone_does_for_the_names(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -291,7 +302,10 @@ def test_an_index_alone_does_for_the_names(folders: Callable[[str], Path], tmp_p
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text((folder / name).read_text())
     for patcher in (Patcher(), Patcher(fusions=["qkv", "sequential_experts"]), Patcher({}, "gate_up_proj")):
-        by_name, by_shape = plan(tmp_path, patcher), plan(folder, patcher)
+        by_shape = plan(folder, patcher)
+        with pytest.raises(InvalidPatcherError, match=r"is missing, and a load needs it: fetch it; to plan by names"):
+            plan(tmp_path, patcher)
+        by_name = plan(tmp_path, patcher, checkpoint=tmp_path / "model.safetensors.index.json")
         assert by_name.ok == by_shape.ok
         for field in ("problems", "weights", "missing", "left_over", "conversions_added", "fused"):
             assert getattr(by_name, field) == getattr(by_shape, field), field
@@ -619,7 +633,7 @@ class OwnMoE(DeepseekV3MoE):
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 patcher = Patcher({"DeepseekV3MoE": OwnMoE}) if kind == "mapping" else Patcher(fusions=kind)
 started = time.process_time()
-planned = plan(folder, patcher)
+planned = plan(folder, patcher, checkpoint=folder / "model.safetensors.index.json")
 seconds = time.process_time() - started
 assert planned.ok, planned.problems
 assert len(planned.replaced) + len(planned.fused) == 58
