@@ -19,8 +19,9 @@ import regex  # type: ignore[import-untyped]
 
 from patcher.errors import InvalidPatcherError
 
-#: For how long one expression may be searched, all searches together that are not over at once.
+#: For how long one expression may be searched within a minute, all searches together that are not over at once.
 SEARCH_SECONDS = 1.0
+_MINUTE = 60.0
 _AT_ONCE = 0.001
 #: `re` is quick in what is no longer: one repeat takes quadratic time.
 _SHORT = 250
@@ -82,10 +83,11 @@ def compiled(expression: str) -> _Expression:
 class _Expression:
     """An expression, with the two engines that search it. What it finds are matches of either."""
 
-    __slots__ = ("_limited", "_quick", "pattern", "spent")
+    __slots__ = ("_limited", "_quick", "_since", "pattern", "spent")
 
     def __init__(self, expression: str) -> None:
         self.pattern = expression
+        self._since = 0.0
         self.spent = 0.0  # threads may both add to it, and one of them be lost: no harm
         self._quick = re.compile(expression) if is_quick(expression) else None
         self._limited: Any = None
@@ -107,6 +109,8 @@ class _Expression:
         if self._limited is None:
             self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
         wall, cpu = time.perf_counter(), time.thread_time()
+        if wall - self._since > _MINUTE:  # in a process that goes on for days, pauses of the machine would add up
+            self._since, self.spent = wall, 0.0
         try:
             found = self._limited.search(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
         except TimeoutError:

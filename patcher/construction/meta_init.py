@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
+from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters, written_tensors
 from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
@@ -185,23 +185,13 @@ class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = [
-            value
-            for place, argument in enumerate(operation._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for value in _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
-        ]
+        written = [tensor for tensor in written_tensors(operation, args, kwargs) if tensor.device.type != "meta"]
         kept = [value for value in written if value.untyped_storage().data_ptr() in self._storages]
         if not kept:
             return operation(*args, **kwargs)
         if len(written) > 1:
             raise RuntimeError(f"{operation} writes to several tensors, of which one is a weight of the checkpoint")
         return written[0]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor) and each.device.type != "meta"]
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 #: Every room imports only from those above it, and from beside itself without a circle.
 ORDER = (
     "errors",
+    "expressions",
     "patterns",
     "source",
     "compat",
