@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = importlib.import_module("importlib.metadata").version("patcher")
     elif name not in _HOMES:
-        raise AttributeError(f"module 'patcher' has no attribute {name!r}")
+        raise errors.no_such_name("patcher", name, __dir__(), "dir(patcher)")
     else:
         importlib.import_module("patcher.loading").install()
         value = getattr(importlib.import_module(_HOMES[name]), name)

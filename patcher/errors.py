@@ -10,6 +10,7 @@ InvalidPatcherError: fusions: 'qkw' is no fusion; did you mean 'qkv'? Known name
 ```
 PatcherError
 ├── InvalidPatcherError      an invalid Patcher, or an unsupported use of one
+│   └── NoSuchNameError      a name that isn't there, or can't be set: an AttributeError as well
 ├── PatchConflictError       two patches that want different things of one class or module
 ├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
 ├── PatchConstructionError   a replacement could not be built
@@ -26,8 +27,10 @@ registry of `patcher.monkey_patching`, which keeps the contract of the one it st
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 from types import FrameType
 
 __all__ = [
@@ -50,6 +53,10 @@ class PatcherError(Exception):
 
 class InvalidPatcherError(PatcherError):
     """An invalid argument of a Patcher, or a combination that isn't supported."""
+
+
+class NoSuchNameError(InvalidPatcherError, AttributeError):
+    """A name that a module or a Patcher doesn't have, or that can't be set; `hasattr` is false as ever."""
 
 
 class PatchConflictError(PatcherError):
@@ -82,6 +89,19 @@ class CodegenError(PatcherError):
 
 class PatcherWarning(UserWarning):
     """What `strict=False` says in place of `UnmatchedPatchError` and `PatchedWeightsError`."""
+
+
+def no_such_name(module: str, name: str, known: Iterable[str], where: str = "") -> NoSuchNameError:
+    """What `__getattr__` of a module raises for a name that it doesn't have.
+
+    Args:
+        known: the names that it has.
+        where: what lists them all.
+    """
+    by_folded = {each.casefold(): each for each in known}
+    close = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
+    hint = f"write {module}.{by_folded[close[0]]}" if close else where and f"{where} lists what there is"
+    return NoSuchNameError(f"module {module!r} has no attribute {name!r}{hint and f'; {hint}'}.")
 
 
 def warn(text: str) -> None:

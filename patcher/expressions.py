@@ -184,6 +184,14 @@ class Expressions:
             tried = sorted([*tried, *(index for part in parts for index in self._by_literal.get(part, ()))])
         return (self._all[index] for index in tried if search(self._all[index], text))
 
+    def found_among(self, texts: Iterable[str]) -> set[str]:
+        """The expressions that are found in one of several texts."""
+        found: set[str] = set()
+        for text in texts:
+            if len(found) < len(self._all):
+                found.update(self.found_in(text))
+        return found
+
     def is_any_in(self, text: str) -> bool:
         """Whether one of them is found in a text."""
         return next(self.found_in(text), None) is not None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from patcher.compat.modeling_code import module_subclasses
@@ -32,15 +34,14 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
     """The config of a repo or a folder, or the config that is given, as a copy.
 
     Raises:
-        InvalidPatcherError: it is neither, or none that can be read.
-        OSError: there is no such repo, or nothing may be fetched.
+        InvalidPatcherError: it is neither, there is no such repo, nothing may be fetched, or none that can be read.
     """
     if isinstance(model, PretrainedConfig):
         return _checked(deepcopy(model), type(model).__name__)
     if not isinstance(model, str | os.PathLike):
         raise InvalidPatcherError(
-            f"a model is named by its repo, its folder or its config, found {model!r} ({type(model).__name__}); "
-            "for a model in memory write model.config."
+            f"a model is named by its repo, its folder or its config, found {reprlib.repr(model)} "
+            f"({type(model).__name__}); {_instead_of(model)}."
         )
     places = {name: value for name, value in options.items() if name in PLACES - {"variant"}}
     file = Path(model, options.get("subfolder") or "", "config.json")
@@ -48,16 +49,31 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
         raise InvalidPatcherError(f"{file} is no regular file, but a folder, a pipe or a device. Fetch it again.")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
-    except OSError:
+    except OSError as error:
         if file.is_file():
-            raise InvalidPatcherError(f"{file} is no config of a model. Fetch it again.") from None
-        raise
+            raise InvalidPatcherError(f"{file} is no config of a model ({_line(error)}). Fetch it again.") from error
+        raise _no_model(model, error) from error
+    except ValueError as error:
+        raise _no_model(model, error) from error
     except Exception as error:
         raise InvalidPatcherError(
             f"the config of {model} can't be read, {type(error).__name__}: {str(error)[:500]}. Fetch it again, or "
             "install the release of transformers that knows it."
         ) from error
     return _checked(config, str(model))
+
+
+def _no_model(model: str | os.PathLike[str], error: Exception) -> InvalidPatcherError:
+    folder, hint = Path(model), ""
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        hint = "It has no config.json: write the folder that save_pretrained has written. "
+    elif not folder.exists() and isinstance(error, OSError):
+        hint = "There is no such folder: write the path of one that is there, or a repo that can be reached. "
+    return InvalidPatcherError(f"{str(model)!r} is no model that can be used here. {hint}({_line(error)})")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
@@ -73,6 +89,17 @@ def _checked(config: PretrainedConfig, where: str) -> PretrainedConfig:
                     "again, or correct it."
                 )
     return config
+
+
+def _instead_of(model: Any) -> str:
+    """What names the model that was probably meant by something else."""
+    if isinstance(model, nn.Module):
+        path = getattr(model, "name_or_path", "")
+        folder = f", or the folder that it was loaded from, {path!r}" if path else ""
+        return f"for a model in memory write model.config{folder}"
+    if isinstance(model, type) and (config := getattr(model, "config_class", None)) is not None:
+        return f"for a class of model write {config.__name__}(), model_class={model.__name__}"
+    return 'write "./folder", or the name of a repo'
 
 
 def model_class_of(

@@ -160,7 +160,8 @@ def fingerprint(
     For the transformers that is installed. Exits with 1 if the preset is pinned to other code; with --verify, if what
     is verified on this code is not the same as stock.
     """
-    from patcher.cli.values import config_of, named, pin_of, without_pins
+    from patcher.checkpoints.model_classes import config_of
+    from patcher.cli.values import named, pin_of, without_pins
 
     pin = pin_of(preset)
     if model:
@@ -196,7 +197,8 @@ def _asked(
             f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
             "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
         )
-    from patcher.cli.values import combined, config_of, without_pins
+    from patcher.checkpoints.model_classes import config_of
+    from patcher.cli.values import combined, without_pins
 
     patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
     config_of(model, options)

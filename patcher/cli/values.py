@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import transformers
 
-from patcher.checkpoints import model_classes
+from patcher.checkpoints.model_classes import config_of
 from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.patterns import nearest
@@ -25,19 +26,15 @@ from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.patcher import Patcher
 
 
-def config_of(model: str, options: Mapping[str, Any]) -> transformers.PretrainedConfig:
-    """The config of a repo or a folder."""
-    try:
-        return model_classes.config_of(model, options)
-    except (OSError, ValueError) as error:
-        raise InvalidPatcherError(
-            f"{model!r} is no model that can be used here: {' '.join(str(error).split())}"
-        ) from error
-
-
 def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
     """All that was asked for, as one patcher."""
-    named = [Patcher(fusions=names)] if (names := list(fusions)) else []
+    presets, fusions, constants = list(presets), list(fusions), list(constants)
+    for option, given in (("--preset", presets), ("--fusion", fusions), ("--patcher", constants)):
+        for text in given:
+            if "," in text:
+                single = " ".join(f"{option} {each}" for each in re.split(r"[\s,]+", text) if each)
+                raise InvalidPatcherError(f"{option} takes one name, and may be repeated; for {text!r} write {single}")
+    named = [Patcher(fusions=fusions)] if fusions else []
     return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants)])
 
 
@@ -61,6 +58,10 @@ def constant(text: str) -> Patcher:
     module, _, name = text.partition(":")
     if not module or not name:
         raise InvalidPatcherError(f"--patcher takes MODULE:CONSTANT, found {text!r}; write my_patches:PATCHER.")
+    if module.endswith(".py"):
+        raise InvalidPatcherError(
+            f"--patcher takes MODULE:CONSTANT, found the file {module!r}; write --patcher {_as_module(module, name)}"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: nothing here may stand in for what is installed
@@ -77,6 +78,16 @@ def constant(text: str) -> Patcher:
         hint = f"its patchers are {listed}" if listed else f"write {name} = Patcher(...) in it"
         raise InvalidPatcherError(f"--patcher {text}: {what} in {module}; {hint}.")
     return found
+
+
+def _as_module(file: str, name: str) -> str:
+    """How a constant in a file is named, and from where, if not from the current folder."""
+    path = Path(file)
+    inner = path.resolve().relative_to(Path.cwd()) if path.resolve().is_relative_to(Path.cwd()) else path
+    parts = inner.with_suffix("").parts
+    if not inner.is_absolute() and all(part.isidentifier() for part in parts):
+        return f"{'.'.join(parts)}:{name}"
+    return f"{path.stem}:{name}, in the folder {str(path.parent)!r}"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from patcher.errors import no_such_name
+
 if TYPE_CHECKING:
     from patcher.codegen.builder import PatchConfig
     from patcher.codegen.checker import CallMismatch, CheckResult, check
@@ -55,7 +57,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # Late, because the parser of the generator takes a third of a second, and `patcher --help` doesn't need it.
     if name not in _HOMES:
-        raise AttributeError(f"module 'patcher.codegen' has no attribute {name!r}")
+        raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
     value = getattr(importlib.import_module(f"patcher.codegen.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

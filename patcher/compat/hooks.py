@@ -6,7 +6,13 @@ loading wrong weights.
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import inspect
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -34,6 +40,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
     "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
+    "report keys": (modeling_utils, "log_state_dict_report", ("model", "loading_info")),
     "finish": (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),
     "save": (
         PreTrainedModel,
@@ -45,6 +52,13 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "save config": (PretrainedConfig, "save_pretrained", ("save_directory",)),
     "give back": (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
+}
+
+#: The same of a module that takes long to import: hooked when somebody imports it. Names are found below the module.
+LATE_HOME = "transformers.pipelines"
+HOOKED_LATE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "load for a pipeline": ("load_model", ("model", "config")),
+    "make a pipeline": ("Pipeline.__init__", ("model",)),
 }
 
 #: What is called or read besides.
@@ -71,15 +85,56 @@ def check() -> None:
     if _checked:
         return
     for owner, name, parameters in (*HOOKED.values(), *USED):
-        where = f"{getattr(owner, '__module__', '')}.{owner.__name__}".lstrip(".")
-        seam = getattr(owner, name, None)
-        if seam is None:
-            raise _gone(f"{where}.{name} is gone")
-        if parameters:
-            known = inspect.signature(seam).parameters
-            if missing := [parameter for parameter in parameters if parameter not in known]:
-                raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
+        check_seam(owner, name, parameters)
     _checked = True
+
+
+def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
+    """Raise a `PatcherError` where one place is not as the hook knows it."""
+    where = f"{getattr(owner, '__module__', '')}.{owner.__name__}".lstrip(".")
+    seam = getattr(owner, name, None)
+    if seam is None:
+        raise _gone(f"{where}.{name} is gone")
+    if parameters:
+        known = inspect.signature(seam).parameters
+        if missing := [parameter for parameter in parameters if parameter not in known]:
+            raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
+
+
+def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    """Call with a module as soon as it is imported: at once, if it is."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        call(module)
+    else:
+        sys.meta_path.insert(0, _Watcher(name, call))
+
+
+class _Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as the finders after it do, and calls when it has been executed."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self.name, self.call = name, call
+        self.loader: Any = None
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self.loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.call(module)
 
 
 def _gone(what: str) -> PatcherError:

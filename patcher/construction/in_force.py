@@ -13,8 +13,8 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from patcher.errors import InvalidPatcherError
 from patcher.spec.patcher import Patcher
+from patcher.spec.validation import not_a_patcher
 
 T = TypeVar("T")
 
@@ -43,19 +43,25 @@ class Matched:
     Attributes:
         keys: (patcher in force, field, what of that field) of all that had an effect.
         classes: the names of the classes in the models, as they were before anything was replaced.
-        refused: `path (reason)` of what fusions left alone.
+        refused: (fusion, path, reason) of what fusions left alone.
         paths: those of the modules in the models, where a patcher says any.
+        places: (path, class) of the modules, where the key of a class may be meant as a path.
+        parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
+        renamed: (conversion, name that it gives) of added ones that had no effect.
         has_read: whether a checkpoint was read: filters and conversions are judged only then.
     """
 
     keys: frozenset[tuple[InForce, str, Hashable]] = frozenset()
     classes: frozenset[str] = frozenset()
-    refused: frozenset[str] = frozenset()
+    refused: frozenset[tuple[Hashable, str, str]] = frozenset()
     paths: frozenset[str] = frozenset()
+    places: frozenset[tuple[str, str]] = frozenset()
+    parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()
+    renamed: frozenset[tuple[Hashable, str]] = frozenset()
     has_read: bool = False
 
     def __or__(self, other: Matched) -> Matched:
@@ -112,10 +118,7 @@ def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]
     own: tuple[InForce, ...] = ()
     if patcher is not None:
         if not isinstance(patcher, Patcher):
-            raise InvalidPatcherError(
-                f"patcher= takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
-                'write patcher=Patcher({"LlamaMLP": MyMLP}).'
-            )
+            raise not_a_patcher("patcher={}", patcher)
         own = (InForce(patcher, "patcher="),)
     entries = (*own, *entered())
     if _registered.class_mapping and not _UNPATCHED.get() and not any(entry.is_registry for entry in entries):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
-from patcher.compat.conversions import copy_transform
+from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.conversions.concatenate import ReversibleConcatenate
 
 
@@ -40,6 +40,8 @@ class ConversionTrace:
     current: tuple[str, str] = ("", "")
     #: the layers where it raised
     failed: list[str] = field(default_factory=list)
+    #: whether its own operations had run by then, so that it was the quantizer that raised
+    failed_quantizing: bool = False
     #: a quantizer has put another conversion in its place
     lost: bool = False
 
@@ -53,6 +55,12 @@ class ConversionTrace:
         return any(name in names or f"{prefix}.{name}" in names for name in self.renamed.values()) or bool(
             self.renamed and not names.intersection(self.renamed)
         )
+
+    def idle_sources(self) -> list[str]:
+        """The source patterns, as they were written, that took nothing while others did."""
+        seen = {pattern for entry in self.entries for pattern in entry.sources}
+        pairs = zip(source_patterns(self.transform), self.transform.source_patterns, strict=True)
+        return [text for text, pattern in pairs if seen and pattern not in seen]
 
     def is_uneven(self) -> bool:
         """Whether it has joined parts of different sizes."""
@@ -113,6 +121,7 @@ class _TracedConverter(_Traced):
             result = super().convert(layer_name, *args, **kwargs)  # type: ignore[misc]
         except Exception:  # the load goes on and reports at its end
             self.trace.failed.append(layer_name)
+            self.trace.failed_quantizing = bool(last.seen)
             raise
         sources: dict[str, list[tuple[str, torch.Size]]] = {}
         shapes = {pattern: list(seen) for pattern, seen in first.seen.items()}

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from patcher.conversions.layouts import Flatten, Layout, Rows
+from patcher.errors import no_such_name
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
 
@@ -65,6 +66,6 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_such_name(__name__, name, __all__, "dir(patcher.fusions)")
     value = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
     return value

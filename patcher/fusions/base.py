@@ -62,6 +62,9 @@ class Fusion:
     #: Expressions, searched in the path of a module. Without any, every module is asked.
     target_modules_patterns: tuple[str, ...] = ()
 
+    #: What the family looks for, for the error of a model that has none: "no module has ...".
+    subject: str = ""
+
     #: Where the family is asked for, if not wherever it can be: paths, in the language that reports print.
     modules: tuple[str, ...] = ()
 

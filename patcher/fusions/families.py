@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,6 +67,8 @@ def _family(name: Any) -> type[Fusion]:
     known = ", ".join(repr(known) for known in FAMILIES)
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
+    elif len(names := re.split(r"[\s,|+]+", name.strip())) > 1:
+        hint = f"write fusions={names!r}"
     elif close := nearest(name, FAMILIES):
         hint = f"did you mean {close[0]!r}? Known names: {known}"
     else:

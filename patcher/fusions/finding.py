@@ -16,7 +16,10 @@ from patcher.fusions.base import Fusion
 
 @dataclass(frozen=True)
 class Findings:
-    """What a fusion has found in a model: path -> module, and path -> why a module is left alone."""
+    """What a fusion has found in a model: path -> module, and path -> why a module is left alone.
+
+    Where it has found nothing else, every module that was looked at is told.
+    """
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +59,7 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
     """
     matches: dict[str, nn.Module] = {}
     refused: dict[str, str] = {}
+    untold: dict[str, str] = {}
     surroundings = Surroundings(model)
     for path, module in surroundings.modules.items():
         if not (fusion.is_asked_for(path) and fusion.is_asked(path, module)):
@@ -67,7 +71,9 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
             matches[path] = module
         elif fusion.is_told(path, module):
             refused[path] = reason
-    return Findings(matches, refused)
+        elif reason:
+            untold[path] = reason
+    return Findings(matches, refused or ({} if matches else untold))
 
 
 def _unlike_parts(fusion: Fusion, module: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ class GateUp(Projections):
 
     name = "gate_up"
     joined_name: ClassVar[str] = "gate_up_proj"
+    subject = f"a gate and an up projection ({'; '.join(map(', '.join, _PAIRS))})"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         known = set(names)

@@ -104,6 +104,7 @@ class PatchEmbeddings(Fusion):
     """`nn.Conv3d` and `nn.Conv2d` whose stride is their kernel size -> `LinearPatchEmbedding`, in the same place."""
 
     name = "patch_embeddings"
+    subject = "a convolution in two or three dimensions (nn.Conv2d, nn.Conv3d)"
 
     def is_fusable(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Conv2d | nn.Conv3d) and not self.refusal(module)

@@ -21,6 +21,7 @@ class QKV(Projections):
 
     name = "qkv"
     joined_name: ClassVar[str] = "qkv_proj"
+    subject = "three projections of queries, keys and values (q_proj, k_proj, v_proj; query, key, value; ...)"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         known = set(names)

@@ -41,6 +41,7 @@ class SequentialExperts(Fusion):
     """
 
     name = "sequential_experts"
+    subject = "weights of experts that are stacked in one parameter of three dimensions"
 
     all_tokens = False
 

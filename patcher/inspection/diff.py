@@ -23,6 +23,7 @@ from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force
 from patcher.spec.patcher import Patcher
+from patcher.spec.validation import not_a_patcher
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,10 +154,7 @@ def diff(
         PatchConstructionError: a replacement can't be built.
     """
     if patcher is not None and not isinstance(patcher, Patcher):
-        raise InvalidPatcherError(
-            f"diff takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
-            'write diff(model, Patcher({"LlamaMLP": MyMLP})).'
-        )
+        raise not_a_patcher("diff(model, {})", patcher)
     install()
     record = record_of(model) if isinstance(model, nn.Module) else None
     if patcher is None and record is None and not isinstance(model, nn.Module):

@@ -35,6 +35,7 @@ from patcher.loading.record import PatchRecord
 from patcher.patterns import compress, without_numbers
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
+from patcher.spec.validation import not_a_patcher
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,7 @@ def _short(model: Any) -> str:
 
 def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, options: Mapping[str, Any]) -> Plan:
     if not isinstance(patcher, Patcher):
-        raise InvalidPatcherError(
-            f"plan takes a patcher.Patcher, found {patcher!r} ({type(patcher).__name__}); "
-            'write plan(model, Patcher({"LlamaMLP": MyMLP})).'
-        )
+        raise not_a_patcher("plan(model, {})", patcher)
     config = config_of(model, options)
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)

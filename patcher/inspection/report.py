@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher.compat.conversions import dot_natural_key
+from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.conversions.tracing import ConversionTrace
 from patcher.conversions.transforms import describe
 from patcher.display import Shown, Table, patched_tables
@@ -35,6 +35,7 @@ class Report(Shown):
         conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
         new_weights: parameters that were not in the checkpoint and that the patcher declares as new.
         dropped_weights: checkpoint tensors that nobody took and that the patcher declares as dropped.
+        unchecked: the added conversions that took several tensors each, in an order that only `verify` can judge.
         seconds: construction, reading, total.
         warnings: what `strict=False` said.
     """
@@ -49,6 +50,7 @@ class Report(Shown):
     conversions_fired: tuple[tuple[str, int], ...] = ()
     new_weights: tuple[str, ...] = ()
     dropped_weights: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -65,6 +67,11 @@ class Report(Shown):
         weights = (("new", self.new_weights), ("dropped", self.dropped_weights))
         yield from patched_tables(self, "effect", used, weights)
         yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
+        text = (
+            "names and shapes are all that a load sees: sources of one shape that are swapped load as well. "
+            "patcher.verify(model, patcher) compares what is computed."
+        )
+        yield Table("Not checked", ("conversion", ""), [(each, text) for each in self.unchecked])
 
     def _headline(self) -> str:
         if not self.patchers:
@@ -131,6 +138,11 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         conversions_fired=tuple(fired),
         new_weights=record.new_weights,
         dropped_weights=record.dropped_weights,
+        unchecked=tuple(
+            describe(transform)
+            for transform in added
+            if len(source_patterns(transform)) > 1 and describe(transform) in dict(fired)
+        ),
         seconds=tuple(record.seconds.items()),
         warnings=record.warnings,
     )

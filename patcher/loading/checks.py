@@ -9,13 +9,16 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import named_parameters, tied_keys
+from patcher.compat.models import named_modules, named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.conversions.simulation import Outcome
+from patcher.conversions.sources import shape_of
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.expressions import Expressions
 from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
+from patcher.loading.suggestions import missing_conversions
+from patcher.patterns import inside
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ def check_weights(
     *,
     missing: set[str],
     parts_of: Mapping[str, tuple[str, ...]],
+    checkpoint: Mapping[str, Any],
+    idle: Iterable[str],
     stock_outcome: Callable[[], Outcome],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
@@ -98,6 +103,8 @@ def check_weights(
     Args:
         info: what transformers knows of the load.
         missing: of the keys that it misses, those that are no other names of what was read.
+        checkpoint: its tensors, or what stands for them.
+        idle: what is said of sources of conversions that took nothing.
         parts_of: fused parameter -> the parameters of transformers that it is made of, of those that are missing.
         stock_outcome: what the unpatched load would do with the checkpoint: asked only if something is amiss, for what
             it would miss or ignore as well doesn't count.
@@ -150,9 +157,54 @@ def check_weights(
             "that have saved it, and save it in the original format (the default)."
         )
     elif patchers and (absent or left_over):
-        elsewhere = {key for key in absent if not under_replaced(key)}
-        error = PatchedWeightsError(_weights_text(absent - elsewhere, left_over, elsewhere, mismatched, parameters))
+        failed = {key: text for key, text in info.conversion_errors.items() if key in absent}
+        if failed:
+            error = PatchedWeightsError(failed_text(failed, model))
+        else:
+            elsewhere = {key for key in absent if not under_replaced(key)}
+            shapes = {name: tuple(value.shape) for name, value in named_parameters(model) if name in absent}
+            left_shapes = {key: shape_of(checkpoint[key]) for key in left_over if key in checkpoint}
+            suggested = missing_conversions(
+                {name: shape for name, shape in shapes.items() if name not in elsewhere and name not in mismatched},
+                left_shapes,
+                checkpoint.keys() - left_over,
+            )
+            filtered = any(patcher.filtered_weight_conversion_patterns for patcher in patchers)
+            path = next(iter(paths), "").removeprefix(f"{model.base_model_prefix}.")
+            text = _weights_text(
+                absent - elsewhere,
+                left_over,
+                elsewhere,
+                mismatched,
+                parameters,
+                suggested,
+                idle,
+                bound=re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", inside(path)).replace(".", r"\."),
+                filtered=filtered,
+            )
+            error = PatchedWeightsError(text)
     return WeightsFound(new, dropped, error)
+
+
+def failed_text(failed: Mapping[str, str], model: PreTrainedModel) -> str:
+    """What a quantizer has raised for parameters that are therefore missing, from what transformers has kept of it."""
+    reasons: dict[str, list[str]] = {}
+    for key, text in failed.items():
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        # A traceback, the line of the error, the error again, what it was doing.
+        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        reasons.setdefault("".join(raised[:1] or lines[-1:]), []).append(key)
+    listed = "".join(f"  {', '.join(folded(keys)[:3])}: {reason}\n" for reason, keys in reasons.items())
+    # Some quantizers look for these in names of modules, some in names of parameters, from the beginning.
+    layers = sorted({rf".*\.{key.split('.')[-2]}" for key in failed if "." in key})
+    # The head they leave out by themselves, until they are given a list.
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers += [path for path, module in named_modules(model) if module is head]
+    return (
+        f"These weights are in the checkpoint, and quantizing them failed:\n{listed}"
+        "They aren't new, and the patcher isn't the cause. Give the quantization config what it asks for, or leave "
+        f"these layers out of it: modules_to_not_convert={layers!r}."
+    )
 
 
 def _torn(missing: Iterable[str], unexpected: Iterable[str]) -> set[str]:
@@ -183,16 +235,25 @@ def _weights_text(
     elsewhere: set[str],
     mismatched: Mapping[str, str],
     parameters: Iterable[str],
+    suggested: Iterable[str],
+    idle: Iterable[str],
+    *,
+    bound: str,
+    filtered: bool,
 ) -> str:
     lines = []
     if elsewhere:
         lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
         lines += [f"  {key}" for key in folded(elsewhere)]
         lines.append(
-            "Bind their patterns to the modules that are meant: "
-            r"r'(text_model\.layers\.\d+\.self_attn\.)q_proj\.weight' "
-            r"with the target r'\1qkv_proj.weight' takes nothing else."
+            f"Bind the patterns of a conversion to the modules that are meant: r'({bound})q_proj\\.weight' "
+            "with the target r'\\1qkv_proj.weight' takes nothing else."
         )
+        if filtered:
+            lines.append(
+                "A filter drops a stock conversion for the whole model: replace every class that needs it, or take "
+                "the filter out."
+            )
     if not absent and not left_over:
         return "\n".join(lines)
     lines.append("The replaced modules and the checkpoint don't fit together.")
@@ -203,12 +264,25 @@ def _weights_text(
     if left_over:
         lines.append("In the checkpoint, and used by nobody:")
         lines += [f"  {key}" for key in folded(left_over)]
+    lines += idle
+    if suggested:
+        lines.append(
+            "The checkpoint has tensors of these shapes under other names. Convert them "
+            "(from transformers.core_model_loading):"
+        )
+        lines.append(f"  extra_weight_conversions=[{', '.join(suggested)}]")
+        lines.append("Names and shapes can't tell whether they are in this order: patcher.verify does.")
+        lines.append("To declare them new would leave them as __init__ makes them, as a rule random.")
     additions = [f"new_weights={_expressions(absent, parameters)}"] if absent else []
     additions += [f"dropped_weights={_expressions(left_over, ())}"] if left_over else []
     lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
-    lines.append(
-        "If not, a conversion is missing: extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
-    )
+    if absent & set(mismatched):
+        lines.append("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
+    if not suggested:
+        lines.append(
+            "If not, a conversion is missing: "
+            "extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
+        )
     return "\n".join(lines)
 
 

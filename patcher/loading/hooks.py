@@ -6,6 +6,7 @@ variable.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -22,7 +24,7 @@ from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
-from patcher.compat.hooks import HOOKED, check
+from patcher.compat.hooks import HOOKED, HOOKED_LATE, LATE_HOME, check, check_seam, when_imported
 from patcher.compat.models import as_stock, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import (
@@ -39,7 +41,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading import saving_hooks as saving
+from patcher.loading import pipeline_hooks as pipelines, saving_hooks as saving
 from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -94,14 +96,26 @@ def install() -> None:
         if _installed:
             return
         check()
-        for place, hook in _HOOKS.items():
-            owner, name, _ = HOOKED[place]
-            stock = inspect.getattr_static(owner, name)
-            function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
-            wrapped = functools.wraps(function)(_bound(hook, function))
-            setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
+        for place, (owner, name, _) in HOOKED.items():
+            _hook(owner, name, _HOOKS[place])
         follow_earlier_imports()
+        when_imported(LATE_HOME, _hook_late)
         _installed = True
+
+
+def _hook(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    stock = inspect.getattr_static(owner, name)
+    function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
+    wrapped = functools.wraps(function)(_bound(hook, function))
+    setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
+
+
+def _hook_late(module: ModuleType) -> None:
+    for place, (path, parameters) in HOOKED_LATE.items():
+        parents, _, name = path.rpartition(".")
+        owner = getattr(module, parents) if parents else module
+        check_seam(owner, name, parameters)
+        _hook(owner, name, _HOOKS[place])
 
 
 def _bound(hook: Callable[..., Any], stock: Stock) -> Callable[..., Any]:
@@ -302,6 +316,16 @@ def _finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_in
         return info
 
 
+def _report_keys(stock: Stock, model: PreTrainedModel, *args: Any, loading_info: Any, **kwargs: Any) -> None:
+    """Log no key as missing or unexpected that a patcher has declared."""
+    load = _LOAD.get()
+    if isinstance(load, Loaded) and load.model is model:
+        loading_info = copy.copy(loading_info)
+        loading_info.missing_keys = set(loading_info.missing_keys).difference(load.record.new_weights)
+        loading_info.unexpected_keys = set(loading_info.unexpected_keys).difference(load.record.dropped_weights)
+    stock(model, *args, loading_info=loading_info, **kwargs)
+
+
 def _from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
@@ -392,6 +416,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "conversions of others": _conversions_of,
     "conversions of adapters": _conversions_of,
     "read": _convert_and_load,
+    "report keys": _report_keys,
     "finish": _finalize,
     "save": saving.save_pretrained,
     "save config": saving.save_config,
@@ -399,4 +424,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "upload": saving.upload,
     "give back": _revert,
     "record outputs": install_output_hooks,
+    "load for a pipeline": pipelines.load_model,
+    "make a pipeline": pipelines.make_pipeline,
 }

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
-from patcher.compat.models import follow_no_split_names, named_modules, original_class
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
@@ -31,6 +31,7 @@ from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.expressions import Expressions
 from patcher.fusions.base import Fusion
 from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import ParameterTraits
@@ -132,9 +133,10 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     if distributed_checkpoint(path, options):
         asked.append(f"the distributed checkpoint in {path}")
     if asked:
+        how = " (with quantization_config=GgufConfig(dequantize=True))" if "gguf_file" in asked else ""
         raise InvalidPatcherError(
             f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not "
-            "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
+            f"supported. Load the model without the patcher{how}, save it with save_pretrained, and load that with it."
         )
 
 
@@ -207,11 +209,20 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     ]
     matched = construction.matched | Matched(
         classes=frozenset((original_class(module) or type(module)).__name__ for _, module in modules),
-        refused=frozenset(f"{path} ({reason})" for path, reason in resolution.refused.items()),
+        refused=frozenset(
+            (fusion, path, reason)
+            for fusion, found in resolution.fusion_plan.refused.items()
+            for path, reason in found.items()
+        ),
     )
     if keys := _asked_paths(construction, resolution):
         matched |= Matched(
             keys=frozenset(key for key, took in keys.items() if took), paths=frozenset(path for path, _ in modules)
+        )
+    matched |= _declared_as_new(construction, model)
+    if any("." in key for entry in construction.rules.entries for key in entry.patcher.class_mapping):
+        matched |= Matched(
+            places=frozenset((path, (original_class(module) or type(module)).__name__) for path, module in modules)
         )
     tell_blocks(matched)
     # Backwards, so that of a module with several paths the first one comes last.
@@ -230,6 +241,16 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
     return matched, record, tuple(outermost), models
+
+
+def _declared_as_new(construction: Construction, model: PreTrainedModel) -> Matched:
+    """The expressions of `new_weights` that name something which the model holds."""
+    asked = [(entry, text) for entry in construction.rules.entries for text in entry.patcher.new_weights]
+    if not asked:
+        return Matched()
+    names = frozenset(state_tensors(model))
+    found = Expressions(text for _, text in asked).found_among(names)
+    return Matched(frozenset((entry, "new_weights", text) for entry, text in asked if text in found), parameters=names)
 
 
 def _asked_paths(

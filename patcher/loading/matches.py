@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+import re
+from collections.abc import Iterable, Iterator
 from itertools import islice
+
+from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
 from patcher.conversions.transforms import describe, identity
-from patcher.errors import UnmatchedPatchError
+from patcher.errors import InvalidPatcherError, UnmatchedPatchError
 from patcher.expressions import search
 from patcher.fusions.base import Fusion
+from patcher.fusions.families import fusion_named
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
 
 #: Of more than so many problems, these are named: each is compared with what the model has.
-_MOST = 20
+_MOST = 10
 
 
 def check_matches(
     entry: InForce, matched: Matched, *, classes: bool = True, conversions: bool = True, model_name: str = ""
 ) -> UnmatchedPatchError | None:
-    """The error that names each class key, filter, conversion or fusion of a patcher that matched nothing.
+    """The error that names each argument of a patcher that matched nothing.
 
     Args:
-        classes: whether class keys and fusions are judged.
-        conversions: whether filters and conversions are, which count only where a checkpoint was read.
+        classes: whether class keys, fusions and new weights are judged.
+        conversions: whether filters, conversions and dropped weights are, which count only where a checkpoint was
+            read.
     """
     if entry.is_registry:
         return None  # it meets every model of the process
@@ -46,6 +51,13 @@ def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool
     patcher = entry.patcher
     if classes:
         yield from _unmatched_classes(entry, matched)
+        found = matched.of(entry, "new_weights")
+        for text in patcher.new_weights:
+            if text not in found:
+                yield (
+                    f"new_weights: {text!r} is found in the name of no parameter; "
+                    f"{_suggest(text, folded(matched.parameters), 'parameters')}"
+                )
     if conversions and matched.has_read:
         dropping = matched.of(entry, "filtered_weight_conversion_patterns")
         for text in patcher.filtered_weight_conversion_patterns:
@@ -57,10 +69,34 @@ def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool
         converting = matched.of(entry, "extra_weight_conversions")
         for transform in patcher.extra_weight_conversions:
             if identity(transform) not in converting:
+                yield f"extra_weight_conversions: {describe(transform)} {_unused(transform, matched)}"
+        dropped = matched.of(entry, "dropped_weights")
+        for text in patcher.dropped_weights:
+            if text not in dropped:
                 yield (
-                    f"extra_weight_conversions: {describe(transform)} took no tensor; "
-                    f"{_suggest(source_patterns(transform)[0], folded(matched.checkpoint_keys), 'checkpoint keys')}"
+                    f"dropped_weights: {text!r} is found in no key of the checkpoint; "
+                    f"{_suggest(text, folded(matched.checkpoint_keys), 'checkpoint keys')}"
                 )
+
+
+def _unused(transform: WeightTransform, matched: Matched) -> str:
+    """Why a conversion did nothing: no tensor is called like a source of it, or no parameter like its target."""
+    made = folded(name for owner, name in matched.renamed if owner == identity(transform))
+    if made:
+        return (
+            f"makes {', '.join(made[:3])}, which the model doesn't have; "
+            f"{_suggest(made[0], folded(matched.parameters), 'parameters')}"
+        )
+    known = folded(matched.checkpoint_keys)
+    return f"took no tensor; {_suggest(source_patterns(transform)[0], known, 'checkpoint keys')}"
+
+
+def idle_source(transform: WeightTransform, text: str, checkpoint_keys: Iterable[str]) -> str:
+    """What is said of a source that took nothing, of a conversion of which others did."""
+    return (
+        f"extra_weight_conversions: {text!r} of {describe(transform)} took no tensor; "
+        f"{_suggest(text, folded(checkpoint_keys), 'checkpoint keys')}"
+    )
 
 
 def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
@@ -75,7 +111,7 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
             )
     for key in patcher.class_mapping:
         if key not in keys and key not in grouped:
-            yield f"class_mapping: no class of the model matches {key!r}{_reason(key, matched.classes)}"
+            yield f"class_mapping: no class of the model matches {key!r}{_reason(key, matched)}"
     for fusion in patcher.fusions:
         yield from _unmatched_fusion(entry, fusion, matched)
 
@@ -86,7 +122,7 @@ def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) ->
         # A layout is that of the whole model, of which a part may be loaded; what of it isn't fused, its weights say.
         if fusion in matched.of(entry, "fusions") or entry.origin == LAYOUT:
             return []
-        return [f"fusions: {fusion!r} found no module that it can fuse{_refused(matched.refused)}"]
+        return [f"fusions: {fusion!r} found no module that it can fuse{_refused(fusion, matched) or _absent(fusion)}"]
     problems = []
     for pattern in patterns:
         if (fusion, pattern) in matched.of(entry, "modules"):
@@ -97,24 +133,53 @@ def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) ->
             hint = f"; nearest: {', '.join(near)}" if near else ""
             problems.append(f"fusions: {fusion!r} is asked for at {pattern!r}, where the model has no module{hint}")
         else:
-            why = _refused(text for text in matched.refused if text.partition(" (")[0] in named)
+            why = _refused(fusion, matched, named)
             hint = why or f"; what is inside of those that it names would be {pattern.removesuffix('.**')}.**"
             problems.append(f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint}")
     return problems
 
 
-def _refused(texts: Iterable[str]) -> str:
-    listed = sorted(texts)[:5]
+def _refused(fusion: str | Fusion, matched: Matched, named: Iterable[str] | None = None) -> str:
+    """What a fusion has looked at and left alone, at these paths or anywhere: alike layers in one line."""
+    reasons: dict[str, list[str]] = {}
+    for owner, path, reason in matched.refused:
+        if owner == fusion and (named is None or path in named):
+            reasons.setdefault(reason, []).append(path)
+    listed = sorted(f"{', '.join(folded(paths)[:2])} ({reason})" for reason, paths in reasons.items())[:5]
     return f"; it refused {', '.join(listed)}" if listed else ""
 
 
-def _reason(key: str, classes: Set[str]) -> str:
+def _absent(fusion: str | Fusion) -> str:
+    subject = fusion_named(fusion).subject
+    return f": no module of the model has {subject}" if subject else ""
+
+
+def _reason(key: str, matched: Matched) -> str:
+    classes = matched.classes
+    if "." in key:
+        last = key.rpartition(".")[2]
+        if last in classes and last.isidentifier():
+            return f": it is a dotted name, and a key is the bare name of a class; write {last!r}"
+        at = {cls for path, cls in matched.places if _is_at(key, path)}
+        if at:
+            return (
+                ": it is a path, and a key is the name of a class, which is replaced wherever it is; for the class "
+                f"at that path write {', '.join(map(repr, sorted(at)))}"
+            )
     if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
         return (
             ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "
             "and what a replacement builds in its own code, is left alone. Replace the class that builds it"
         )
     return f"; {_suggest(key, classes, 'classes')}"
+
+
+def _is_at(key: str, path: str) -> bool:
+    """Whether a path, or a pattern of paths, names the module at this one; `layers[0]` is how Python names it."""
+    try:
+        return matches_path(re.sub(r"\[(\d+)\]", r".\1", key), path)
+    except InvalidPatcherError:
+        return False
 
 
 def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
@@ -124,6 +189,10 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
     if not close:
         tails = {text[-len(name) :]: text for text in known if len(text) > len(name)}
         close = [tails[tail] for tail in nearest(name, tails)]
+    # Segment by segment: `adaptor` is near to `model.layers.{0..1}.mlp.adapter.bias`.
+    if not close:
+        segments = {segment: text for text in reversed(known) for segment in text.split(".")}
+        close = [segments[segment] for segment in nearest(re.sub(r"[\\^$]", "", name).split(".")[-1], segments)]
     if close:
         return f"nearest: {', '.join(close)}"
     if not known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +20,19 @@ from patcher.compat.conversions import (
     target_patterns,
     was_used,
 )
-from patcher.compat.models import mark_initialized, named_parameters, settle_keys
+from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.sources import on_meta, shape_of
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checks import Diagnostics, check_weights
+from patcher.expressions import Expressions
+from patcher.loading.checks import Diagnostics, check_weights, failed_text
 from patcher.loading.completion import Completion, complete
 from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
+from patcher.loading.matches import idle_source
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 
@@ -255,12 +257,12 @@ def _check_read(
     }
     for trace in traces:
         if trace.failed:
-            failure = _failure(trace, info)
+            failure = _failure(trace, info, selected)
             if not diagnostics.goes_on:
                 raise failure
             diagnostics = replace(diagnostics, errors=(*diagnostics.errors, failure))
             return _loaded(selected, diagnostics, done, info=info)
-    matched = selected.matched | _matched_by_reading(selected, traces, checkpoint)
+    matched = selected.matched | _matched_by_reading(selected, traces, checkpoint, info.unexpected_keys)
     if selected.dry_run is None:
         tell_blocks(matched)
     for entry in selected.own:
@@ -274,6 +276,8 @@ def _check_read(
         info,
         missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
         parts_of=reading.missing,
+        checkpoint=checkpoint,
+        idle=[idle_source(trace.transform, text, checkpoint) for trace in traces for text in trace.idle_sources()],
         stock_outcome=lambda: _stock_load(selected, checkpoint)[1],
     )
     diagnostics = diagnostics.adding(found.error, strict=selected.strict)
@@ -310,7 +314,9 @@ def _plain_if_even(item: Any) -> Any:
     return trace.transform
 
 
-def _failure(trace: ConversionTrace, info: Any) -> PatchedWeightsError:
+def _failure(trace: ConversionTrace, info: Any, selected: Selected) -> PatchedWeightsError:
+    if trace.failed_quantizing:
+        return PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
     text = next((str(info.conversion_errors[key]) for key in trace.failed if key in info.conversion_errors), "")
     lines = text.strip().splitlines()
     return PatchedWeightsError(
@@ -320,16 +326,21 @@ def _failure(trace: ConversionTrace, info: Any) -> PatchedWeightsError:
     )
 
 
-def _matched_by_reading(selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any]) -> Matched:
-    """Which filters and conversions had an effect, and what there was for them."""
+def _matched_by_reading(
+    selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any], unexpected: Iterable[str]
+) -> Matched:
+    """Which filters, conversions and dropped weights had an effect, and what there was for them."""
     entries = [
         entry
         for entry in selected.in_force
-        if entry.patcher.filtered_weight_conversion_patterns or entry.patcher.extra_weight_conversions
+        if entry.patcher.filtered_weight_conversion_patterns
+        or entry.patcher.extra_weight_conversions
+        or entry.patcher.dropped_weights
     ]
     if not entries:
         return Matched(has_read=True)
-    parameters = set(selected.model.state_dict()) if traces else set()
+    parameters = set(state_tensors(selected.model)) if traces else set()
+    names = {*checkpoint, *unexpected}
     prefix = selected.model.base_model_prefix
     keys: set[tuple[InForce, str, Hashable]] = set()
     for entry in entries:
@@ -339,6 +350,22 @@ def _matched_by_reading(selected: Selected, traces: list[ConversionTrace], check
             for trace in traces
             if trace.had_effect(parameters, prefix)
         }
+        dropped = Expressions(entry.patcher.dropped_weights)
+        found = entry.patcher.dropped_weights if selected.runtime_layout else dropped.found_among(names)
+        keys |= {(entry, "dropped_weights", text) for text in found}
     stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
-    return Matched(frozenset(keys), patterns=frozenset(patterns), checkpoint_keys=frozenset(checkpoint), has_read=True)
+    renamed = (
+        (identity(trace.transform), name)
+        for trace in traces
+        if not trace.had_effect(parameters, prefix)
+        for name in trace.renamed.values()
+    )
+    return Matched(
+        frozenset(keys),
+        parameters=frozenset(parameters),
+        patterns=frozenset(patterns),
+        checkpoint_keys=frozenset(checkpoint),
+        renamed=frozenset(renamed),
+        has_read=True,
+    )

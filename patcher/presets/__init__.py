@@ -19,6 +19,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from patcher import errors
 from patcher.errors import InvalidPatcherError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ __all__ = sorted(_PRESETS)
 
 def __getattr__(name: str) -> Patcher:
     if name not in _PRESETS:
-        raise AttributeError(f"module 'patcher.presets' has no attribute {name!r}")
+        raise errors.no_such_name("presets", name, __dir__(), "dir(presets)")
     from patcher import Patcher
 
     home, model = _family(name)
@@ -90,13 +91,18 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
         options: where the config is: `revision`, `token`, ...
 
     Raises:
-        InvalidPatcherError: it is neither.
-        OSError: there is no such repo or folder.
+        InvalidPatcherError: it is neither, or there is no such repo or folder.
     """
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(config_or_id, str | os.PathLike):
-        config_or_id = AutoConfig.from_pretrained(config_or_id, **options)
+        try:
+            config_or_id = AutoConfig.from_pretrained(config_or_id, **options)
+        except (OSError, ValueError) as error:
+            raise InvalidPatcherError(
+                f"{str(config_or_id)!r} names no model: write the path of a folder that is there, or a repo that can "
+                f"be reached. ({' '.join(str(error).split())})"
+            ) from error
     if not isinstance(config_or_id, PretrainedConfig):
         raise InvalidPatcherError(
             "a model is named by its repo, its folder or its config, found "

@@ -38,12 +38,14 @@ class FusionPlan:
 
     Attributes:
         by_fusion: fusion -> the paths that it fuses.
+        refused: fusion -> the paths that it leaves alone, and why.
         rebuilt: the paths whose modules are built again as the fused class; others are fused where they stand.
         layouts: path -> which parameters of the module become which.
         transforms: the conversions of fusions that are no layouts of one module.
     """
 
     by_fusion: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
+    refused: Mapping[str | Fusion, Mapping[str, str]] = field(default_factory=dict)
     rebuilt: frozenset[str] = frozenset()
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     transforms: tuple[WeightTransform, ...] = ()
@@ -124,6 +126,7 @@ def resolve_in_force(
     refused: dict[str, str] = {}
     claimed: dict[str, str | Fusion] = {}
     by_fusion: dict[str | Fusion, tuple[str, ...]] = {}
+    refused_by: dict[str | Fusion, Mapping[str, str]] = {}
     transforms: list[WeightTransform] = []
     layouts: dict[str, tuple[Layout, ...]] = {}
     for named in dict.fromkeys(fusion for entry in entries for fusion in entry.patcher.fusions):
@@ -139,6 +142,7 @@ def resolve_in_force(
                 )
             claimed[path] = named
         refused.update(found.refused)
+        refused_by[named] = found.refused
         by_fusion[named] = tuple(found.matches)
         for path, module in found.matches.items():
             fused[path] = fused_class_of(fusion, module)
@@ -159,6 +163,7 @@ def resolve_in_force(
         ),
         fusion_plan=FusionPlan(
             by_fusion=MappingProxyType(by_fusion),
+            refused=MappingProxyType(refused_by),
             rebuilt=frozenset(path for path, cls in fused.items() if not takes_modules(cls)),
             layouts=MappingProxyType({path: found for path, found in layouts.items() if found}),
             transforms=tuple(transforms),

@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
 from patcher.conversions.transforms import identity
-from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.patterns import find_key, nearest
@@ -101,8 +101,9 @@ class Patcher:
 
     Args:
         new_weights: expressions; parameters of replaced modules that may be missing in the checkpoint. They keep what
-            their `__init__` gave them.
-        dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused.
+            their `__init__` gave them. Each is found in the name of something that the model has, or the load raises.
+        dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
+            a key of the checkpoint, where one in the original layout is read, or the load raises.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
             several architectures. Every key outside of them must match a class.
         strict: raise when a load doesn't do what is said here; otherwise warn.
@@ -196,12 +197,7 @@ class Patcher:
         Raises:
             InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
         """
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in changes:
-            if name not in known:
-                close = nearest(name, known)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
-                raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+        _check_parameters(changes)
         return dataclasses.replace(self, **changes)
 
     def __or__(self, other: Patcher) -> Patcher:
@@ -344,12 +340,39 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
+def _check_parameters(given: Iterable[str]) -> None:
+    known = [field.name for field in dataclasses.fields(Patcher)]
+    for name in given:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+
+
 def _immutable(self: Patcher, name: str, value: object = None) -> NoReturn:
-    raise AttributeError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
+    raise NoSuchNameError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
+
+
+def _naming_its_parameters(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Patcher, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        _check_parameters(kwargs)
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+class _NoBlock:
+    """`with` asks for this before anything else. A Patcher stays what it is: no context manager."""
+
+    def __get__(self, instance: object | None, owner: type) -> NoReturn:
+        raise NoSuchNameError("a Patcher is no block by itself; write `with patcher.applied():`.")
 
 
 # In place of the dataclass' own, which don't say what to do instead.
 Patcher.__setattr__ = Patcher.__delattr__ = _immutable  # type: ignore[method-assign, assignment]
+Patcher.__init__ = _naming_its_parameters(Patcher.__init__)  # type: ignore[method-assign]
+Patcher.__enter__ = Patcher.__aenter__ = _NoBlock()  # type: ignore[attr-defined]
 
 
 def _argument_repr(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.expressions import checked_expression
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import shortest
+from patcher.fusions.families import FAMILIES, shortest
 from patcher.patterns import is_expression, nearest
 
 T = TypeVar("T")
@@ -32,9 +34,9 @@ def typed(kind: type[T]) -> Callable[[str, Any], T]:
 
 def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
     if not isinstance(mapping, Mapping):
+        instead = _meant(mapping) or 'Patcher({"LlamaMLP": MyMLP})'
         raise InvalidPatcherError(
-            f"{field} must map class names to classes, found {mapping!r} ({type(mapping).__name__}); "
-            'write {"LlamaMLP": MyMLP}.'
+            f"{field} must map class names to classes, found {mapping!r} ({type(mapping).__name__}); write {instead}."
         )
     for key, cls in mapping.items():
         if not isinstance(key, str) or not key:
@@ -47,7 +49,7 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
         if not isinstance(cls, type):
             kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
             raise InvalidPatcherError(
-                f"{field}[{key!r}] must be a class, found {cls!r} ({kind}); write the class itself, not an object."
+                f"{field}[{key!r}] must be a class, found {cls!r} ({kind}); {_class_instead(cls)}."
             )
         if not issubclass(cls, nn.Module):
             raise InvalidPatcherError(
@@ -55,6 +57,70 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
                 f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
             )
     return MappingProxyType(dict(mapping))
+
+
+def _class_instead(value: Any) -> str:
+    """What to write in place of what is no class."""
+    if isinstance(value, nn.Module):
+        return f"write the class itself, {type(value).__name__}, not an object"
+    if isinstance(value, str):
+        return "write the class itself, not its name"
+    if isinstance(value, functools.partial) and isinstance(value.func, type):
+        base, given = value.func.__name__, [*map(repr, value.args), "*args"]
+        passed = ", ".join([*given, *(f"{name}={item!r}" for name, item in value.keywords.items())])
+        return (
+            f"write a subclass: class Own{base}({base}): "
+            f"__init__ = lambda self, *args: {base}.__init__(self, {passed})"
+        )
+    if callable(value):
+        name = getattr(value, "__name__", "make")
+        return (
+            "a function can't take the place of a class: write a subclass of the class that it replaces or makes, and "
+            f"put what {name} does into its __init__ or its forward"
+        )
+    return "write the class itself, not an object"
+
+
+def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
+    """What a function raises that takes a Patcher and was given something else.
+
+    Args:
+        call: how the function is called, with `{}` for the patcher.
+    """
+    function = call.partition("(")[0].partition("{")[0]
+    instead = call.format(_meant(value) or 'Patcher({"LlamaMLP": MyMLP})')
+    return InvalidPatcherError(
+        f"{function} takes a patcher.Patcher, found {reprlib.repr(value)} ({type(value).__name__}); write {instead}."
+    )
+
+
+def _meant(value: Any) -> str:
+    """The patcher that was probably meant by something else, "" if that can't be told."""
+    if isinstance(value, str):
+        if value in FAMILIES:
+            return f"Patcher(fusions={value!r})"
+        return f"presets.{value}" if value.isidentifier() and value.isupper() else ""
+    if isinstance(value, type):
+        if issubclass(value, nn.Module):
+            replaced = [base.__name__ for base in value.__mro__[1:] if base.__module__.startswith("transformers.")]
+            return f"Patcher({{{(replaced or ['LlamaMLP'])[0]!r}: {value.__name__}}})"
+        if issubclass(value, Fusion):
+            return f"Patcher(fusions={value.__name__}())"
+        return 'Patcher(fusions="qkv"), an object of the class' if value.__name__ == "Patcher" else ""
+    if isinstance(value, Fusion):
+        return f"Patcher(fusions={value!r})"
+    if isinstance(value, WeightTransform):
+        return "Patcher(extra_weight_conversions=...)"
+    if isinstance(value, Mapping):
+        kind = "from_fusion_config" if value and not any(isinstance(each, type) for each in value.values()) else ""
+        shown = ", ".join(f"{key!r}: {getattr(each, '__name__', each)}" for key, each in value.items())
+        return f"Patcher{kind and f'.{kind}'}({{{shown}}})"
+    listed = list(value) if isinstance(value, list | tuple | set | frozenset) else []
+    if listed and all(isinstance(each, str | Fusion) for each in listed):
+        return f"Patcher(fusions={listed!r})"
+    if listed and all(isinstance(each, WeightTransform) for each in listed):
+        return "Patcher(extra_weight_conversions=[...])"
+    return " | ".join(map(repr, listed)) if len(listed) > 0 else ""
 
 
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
@@ -84,7 +150,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
         if not isinstance(value, WeightTransform):
             raise InvalidPatcherError(
                 f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
-                "WeightRenaming of transformers."
+                "WeightRenaming of transformers.core_model_loading."
             )
         checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
         for pattern in source_patterns(value):
@@ -99,7 +165,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
 
 
 def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
-    listed = [values] if isinstance(values, str | Fusion) else _listed(field, values, "a fusion")
+    listed = [values] if isinstance(values, str | Fusion | type) else _listed(field, values, "a fusion")
     return tuple(dict.fromkeys(shortest(value) for value in listed))
 
 

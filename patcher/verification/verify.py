@@ -23,6 +23,7 @@ from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.loading.hooks import install
 from patcher.spec.patcher import Patcher
+from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import TOLERANCES, Run, Stage
 from patcher.verification.inputs import seeded
 
@@ -143,12 +144,9 @@ def verify(
 
     Raises:
         InvalidPatcherError: no patcher, or no model that could be verified.
-        OSError: there is no such repo or folder.
     """
     if not isinstance(patcher, Patcher):
-        raise InvalidPatcherError(
-            f"verify takes a model and a Patcher, found {patcher!r}; write verify(model, patcher)."
-        )
+        raise not_a_patcher("verify(model, {})", patcher)
     if dtype not in TOLERANCES:
         raise InvalidPatcherError(f"dtype={dtype} can't be compared; write one of {', '.join(map(str, TOLERANCES))}.")
     install()

@@ -33,8 +33,12 @@ def test_each_is_there(name: str) -> None:
 
 
 def test_what_is_not_there_says_so() -> None:
-    with pytest.raises(AttributeError, match="module 'patcher' has no attribute 'Pacher'"):
+    with pytest.raises(AttributeError, match=r"module 'patcher' has no attribute 'Pacher'; write patcher\.Patcher"):
         _ = patcher.Pacher
+    for module in (patcher, patcher.presets, patcher.fusions, patcher.codegen):
+        assert not hasattr(module, "Pacher")
+        with pytest.raises(patcher.PatcherError, match="has no attribute 'Xyzzy'; dir"):
+            _ = module.Xyzzy
 
 
 def test_the_version_is_that_of_the_installation() -> None:

@@ -1,0 +1,181 @@
+"""What a load says of mistakes that names and shapes betray, and what it doesn't say of what was declared."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from transformers import LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+
+from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
+from patcher.loading.suggestions import missing_conversions
+from tests.support.replacements import JOINED, OWN, Both, With, joining
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+def load(folder: Path, patcher: Patcher, **options: Any) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, patcher=patcher, **options)
+
+
+# --- declarations that match nothing -------------------------------------------------------------------------------
+
+DECLARED = Patcher({"LlamaMLP": Both}, new_weights="upper", dropped_weights="up_proj")
+IDLE = [
+    ({"new_weights": ["upper", "lower_"]}, r"new_weights: 'lower_' is found in the name of no parameter; "),
+    (
+        {"dropped_weights": ["up_proj", "up_prj"]},
+        r"dropped_weights: 'up_prj' is found in no key of the checkpoint; nearest: model\.layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), IDLE)
+def test_a_declaration_that_matches_nothing_is_an_error(changes: dict[str, Any], text: str, llama: Path) -> None:
+    load(llama, DECLARED)
+    wrong = DECLARED.replace(**changes)
+    with pytest.raises(UnmatchedPatchError, match=text) as caught:
+        load(llama, wrong)
+    assert plan(llama, wrong).problems == (str(caught.value),)
+    with pytest.warns(PatcherWarning, match=text):
+        load(llama, wrong.replace(strict=False))
+    with pytest.raises(UnmatchedPatchError, match=text), wrong.applied():
+        LlamaForCausalLM.from_pretrained(llama)
+
+
+def test_dropped_weights_are_judged_only_where_a_checkpoint_was_read(llama: Path) -> None:
+    wrong = DECLARED.replace(dropped_weights="nothing")
+    with wrong.applied():
+        LlamaForCausalLM(tiny_llama_config())
+    LlamaForCausalLM._from_config(tiny_llama_config(), patcher=wrong)  # type: ignore[call-arg]
+    with pytest.raises(UnmatchedPatchError, match="'nothing_new' is found in the name of no parameter"):
+        LlamaForCausalLM._from_config(tiny_llama_config(), patcher=wrong.replace(new_weights="nothing_new"))  # type: ignore[call-arg]
+
+
+def test_a_declaration_is_matched_by_any_model_of_a_block(llama: Path, tmp_path: Path) -> None:
+    patcher = Patcher({"LlamaMLP": With}, new_weights=["adapter", "scales", r"experts\.down_proj"])
+    moe = save_tiny(tiny_mixtral_config(), tmp_path)
+    with patcher.applied():
+        LlamaForCausalLM.from_pretrained(llama)
+        MixtralForCausalLM.from_pretrained(moe)
+    with pytest.raises(UnmatchedPatchError, match="experts"), patcher.applied():
+        LlamaForCausalLM.from_pretrained(llama)
+
+
+# --- conversions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["mlp.gate_up_prj.weight", "mlp.gate_up.weight", "gate_up_projj.weight"])
+def test_a_misspelt_target_is_said_to_be_one(target: str, llama: Path) -> None:
+    wrong = joining("mlp.gate_proj.weight", "mlp.up_proj.weight", target=target)
+    patcher = JOINED.replace(extra_weight_conversions=wrong)
+    text = r"makes model\.layers\.\{0\.\.1\}\.\S+, which the model doesn't have; nearest: .*mlp\.gate_up_proj\.weight"
+    with pytest.raises(UnmatchedPatchError, match=text) as caught:
+        load(llama, patcher)
+    assert "took no tensor" not in str(caught.value)
+
+
+def test_a_source_that_took_nothing_is_named_where_others_took_some(llama: Path) -> None:
+    wrong = joining("mlp.gate_prj.weight", "mlp.up_proj.weight")
+    text = r"'mlp\.gate_prj\.weight' of .* took no tensor; nearest: model\.layers\.\{0\.\.1\}\.mlp\.gate_proj\.weight"
+    with pytest.raises(PatchedWeightsError, match=text):
+        load(llama, JOINED.replace(extra_weight_conversions=wrong))
+
+
+def test_a_report_says_that_swapped_sources_are_not_seen(llama: Path) -> None:
+    swapped = joining("mlp.up_proj.weight", "mlp.gate_proj.weight")
+    model = load(llama, JOINED.replace(extra_weight_conversions=swapped))  # nothing tells: the shapes are the same
+    assert "patcher.verify(model, patcher) compares what is computed" in " ".join(str(report(model)).split())
+    for patcher in (OWN, Patcher(fusions="gate_up")):
+        assert not report(load(llama, patcher)).unchecked
+
+
+# --- suggestions ---------------------------------------------------------------------------------------------------
+
+NAMES = st.sampled_from(["up", "down", "left", "right", "first", "second"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(NAMES, st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from(["model.layers.{}.mlp", "layers.{}", "mlp"]),
+)
+def test_renamed_weights_are_suggested_where_shapes_tell_them_apart(
+    sizes: dict[str, int], layers: int, at: str
+) -> None:
+    homes = [at.format(number) for number in range(layers if "{}" in at else 1)]
+    absent = {f"{home}.{name}_new.weight": (size, 4) for home in homes for name, size in sizes.items()}
+    left = {f"{home}.{name}_old.weight": (size, 4) for home in homes for name, size in sizes.items()}
+    found = missing_conversions(absent, left, [f"{home}.other.weight" for home in homes])
+    alone = {name for name, size in sizes.items() if list(sizes.values()).count(size) == 1}
+    assert len(found) == len(alone) or any("Concatenate" in text for text in found)
+    for text in found:
+        conversion = eval(text, {"WeightRenaming": WeightRenaming, "WeightConverter": WeightConverter} | OPERATIONS)
+        if isinstance(conversion, WeightRenaming):
+            taken = {key: conversion.rename_source_key(key)[0] for key in left}
+            changed = {key: new for key, new in taken.items() if new != key}
+            assert len(changed) == len(homes)
+            assert all(new == key.replace("_old", "_new") for key, new in changed.items())
+
+
+OPERATIONS = {"Concatenate": Concatenate}
+
+
+def test_no_conversion_is_suggested_that_would_take_what_another_needs() -> None:
+    absent, left = {"model.layers.0.mlp.new.weight": (4, 4)}, {"model.layers.0.mlp.old.weight": (4, 4)}
+    (text,) = missing_conversions(absent, left, ["vision.layers.0.mlp.old.weight"])
+    conversion = eval(text, {"WeightRenaming": WeightRenaming})
+    assert conversion.rename_source_key("model.layers.0.mlp.old.weight")[0] == "model.layers.0.mlp.new.weight"
+    assert conversion.rename_source_key("vision.layers.0.mlp.old.weight")[1] is None
+
+
+# --- fusions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fusion", "text"),
+    [
+        ("patch_embeddings", "no module of the model has a convolution in two or three dimensions"),
+        ("sequential_experts", "no module of the model has weights of experts that are stacked"),
+    ],
+)
+def test_a_fusion_that_finds_nothing_says_what_it_looked_for(fusion: str, text: str, llama: Path) -> None:
+    with pytest.raises(UnmatchedPatchError, match=f"'{fusion}' found no module that it can fuse: {text}"):
+        load(llama, Patcher(fusions=["qkv", fusion]))
+
+
+def test_a_fusion_that_finds_nothing_says_why_it_left_alone_what_it_found() -> None:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=2)
+    (problem,) = plan(config, Patcher(fusions="patch_embeddings")).problems
+    assert "found no module that it can fuse; it refused resnet." in problem
+    assert "resnet.embedder.embedder.convolution (its patches overlap" in problem
+
+
+# --- the log -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_declared_weights_are_not_logged(declared: bool, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    patcher = DECLARED if declared else DECLARED.replace(new_weights=(), dropped_weights=(), strict=False)
+    try:
+        if declared:
+            _, info = load(llama, patcher, output_loading_info=True)
+            assert info["missing_keys"]  # who asks is told
+        else:
+            with pytest.warns(PatcherWarning):
+                load(llama, patcher)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert ("MISSING" in caplog.text) is not declared
+    assert ("UNEXPECTED" in caplog.text) is not declared

@@ -1,0 +1,115 @@
+"""Families of fusions, presets, and checkpoints that are quantized already."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel
+
+from patcher import Patcher
+from patcher.fusions import Fusion, Layout, Rows
+from tests.project.advice import Place, Steps, advice, load, same
+from tests.project.advice.loads import changed
+from tests.project.advice.models import command
+
+
+class Scaled(nn.Module):
+    """A linear layer whose weight is called `rows`."""
+
+    def __init__(self, linear: nn.Linear, *, scaled: bool) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(linear.weight.new_empty(linear.weight.shape))
+        if scaled:
+            self.scale = nn.Parameter(linear.weight.new_empty(1))
+
+    @classmethod
+    def from_module(cls, linear: nn.Linear) -> Scaled:
+        return cls(linear, scaled=False)
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.rows)
+
+
+class TooMuch(Scaled):
+    @classmethod
+    def from_module(cls, linear: nn.Linear) -> Scaled:
+        return cls(linear, scaled=True)
+
+
+class Down(Fusion):
+    target_modules_patterns = (r"\.down_proj$",)
+    becomes: Any = Scaled
+
+    def is_fusable(self, module: nn.Module) -> bool:
+        return True
+
+    def layouts(self, module: nn.Module) -> Iterable[Layout]:
+        return [Rows("weight", "rows")]
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        made: type[nn.Module] = self.becomes
+        return made
+
+
+class DownWithScale(Down):
+    becomes = TooMuch
+
+
+@advice("Say what each parameter of a {} becomes.")
+def a_fused_module_with_more_parameters(at: Place) -> Steps:
+    yield lambda: load(at.llama, Patcher(fusions=DownWithScale()))
+    assert same(load(at.llama, Patcher(fusions=Down())), at.llama)
+
+
+class NoModel(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+
+class Model(LlamaForCausalLM):
+    pass
+
+
+@advice("derive it from {} or from PreTrainedModel, and call super().__init__(config).")
+def a_root_that_is_no_model(at: Place) -> Steps:
+    yield lambda: load(at.llama, Patcher({"LlamaForCausalLM": NoModel}))
+    assert issubclass(Model, PreTrainedModel)
+    assert same(load(at.llama, Patcher({"LlamaForCausalLM": Model})), at.llama)
+
+
+@advice(
+    "Fuse the full-precision checkpoint, and quantize that while it loads.",
+    "If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.",
+)
+def a_checkpoint_that_is_quantized(at: Place) -> Steps:
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    load(at.llama, quantization_config=config).save_pretrained(at.tmp / "int8")
+    scale = {"model.layers.0.self_attn.q_proj.weight_scale": torch.ones(1)}
+    scaled = changed(at.llama, at.tmp / "scaled", lambda tensors: tensors.update(scale))
+    for folder in (at.tmp / "int8", scaled):
+        yield lambda folder=folder: load(folder, Patcher(fusions="qkv"))  # type: ignore[misc]
+    model = load(at.llama, Patcher(fusions="qkv"), quantization_config=config)
+    assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
+
+
+@advice("prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: ")
+def code_that_has_changed(at: Place) -> Steps:
+    source = "from patcher import Patcher\nPATCHER = Patcher(fusions='gate_up', fingerprints={'LlamaMLP': '0'})\n"
+    (at.tmp / "advised_pins.py").write_text(source)
+    with contextlib.chdir(at.tmp):
+        sys.path.append(str(at.tmp))
+        import advised_pins  # type: ignore[import-not-found]
+
+        said = yield lambda: load(at.llama, advised_pins.PATCHER)
+        words = said.partition("`patcher ")[2].partition("`")[0]
+        words = words.replace("MODULE:CONSTANT", "advised_pins:PATCHER").replace("MODEL", str(at.llama))
+    with contextlib.chdir(at.tmp):
+        pins = command(*words.split())
+    sys.path.remove(str(at.tmp))
+    fixed = advised_pins.PATCHER.replace(**eval(f"dict({pins[pins.index('fingerprints=') :]})"))
+    assert same(load(at.llama, fixed), at.llama)

@@ -1,0 +1,484 @@
+"""Loads: what matched nothing, weights that don't fit, what is not supported together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForImageTextToText,
+    Concatenate,
+    MixtralForCausalLM,
+    TorchAoConfig,
+    WeightConverter,
+    pipeline,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+from patcher import Patcher, PatcherWarning
+from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.replacements import JOIN, JOINED, JoinedAttention, JoinedMLP, With, joining
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_tokenizer
+
+OWN = Patcher({"LlamaMLP": OwnMLP})
+PARTS = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+
+
+class Renamed(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.upper = self.up_proj
+        del self.up_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.upper(x))
+
+
+class Wide(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.up_proj = nn.Linear(config.hidden_size + 1, config.intermediate_size, bias=False)
+        nn.init.constant_(self.up_proj.weight, 3)
+
+
+class OneWay(Concatenate):
+    """An operation that says nothing of its reverse."""
+
+    @property
+    def reverse_op(self) -> Any:
+        raise NotImplementedError
+
+
+def changed(folder: Path, to: Path, change: Any) -> Path:
+    """A checkpoint with other tensors."""
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+# --- what matched nothing ------------------------------------------------------------------------------------------
+
+
+@advice(
+    ": it is a dotted name, and a key is the bare name of a class; write {}",
+    "for the class at that path write {}",
+    "Correct it or take it out; with strict=False this is a warning.",
+)
+def paths_and_dotted_names_as_keys(at: Place) -> Steps:
+    home = "transformers.models.llama.modeling_llama.LlamaMLP"
+    for key in (home, "model.layers.0.mlp", "model.layers[1].mlp", "model.layers.*.mlp", "model.layers.{0..1}.mlp"):
+        said = yield lambda key=key: load(at.llama, Patcher({key: OwnMLP}))  # type: ignore[misc]
+        name = written(said, "write ('.*?')")
+        model = load(at.llama, Patcher({name: OwnMLP}))
+        assert type(model.model.layers[0].mlp) is OwnMLP
+        assert same(model, at.llama)
+
+
+@advice("Correct it or take it out; with strict=False this is a warning.")
+def the_nearest_name_is_the_one_that_was_meant(at: Place) -> Steps:
+    typos: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"class_mapping": {"LlamaMPL": OwnMLP}}, {"class_mapping": {"LlamaMLP": OwnMLP}}),
+        ({"new_weights": "adaptor"}, {"new_weights": ["adapter", "scales"]}),
+        (
+            {"extra_weight_conversions": joining("mlp.gate_prj.weight", "mlp.up_proj.weight")},
+            {"extra_weight_conversions": JOIN},
+        ),
+        (
+            {"extra_weight_conversions": joining(*PARTS, target="mlp.gate_up_prj")},
+            {"extra_weight_conversions": JOIN},
+        ),
+    ]
+    for wrong, right in typos:
+        base = Patcher({"LlamaMLP": JoinedMLP if "extra_weight_conversions" in right else With})
+        said = yield lambda base=base, wrong=wrong: load(at.llama, base.replace(**wrong))  # type: ignore[misc]
+        assert "nearest: " in said
+        if "new_weights" in right:
+            assert (load(at.llama, base.replace(**right)).model.layers[0].mlp.adapter.weight == 2).all()
+        else:
+            assert same(load(at.llama, base.replace(**right)), at.llama)
+
+
+@advice("Replace the class that builds it")
+def a_class_of_torch_as_a_key(at: Place) -> Steps:
+    yield lambda: load(at.llama, Patcher({"Linear": nn.Linear}))
+    assert same(load(at.llama, Patcher({"LlamaMLP": OwnMLP})), at.llama)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def added(said: str) -> dict[str, Any]:
+    """The arguments in the line to add."""
+    found: dict[str, Any] = eval(f"dict({said.partition('add to the Patcher: ')[2].splitlines()[0]})")
+    return found
+
+
+@advice("If that is meant, add to the Patcher: {}")
+def weights_that_are_new(at: Place) -> Steps:
+    patcher = Patcher({"LlamaMLP": With})
+    said = yield lambda: load(at.llama, patcher)
+    model = load(at.llama, patcher.replace(**added(said)))
+    assert (model.model.layers[0].mlp.adapter.weight == 2).all()
+
+
+@advice("The checkpoint has tensors of these shapes under other names. Convert them ")
+def weights_under_other_names(at: Place) -> Steps:
+    for replacement in (Renamed, JoinedMLP):
+        patcher = Patcher({"LlamaMLP": replacement})
+        said = yield lambda patcher=patcher: load(at.llama, patcher)  # type: ignore[misc]
+        conversions = written(said, r"extra_weight_conversions=(\[.*?\])\n")
+        assert same(load(at.llama, patcher.replace(extra_weight_conversions=conversions)), at.llama)
+
+
+@advice("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
+def weights_of_another_shape(at: Place) -> Steps:
+    patcher = Patcher({"LlamaMLP": Wide})
+    said = yield lambda: load(at.llama, patcher)
+    model = load(at.llama, patcher.replace(**added(said)), ignore_mismatched_sizes=True)
+    assert (model.model.layers[0].mlp.up_proj.weight == 3).all()
+
+
+@advice("Bind the patterns of a conversion to the modules that are meant: ")
+def a_conversion_that_takes_too_much(at: Place) -> Steps:
+    def joined(before: str = "", after: str = "") -> Patcher:
+        sources = [rf"{before}self_attn\.{name}_proj\.weight" for name in "qkv"]
+        conversion = joining(*sources, target=f"{after}self_attn.qkv_proj.weight")
+        return Patcher({"LlamaAttention": JoinedAttention}, extra_weight_conversions=conversion)
+
+    folder = save_tiny(tiny_llava_config(), at.tmp / "llava")  # whose vision tower has such projections as well
+    said = yield lambda: AutoModelForImageTextToText.from_pretrained(folder, patcher=joined())
+    prefix, target = written(said, r"(r'\(.*?'){1} with"), written(said, r"target (r'.*?')")
+    sources = [prefix.replace("q_proj", f"{name}_proj") for name in "qkv"]
+    bound = joined().replace(extra_weight_conversions=joining(*sources, target=target))
+    model = AutoModelForImageTextToText.from_pretrained(folder, patcher=bound)
+    stock = AutoModelForImageTextToText.from_pretrained(folder)
+    tower = stock.model.vision_tower.state_dict()
+    assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
+    for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
+        parts = [its.self_attn.get_submodule(f"{name}_proj").weight for name in "qkv"]
+        assert torch.equal(mine.self_attn.qkv_proj.weight, torch.cat(parts))
+
+
+class OwnMixtralNorm(MixtralRMSNorm):
+    pass
+
+
+@advice("A filter drops a stock conversion for the whole model: replace every class that needs it, or take the filter")
+def a_filter_that_others_need(at: Place) -> Steps:
+    patcher = Patcher({"MixtralRMSNorm": OwnMixtralNorm}, "experts")
+    yield lambda: MixtralForCausalLM.from_pretrained(at.moe, patcher=patcher)
+    model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher({"MixtralRMSNorm": OwnMixtralNorm}))
+    assert same(model, at.moe)
+
+
+@advice("Check the patterns, the order of the sources and the operations of this conversion.")
+def a_conversion_that_fails(at: Place) -> Steps:
+    wrong = joining("mlp.gate_proj.weight", "mlp.down_proj.weight")
+    yield lambda: load(at.llama, JOINED.replace(extra_weight_conversions=wrong))
+    assert same(load(at.llama, JOINED), at.llama)
+
+
+@advice("They aren't new, and the patcher isn't the cause. Give the quantization config what it asks for, or leave ")
+def a_quantizer_that_fails(at: Place) -> Steps:
+    from torchao.quantization import IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+
+    def groups(size: int, leave: list[str] | None = None) -> Any:
+        config = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(size))
+        return TorchAoConfig(config, modules_to_not_convert=leave)
+
+    only_mlp = [r".*self_attn.*", "lm_head"]
+    for patcher in (OWN, JOINED):
+        said = yield lambda patcher=patcher: load(  # type: ignore[misc]
+            at.llama, patcher, quantization_config=groups(7, only_mlp)
+        )
+        assert "new_weights" not in said
+        assert "divisible by block_size" in said
+        leave = [*only_mlp, *written(said, r"modules_to_not_convert=(\[.*?\])")]
+        assert same(load(at.llama, patcher, quantization_config=groups(7, leave)), at.llama)
+        load(at.llama, patcher, quantization_config=groups(32, only_mlp))
+
+
+# --- fused layouts -------------------------------------------------------------------------------------------------
+
+
+@advice("With strict=False these are initialised as transformers initialises them, and the others are read.")
+def a_checkpoint_that_lacks_a_part(at: Place) -> Steps:
+    key = "model.layers.1.self_attn.k_proj.weight"
+    folder = changed(at.llama, at.tmp / "less", lambda tensors: tensors.pop(key))
+    said = yield lambda: load(folder, Patcher(fusions="qkv"))
+    assert f"  {key}\n" in said
+    with pytest.warns(PatcherWarning, match="has only some"):
+        model = load(folder, Patcher(fusions="qkv", strict=False))
+    saved, before = original(model), load_file(at.llama / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in before.items() if name != key)
+    assert saved[key].shape == before[key].shape
+
+
+@advice("The checkpoint holds {}. Take one of them out.")
+def a_checkpoint_that_holds_a_part_twice(at: Place) -> Steps:
+    def twice(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].clone()
+
+    folder = changed(at.llama, at.tmp / "twice", twice)
+    said = yield lambda: load(folder, Patcher(fusions="qkv"))
+    assert "layers.0.self_attn.k_proj.weight" in said
+    other = changed(folder, at.tmp / "once", lambda tensors: tensors.pop("layers.0.self_attn.k_proj.weight"))
+    assert same(load(other, Patcher(fusions="qkv")), at.llama)
+
+
+def original(model: Any) -> dict[str, torch.Tensor]:
+    """What a model saves."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def first_keys(folder: Path) -> torch.Tensor:
+    return load_file(folder / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+
+
+# --- what is not supported -----------------------------------------------------------------------------------------
+
+
+@advice("Load the model without the patcher{}, save it with save_pretrained, and load that with it.")
+def a_device_mesh(at: Place) -> Steps:
+    yield lambda: load(at.llama, Patcher(fusions="qkv"), tp_plan="auto")
+    load(at.llama).save_pretrained(at.tmp / "again")
+    assert same(load(at.tmp / "again", Patcher(fusions="qkv")), at.llama)
+
+
+@advice("this pipeline was given one that is loaded; write model=patcher.apply(model), or load it with ")
+def a_pipeline_of_a_loaded_model(at: Place) -> Steps:
+    model, tokenizer = load(at.llama), tiny_tokenizer()
+    patcher = Patcher(fusions="qkv")
+    said = yield lambda: pipeline("text-generation", model=model, tokenizer=tokenizer, patcher=patcher)
+    applied = written(said, r"write model=(.*?),", patcher=patcher, model=model)
+    for each in (applied, load(at.llama, patcher)):
+        made = pipeline("text-generation", model=each, tokenizer=tokenizer)
+        assert type(made.model.model.layers[0].self_attn).__name__ == "FusedLlamaAttention"
+
+
+@advice("write patcher=a | b alone.")
+def a_pipeline_with_two_patchers(at: Place) -> Steps:
+    a, b, tokenizer = Patcher(fusions="qkv"), Patcher(fusions="gate_up"), tiny_tokenizer()
+    options: dict[str, Any] = {"model": str(at.llama), "tokenizer": tokenizer}
+    said = yield lambda: pipeline("text-generation", patcher=a, model_kwargs={"patcher": b}, **options)
+    both = written(said, r"write patcher=(.*) alone", a=a, b=b)
+    assert same(pipeline("text-generation", patcher=both, **options).model, at.llama)
+
+
+@advice("{} is not in the checkpoint, and the device map puts it on the disk: say where, with offload_folder=...")
+def a_new_weight_on_the_disk(at: Place) -> Steps:
+    patcher = Patcher({"LlamaMLP": With}, new_weights=["adapter", "scales"])
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    yield lambda: load(at.llama, patcher, device_map=places)
+    load(at.llama, patcher, device_map=places, offload_folder=str(at.tmp / "disk"))
+
+
+# --- applying ------------------------------------------------------------------------------------------------------
+
+
+@advice("take the model out of its wrapper.")
+def a_wrapped_model(at: Place) -> Steps:
+    wrapped = nn.Sequential(load(at.llama))
+    yield lambda: Patcher(fusions="qkv").apply(wrapped)  # type: ignore[arg-type]
+    assert same(Patcher(fusions="qkv").apply(wrapped[0]), at.llama)  # type: ignore[arg-type]
+
+
+@advice("Patcher.apply can't take a quantized model: its weights can't be given back. Load it again with patcher=...")
+def a_quantized_model(at: Place) -> Steps:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config = TorchAoConfig(Int8WeightOnlyConfig())
+    model = load(at.llama, quantization_config=config)
+    yield lambda: Patcher(fusions="qkv").apply(model)
+    assert load(at.llama, Patcher(fusions="qkv"), quantization_config=config).model.layers[0].self_attn.qkv_proj
+
+
+@advice("Patcher.apply can't take a model whose weights are offloaded. Load it again with patcher=..., device_map=...")
+def an_offloaded_model(at: Place) -> Steps:
+    options = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_folder": str(at.tmp / "disk")}
+    model = load(at.llama, **options)
+    yield lambda: Patcher(fusions="qkv").apply(model)
+    assert same(load(at.llama, Patcher(fusions="qkv"), **options), at.llama)
+
+
+@advice("Cast the model to one dtype first, with model.to(...).")
+def a_model_of_several_dtypes(at: Place) -> Steps:
+    model = load(at.llama)
+    model.model.layers[0].mlp.gate_proj.to(torch.bfloat16)
+    yield lambda: JOINED.apply(model)
+    patched = JOINED.apply(model.to(torch.float32))
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
+    assert torch.allclose(patched(**inputs).logits, model(**inputs).logits, atol=1e-5)
+
+
+# --- a layout on the disk ------------------------------------------------------------------------------------------
+
+
+def in_layout(at: Place, name: str) -> Path:
+    """A checkpoint in a runtime layout."""
+    load(at.llama, Patcher(fusions="qkv")).save_pretrained(at.tmp / name, save_original_format=False)
+    return at.tmp / name
+
+
+@advice('Give that file its "fusion_config": {"patcher": [...]} back, as save_pretrained(..., ')
+def a_layout_that_nothing_names(at: Place) -> Steps:
+    folder = in_layout(at, "layout")
+    config = json.loads((folder / "config.json").read_text())
+    names = config.pop("fusion_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    yield lambda: load(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"fusion_config": names}))
+    assert same(load(folder), at.llama)
+
+
+@advice("Delete one of them; without {} take ")
+def weights_twice(at: Place) -> Steps:
+    folder = in_layout(at, "layout")
+    shutil.copy(at.llama / "model.safetensors", folder)
+    yield lambda: load(folder)
+    (folder / "model.safetensors").unlink()
+    assert same(load(folder), at.llama)
+    shutil.copy(at.llama / "model.safetensors", folder)
+    (folder / "model.patcher.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["fusion_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert same(load(folder), at.llama)
+
+
+@advice(
+    "by which a load finds them, and as no other. Leave variant out, or save in the original format (the default)."
+)
+def a_variant_of_a_layout(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    yield lambda: model.save_pretrained(at.tmp / "a", variant="fp16", save_original_format=False)
+    model.save_pretrained(at.tmp / "b", save_original_format=False)
+    model.save_pretrained(at.tmp / "c", variant="fp16")
+    assert same(load(at.tmp / "b"), at.llama)
+    assert same(load(at.tmp / "c", variant="fp16"), at.llama)
+
+
+@advice("and these are in the original format. Give another variant, or none.")
+def our_variant_of_the_original(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    yield lambda: model.save_pretrained(at.tmp / "a", variant="patcher")
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+@advice("Save in the original format (the default), or express the layout as a fusion.")
+def a_layout_that_no_fusion_describes(at: Place) -> Steps:
+    model = load(at.llama, JOINED)
+    yield lambda: model.save_pretrained(at.tmp / "a", save_original_format=False)
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+    load(at.llama, Patcher(fusions="gate_up")).save_pretrained(at.tmp / "c", save_original_format=False)
+    assert same(load(at.tmp / "c"), at.llama)
+
+
+@advice("save_original_format=False would write what nothing can load. Save in the original format.")
+def a_fused_layer_in_a_stock_model(at: Place) -> Steps:
+    model, fused = load(at.llama), load(at.llama, Patcher(fusions="qkv"))
+    model.model.layers[0].self_attn = fused.model.layers[0].self_attn
+    yield lambda: model.save_pretrained(at.tmp / "a", save_original_format=False)
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+@advice("Give its operations a `reverse_op` that inverts them, or save the runtime layout yourself with ")
+def an_operation_without_a_reverse(at: Place) -> Steps:
+    from safetensors.torch import save_model
+
+    wrong = WeightConverter([*PARTS], ["mlp.gate_up_proj.weight"], operations=[OneWay(dim=0)])
+    model = load(at.llama, JOINED.replace(extra_weight_conversions=wrong))
+    yield lambda: model.save_pretrained(at.tmp / "a")
+    save_model(model, str(at.tmp / "model.safetensors"))
+    assert "model.layers.0.mlp.gate_up_proj.weight" in load_file(at.tmp / "model.safetensors")
+    load(at.llama, JOINED).save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+@advice("Assign layers to a fused module by its attributes, or take the fusions off with Patcher().apply(model)")
+def a_stock_weight_beside_a_fused_one(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    attention, keys = model.model.layers[0].self_attn, first_keys(at.llama)
+    extra = {"model.layers.0.self_attn.k_proj.weight": keys}
+    yield lambda: model.save_pretrained(at.tmp / "a", state_dict=model.state_dict() | extra)
+    linear = nn.Linear(*reversed(keys.shape), bias=False)
+    linear.weight.data.copy_(keys)
+    attention.k_proj = linear
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+    assert same(Patcher().apply(model), at.llama)
+
+
+@advice("Take it off before saving, or take the fusions off with Patcher().apply(model) before it is added")
+def a_parameter_added_to_a_fused_layer(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    joined = model.model.layers[0].self_attn.qkv_proj
+    joined.bias = nn.Parameter(torch.zeros(joined.weight.shape[0]))
+    yield lambda: model.save_pretrained(at.tmp / "a")
+    joined.bias = None
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+@advice("Take the fusions off with Patcher().apply(model) first.")
+def a_wrapper_for_a_part(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    wrapper = nn.Sequential(nn.Linear(64, 32, bias=False))
+    yield lambda: setattr(model.model.layers[0].self_attn, "k_proj", wrapper)
+    plain = Patcher().apply(model)
+    plain.model.layers[0].self_attn.k_proj = wrapper
+    plain(input_ids=torch.tensor([[3, 4]]))
+
+
+@advice("It has no {}: ask these", error=AttributeError)
+def an_attribute_of_experts(at: Place) -> Steps:
+    model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))
+    experts = model.model.layers[0].mlp.experts
+    said = yield lambda: experts.gate_up_proj.shape
+    named = said.partition("its values are in ")[2].partition(",")[0]
+    assert experts.get_parameter(named).shape
+
+
+@advice("Leave it out.")
+def a_distributed_checkpoint_of_a_fused_model(at: Place) -> Steps:
+    model = load(at.llama, Patcher(fusions="qkv"))
+    yield lambda: model.save_pretrained(at.tmp / "a", distributed_checkpoint=True)
+    model.save_pretrained(at.tmp / "b")
+    assert same(load(at.tmp / "b"), at.llama)
+
+
+# --- construction --------------------------------------------------------------------------------------------------
+
+
+class OneArgument(LlamaMLP):
+    def __init__(self) -> None:
+        super().__init__(tiny_llama_config())
+
+
+class AnyArguments(LlamaMLP):
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config)
+
+
+@advice("A replacement is built from the very arguments of {}.__init__: take them all, or accept **kwargs.")
+def a_replacement_with_other_arguments(at: Place) -> Steps:
+    yield lambda: load(at.llama, Patcher({"LlamaMLP": OneArgument}))
+    assert same(load(at.llama, Patcher({"LlamaMLP": AnyArguments})), at.llama)

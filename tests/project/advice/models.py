@@ -1,0 +1,249 @@
+"""What is asked about a model before a load: `plan`, `verify`, `diff`, the command line, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+import patcher
+from patcher import InvalidPatcherError, Patcher
+from patcher.cli import values
+from tests.project.advice import OwnMLP, Place, Steps, advice, load, written
+from tests.support.tiny import tiny_llama_config
+
+QKV = Patcher(fusions="qkv")
+
+
+# --- which model ---------------------------------------------------------------------------------------------------
+
+
+@advice("a model is named by its repo, its folder or its config, found {}", "for a model in memory write model.config")
+def a_model_in_memory(at: Place) -> Steps:
+    model = load(at.llama)
+    said = yield lambda: patcher.plan(model, QKV)
+    assert len(said) < 500
+    assert patcher.plan(written(said, r"write (model\.config),", model=model), QKV).ok
+    assert patcher.plan(written(said, r"loaded from, (.*)\.$"), QKV).ok
+
+
+@advice("for a class of model write {}(), model_class={}")
+def a_class_of_model(at: Place) -> Steps:
+    said = yield lambda: patcher.plan(LlamaForCausalLM, QKV)
+    code = said.partition("write ")[2].removesuffix(".").replace("()", "(num_hidden_layers=1)")
+    names = {"plan": patcher.plan, "LlamaConfig": LlamaConfig, "LlamaForCausalLM": LlamaForCausalLM, "QKV": QKV}
+    assert eval(f"plan({code.replace(', ', ', QKV, ')})", names).ok
+
+
+@advice('write "./folder", or the name of a repo')
+def no_model_at_all(at: Place) -> Steps:
+    yield lambda: patcher.plan(3, QKV)  # type: ignore[arg-type]
+    with in_folder(at.llama.parent):
+        assert patcher.plan(f"./{at.llama.name}", QKV).ok
+
+
+@advice("There is no such folder: write the path of one that is there, or a repo that can be reached. ")
+def a_folder_that_is_not_there(at: Place) -> Steps:
+    for call in (patcher.plan, patcher.diff):
+        yield lambda call=call: call(str(at.tmp / "absent"), QKV)  # type: ignore[misc]
+        call(at.llama, QKV)
+
+
+@advice("It has no config.json: write the folder that save_pretrained has written. ")
+def a_folder_above(at: Place) -> Steps:
+    yield lambda: patcher.plan(at.tmp, QKV)
+    load(at.llama).save_pretrained(at.tmp / "model")
+    assert patcher.plan(at.tmp / "model", QKV).ok
+
+
+@advice("found {}; write model_class=AutoModel.")
+def something_for_a_class_of_model(at: Place) -> Steps:
+    said = yield lambda: patcher.plan(at.llama, QKV, model_class=nn.Linear)
+    found = written(said, r"model_class=(AutoModel)\.$", AutoModel=AutoModel)
+    assert patcher.plan(at.llama, QKV, model_class=found).ok
+
+
+@advice("pass model_class=, or trust_remote_code=True if the repo brings its code.")
+def an_architecture_that_there_is_not(at: Place) -> Steps:
+    config = tiny_llama_config(architectures=["NoSuchModel"])
+    yield lambda: patcher.plan(config, QKV)
+    assert patcher.plan(config, QKV, model_class=LlamaForCausalLM).ok
+
+
+class UnknownConfig(LlamaConfig):
+    model_type = "no_such_type"
+
+
+@advice("No Auto class knows {}, and it names no architecture; pass model_class=.")
+def a_config_that_no_auto_class_knows(at: Place) -> Steps:
+    config = UnknownConfig(**tiny_llama_config().to_diff_dict())
+    config.architectures = None
+    yield lambda: patcher.plan(config, QKV)
+    assert patcher.plan(config, QKV, model_class=LlamaForCausalLM).replaced == ()
+
+
+# --- which checkpoint ----------------------------------------------------------------------------------------------
+
+
+@advice("Pass checkpoint=, a folder, an index or a mapping of keys to shapes, or a config in place of the folder.")
+def a_folder_without_weights(at: Place) -> Steps:
+    shutil.copy(at.llama / "config.json", at.tmp)
+    yield lambda: patcher.plan(at.tmp, QKV)
+    assert patcher.plan(at.tmp, QKV, checkpoint=at.llama).ok
+    shapes = {key: tuple(value.shape) for key, value in load(at.llama).state_dict().items()}
+    assert patcher.plan(at.tmp, QKV, checkpoint=shapes).ok
+    assert patcher.plan(load(at.llama).config, QKV).ok
+
+
+@advice("is no checkpoint that can be read by name and shape; pass a .safetensors or .bin file, or an index.")
+def a_file_of_another_kind(at: Place) -> Steps:
+    yield lambda: patcher.plan(at.llama, QKV, checkpoint=at.llama / "config.json")
+    assert patcher.plan(at.llama, QKV, checkpoint=at.llama / "model.safetensors").ok
+
+
+@advice("checkpoint= maps keys to shapes, found {} for {}; write {{}: (64, 64)}.")
+def a_mapping_to_something_else(at: Place) -> Steps:
+    said = yield lambda: patcher.plan(at.llama, QKV, checkpoint={"lm_head.weight": "wide"})
+    mapping = written(said, r"write (.*)\.$")
+    assert patcher.plan(at.llama, QKV, checkpoint=mapping).wrong_shape
+
+
+@advice("is no index of a checkpoint: {}. Fetch it again.", "has no header of a safetensors file: {}. Fetch it again.")
+def files_that_are_broken(at: Place) -> Steps:
+    load(at.llama).save_pretrained(at.tmp / "model", max_shard_size="100KB")
+    index, shard = (next((at.tmp / "model").glob(f"*{end}")) for end in (".index.json", ".safetensors"))
+    for file, name in ((index, "index"), (shard, "shard")):
+        whole = file.read_bytes()
+        file.write_bytes(b"{" if name == "index" else whole[:4])
+        yield lambda: patcher.plan(at.tmp / "model", QKV)
+        file.write_bytes(whole)
+        assert patcher.plan(at.tmp / "model", QKV).ok
+
+
+@advice("plan can't read GGUF files; load the model, save it, and plan that folder.")
+def a_gguf_file(at: Place) -> Steps:
+    yield lambda: patcher.plan(at.llama, QKV, gguf_file="model.gguf")
+    load(at.llama).save_pretrained(at.tmp / "model")
+    assert patcher.plan(at.tmp / "model", QKV).ok
+
+
+class NoArguments(OwnMLP):
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros(())
+
+
+@advice("doesn't fit a call of it, {}: {}. Give it the parameters of what it replaces.")
+def a_forward_of_other_parameters(at: Place) -> Steps:
+    def wrong() -> None:
+        raise InvalidPatcherError(patcher.plan(at.llama, Patcher({"LlamaMLP": NoArguments})).problems[0])
+
+    yield wrong
+    assert patcher.plan(at.llama, Patcher({"LlamaMLP": OwnMLP})).ok
+
+
+# --- a model that is loaded ----------------------------------------------------------------------------------------
+
+
+@advice("report takes a model, found {}; write report(model).")
+def a_report_of_a_folder(at: Place) -> Steps:
+    said = yield lambda: patcher.report(str(at.llama))  # type: ignore[arg-type]
+    model = load(at.llama, QKV)
+    assert written(said, r"write (.*)\.$", report=patcher.report, model=model).fused
+
+
+@advice("diff needs a patcher for {}, which isn't loaded; write diff(model, Patcher(...)).")
+def a_diff_without_a_patcher(at: Place) -> Steps:
+    yield lambda: patcher.diff(at.llama)
+    assert patcher.diff(at.llama, QKV).classes
+
+
+@advice("has no config class; write diff(config, patcher).")
+def a_diff_of_a_class_without_a_config(at: Place) -> Steps:
+    yield lambda: patcher.diff(transformers_base(), QKV)
+    assert patcher.diff(tiny_llama_config(), QKV).classes
+
+
+def transformers_base() -> Any:
+    from transformers import PreTrainedModel
+
+    return PreTrainedModel
+
+
+@advice("dtype={} can't be compared; write one of {}.")
+def a_dtype_that_is_none(at: Place) -> Steps:
+    said = yield lambda: patcher.verify(at.llama, QKV, dtype=torch.int8)
+    for name in said.partition("write one of ")[2].removesuffix(".").split(", "):
+        assert eval(name, {"torch": torch}).is_floating_point
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    with contextlib.chdir(folder):
+        yield
+
+
+def command(*words: str) -> str:
+    """What a command answers; what it says when it fails is the error."""
+    from typer.testing import CliRunner
+
+    from patcher.cli import app
+
+    result = CliRunner().invoke(app, list(words))
+    if result.exit_code:
+        raise InvalidPatcherError(result.stderr)
+    return result.stdout
+
+
+@advice("{} takes one name, and may be repeated; for {} write {}")
+def several_names_for_one_option(at: Place) -> Steps:
+    for option, names in (("--fusion", "qkv,gate_up"), ("--fusion", "qkv, gate_up")):
+        said = yield lambda option=option, names=names: command("plan", str(at.llama), option, names)  # type: ignore[misc]
+        instead = shlex.split(said.partition(" write ")[2])
+        assert len(instead) == 4
+        command("plan", str(at.llama), *instead)
+    said = yield lambda: command("plan", str(at.llama), "--preset", "LLAMA_FUSED_PROJECTIONS,LLAMA_FUSED_PROJECTIONS")
+    command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
+
+
+@advice("--patcher takes MODULE:CONSTANT, found the file {}; write --patcher {}")
+def a_file_in_place_of_a_module(at: Place) -> Steps:
+    for path in ("advised_here.py", "advised_folder/advised_inside.py", str(at.tmp / "advised_here.py")):
+        file = at.tmp / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("from patcher import Patcher\nX = Patcher(fusions='qkv')\n")
+        with in_folder(at.tmp):
+            said = yield lambda path=path: command("plan", str(at.llama), "--patcher", f"{path}:X")  # type: ignore[misc]
+        with in_folder(at.tmp):
+            command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
+    elsewhere = at.tmp / "else-where"
+    elsewhere.mkdir()
+    (elsewhere / "advised_there.py").write_text("from patcher import Patcher\nX = Patcher(fusions='qkv')\n")
+    said = yield lambda: command("plan", str(at.llama), "--patcher", f"{elsewhere}/advised_there.py:X")
+    words, _, folder = said.partition(" write ")[2].partition(", in the folder ")
+    with in_folder(Path(eval(folder))):
+        command("plan", str(at.llama), *shlex.split(words))
+
+
+@advice("--patcher takes MODULE:CONSTANT, found {}; write my_patches:PATCHER.", "write {} = Patcher(...) in it")
+def a_constant_that_is_none(at: Place) -> Steps:
+    (at.tmp / "my_patches.py").write_text("")
+    with in_folder(at.tmp):
+        said = yield lambda: command("plan", str(at.llama), "--patcher", "PATCHER")
+        instead = said.partition("write ")[2].strip().removesuffix(".")
+    with in_folder(at.tmp):
+        yield lambda: command("plan", str(at.llama), "--patcher", instead)
+    del sys.modules["my_patches"]
+    (at.tmp / "my_patches.py").write_text("from patcher import Patcher\nPATCHER = Patcher(fusions='qkv')\n")
+    with in_folder(at.tmp):
+        assert values.constant(instead) == QKV

@@ -1,0 +1,366 @@
+"""The value `Patcher`, its names and expressions."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+from torch import nn
+from transformers import LlamaConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
+
+import patcher
+from patcher import Patcher, monkey_patching, presets
+from patcher.fusions import QKV, Fusion, GateUp
+from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+
+OWN = Patcher({"LlamaMLP": OwnMLP})
+
+
+class WideMLP(LlamaMLP):
+    def __init__(self, config: Any, scale: int = 1) -> None:
+        super().__init__(config)
+        self.scale = scale
+
+
+class Unregistered(Fusion):
+    pass
+
+
+# --- a patcher -----------------------------------------------------------------------------------------------------
+
+
+@advice("{} takes a patcher.Patcher, found {} ({}); write {}.")
+def something_else_than_a_patcher(at: Place) -> Steps:
+    wrong: list[Any] = ["qkv", "LLAMA_FUSED_PROJECTIONS", ["qkv", "gate_up"], QKV(), QKV, {"qkv": True}, OwnMLP]
+    wrong += [{"LlamaMLP": OwnMLP}, Patcher, 3]
+    for value in wrong:
+        said = yield lambda value=value: load(at.llama, patcher=value)  # type: ignore[misc]
+        instead = written(said, r"write patcher=(.*?)(?:, an object of the class)?\.$", MyMLP=OwnMLP)
+        assert same(load(at.llama, patcher=instead), at.llama)
+
+
+@advice("{} takes a patcher.Patcher, found {} ({}); write {}.")
+def names_of_patchers_where_one_is_asked_about(at: Place) -> Steps:
+    for call in (patcher.plan, patcher.diff):
+        said = yield lambda call=call: call(at.llama, ["qkv"])  # type: ignore[misc]
+        assert written(said, r"write (.*)\.$", model=at.llama, plan=patcher.plan, diff=patcher.diff)
+
+
+@advice("a Patcher is no block by itself; write `with patcher.applied():`.")
+def a_patcher_as_a_block(at: Place) -> Steps:
+    def wrong() -> None:
+        with OWN:  # type: ignore[attr-defined]
+            pass
+
+    yield wrong
+    with OWN.applied():
+        assert type(load(at.llama).model.layers[0].mlp) is OwnMLP
+
+
+@advice("a Patcher is immutable; use patcher.replace({}=...) for a changed copy")
+def a_changed_attribute(at: Place) -> Steps:
+    said = yield lambda: setattr(OWN, "strict", False)
+    assert not written(said.replace("...", "False"), "use (.*) for", patcher=OWN).strict
+
+
+@advice("Both patchers replace {}, by {} and by {}. Combine after taking one away: ")
+def two_replacements_of_one_class(at: Place) -> Steps:
+    other = Patcher({"LlamaMLP": WideMLP})
+    said = yield lambda: OWN | other
+    less = written(said.replace("{...}", "{}"), r"away: (.*)\.$", patcher=OWN)
+    assert same(load(at.llama, less | other), at.llama)
+
+
+@advice('write {"qkv": True}')
+def a_fusion_config_that_is_none(at: Place) -> Steps:
+    said = yield lambda: Patcher.from_fusion_config(["qkv"])  # type: ignore[arg-type]
+    assert same(load(at.llama, Patcher.from_fusion_config(written(said, r"write (.*)\.$"))), at.llama)
+
+
+# --- arguments -----------------------------------------------------------------------------------------------------
+
+
+@advice("{} must map class names to classes, found {} ({}); write {}.")
+def a_name_in_place_of_the_mapping(at: Place) -> Steps:
+    for value in ("qkv", ["qkv", "gate_up"], OwnMLP, 3):
+        said = yield lambda value=value: Patcher(value)  # type: ignore[arg-type, misc]
+        assert same(load(at.llama, written(said, r"write (.*)\.$", MyMLP=OwnMLP)), at.llama)
+
+
+@advice("a key is the name of a class, or an expression, found {}; write {}.")
+def a_class_as_a_key(at: Place) -> Steps:
+    said = yield lambda: Patcher({LlamaMLP: OwnMLP})  # type: ignore[dict-item]
+    assert same(load(at.llama, Patcher({written(said, r"write (.*)\.$"): OwnMLP})), at.llama)
+
+
+@advice("write the class itself, {}, not an object")
+def an_object_for_a_class(at: Place) -> Steps:
+    config = LlamaConfig(hidden_size=64, intermediate_size=96)
+    said = yield lambda: Patcher({"LlamaMLP": OwnMLP(config)})  # type: ignore[dict-item]
+    assert same(load(at.llama, Patcher({"LlamaMLP": written(said, "the class itself, (.*),")})), at.llama)
+
+
+@advice("write the class itself, not its name")
+def a_name_for_a_class(at: Place) -> Steps:
+    yield lambda: Patcher({"LlamaMLP": "OwnMLP"})  # type: ignore[dict-item]
+    assert same(load(at.llama, OWN), at.llama)
+
+
+@advice("write the class itself, not an object")
+def something_for_a_class(at: Place) -> Steps:
+    yield lambda: Patcher({"LlamaMLP": 3})  # type: ignore[dict-item]
+    assert same(load(at.llama, OWN), at.llama)
+
+
+@advice("write a subclass: class Own{}({}): __init__ = ")
+def a_class_with_settings(at: Place) -> Steps:
+    said = yield lambda: Patcher({"LlamaMLP": functools.partial(WideMLP, scale=3)})  # type: ignore[dict-item]
+    names: dict[str, Any] = {"WideMLP": WideMLP}
+    exec(said.partition("write a subclass: ")[2].removesuffix("."), names)
+    model = load(at.llama, Patcher({"LlamaMLP": names["OwnWideMLP"]}))
+    assert model.model.layers[0].mlp.scale == 3
+    assert same(model, at.llama)
+
+
+@advice("write a subclass of the class that it replaces or makes, and put what {} does into its __init__ or ")
+def a_function_for_a_class(at: Place) -> Steps:
+    def doubled(config: Any) -> nn.Module:
+        made = LlamaMLP(config)
+        made.scale = 2
+        return made
+
+    yield lambda: Patcher({"LlamaMLP": doubled})  # type: ignore[dict-item]
+
+    class Doubled(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = 2
+
+    model = load(at.llama, Patcher({"LlamaMLP": Doubled}))
+    assert model.model.layers[0].mlp.scale == 2
+    assert same(model, at.llama)
+
+
+@advice("write class {}(nn.Module).")
+def a_class_that_is_no_module(at: Place) -> Steps:
+    said = yield lambda: Patcher({"LlamaMLP": int})  # type: ignore[dict-item]
+    names: dict[str, Any] = {"nn": nn}
+    exec(said.partition("write ")[2].removesuffix(".") + ": ...", names)
+    assert Patcher({"LlamaMLP": names["int"]}).class_mapping
+
+
+@advice("{} is no regular expression: {}. For a literal text write {}.")
+def no_expression(at: Place) -> Steps:
+    said = yield lambda: Patcher(new_weights="scales[")
+    assert Patcher(new_weights=written(said, r"literal text write (.*)\.$"))
+
+
+@advice("is no expression; write a string.")
+def a_number_as_an_expression(at: Place) -> Steps:
+    yield lambda: Patcher(new_weights=[3])  # type: ignore[list-item]
+    assert Patcher(new_weights="3")
+
+
+@advice("the empty expression is found everywhere; name what is meant.")
+def an_empty_expression(at: Place) -> Steps:
+    yield lambda: Patcher(filtered_weight_conversion_patterns="")
+    assert Patcher(filtered_weight_conversion_patterns="experts")
+
+
+@advice("is no weight transform; write a WeightConverter or a WeightRenaming of transformers.core_model_loading.")
+def a_mapping_for_a_conversion(at: Place) -> Steps:
+    yield lambda: Patcher(extra_weight_conversions={"a": "b"}.items())  # type: ignore[arg-type]
+    assert Patcher(extra_weight_conversions=WeightRenaming("a", "b"))
+
+
+@advice("Only one can; take one away.")
+def two_conversions_of_one_tensor(at: Place) -> Steps:
+    one, other = WeightRenaming("a", "b"), WeightRenaming("a", "c")
+    yield lambda: Patcher(extra_weight_conversions=[one, other])
+    assert Patcher(extra_weight_conversions=[one])
+
+
+@advice("is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'.")
+def no_specifier(at: Place) -> Steps:
+    said = yield lambda: Patcher(transformers="five")
+    assert Patcher(transformers=written(said, "for instance ('.*?')"))
+
+
+@advice("takes groups of class keys, found the text {}; write {}=[[{}, ...]].")
+def a_text_for_a_group(at: Place) -> Steps:
+    said = yield lambda: Patcher({"LlamaMLP": OwnMLP}, alternatives=["LlamaMLP"])  # type: ignore[list-item]
+    groups = written(said.replace(", ...", ""), r"write alternatives=(.*)\.$")
+    assert same(load(at.llama, Patcher({"LlamaMLP": OwnMLP}, alternatives=groups)), at.llama)
+
+
+# --- fusions -------------------------------------------------------------------------------------------------------
+
+
+@advice("write fusions={}")
+def several_names_in_one_text(at: Place) -> Steps:
+    for text in ("qkv,gate_up", "qkv, gate_up", "qkv gate_up", "qkv|gate_up", "qkv+gate_up"):
+        said = yield lambda text=text: Patcher(fusions=text)  # type: ignore[misc]
+        names = written(said, r"write fusions=(.*)\.$")
+        assert names == ["qkv", "gate_up"]
+        assert same(load(at.llama, Patcher(fusions=names)), at.llama)
+
+
+@advice("write a name ({}) or an object of a Fusion subclass")
+def a_family_in_place_of_an_object(at: Place) -> Steps:
+    yield lambda: Patcher(fusions=QKV)  # type: ignore[arg-type]
+    assert same(load(at.llama, Patcher(fusions=["qkv", GateUp()])), at.llama)
+
+
+@advice("{}: modules={} names none; leave it out for all that can be fused.")
+def no_paths(at: Place) -> Steps:
+    yield lambda: QKV(modules=[])
+    assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)
+
+
+@advice("{} ({}) is no path of a module; write for instance 'model.layers.{0..3}.mlp'.")
+def no_text_as_a_path(at: Place) -> Steps:
+    said = yield lambda: GateUp(modules=[3])  # type: ignore[list-item]
+    path = written(said, "for instance ('.*?')").replace("0..3", "0..1")
+    assert same(load(at.llama, Patcher(fusions=GateUp(modules=path))), at.llama)
+
+
+@advice("the empty path is ambiguous; write {} for the model itself, '**' for all.")
+def an_empty_path(at: Place) -> Steps:
+    yield lambda: GateUp(modules="")
+    assert same(load(at.llama, Patcher(fusions=GateUp(modules="**"))), at.llama)
+
+
+@advice("{} is no path of modules: {}. Write {}.")
+def what_looks_like_a_path(at: Place) -> Steps:
+    wrong = {
+        r"model\.layers\.\d+\.mlp": "model.layers.*.mlp",
+        "model..mlp": "model.layers.0.mlp",
+        "model.layers.{a}.mlp": "model.layers.{0..1}.mlp",
+        "model.layers.x{0}.mlp": "model.layers.{0..1}.mlp",
+        "model.lay*.0.mlp": "model.*.0.mlp",
+    }
+    for path, instead in wrong.items():
+        yield lambda path=path: GateUp(modules=path)  # type: ignore[misc]
+        assert same(load(at.llama, Patcher(fusions=GateUp(modules=instead))), at.llama)
+
+
+@advice("Narrow one of the expressions, or add the exact name, which wins over expressions: {}: ...")
+def two_expressions_of_one_class(at: Place) -> Steps:
+    both = {"^LlamaML": OwnMLP, "aMLP$": WideMLP}
+    said = yield lambda: load(at.llama, Patcher(both))
+    name = written(said, r"over expressions: ('.*'): \.\.\.")
+    assert same(load(at.llama, Patcher({"^LlamaML": OwnMLP, name: OwnMLP})), at.llama)
+    with_both = Patcher({**both, name: OwnMLP}, strict=True)
+    assert with_both.resolve(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1)).replaced
+
+
+@advice("The fusions {} and {} both claim {}; use one.")
+def two_fusions_of_one_module(at: Place) -> Steps:
+    part = GateUp(modules="model.layers.0.mlp")
+    yield lambda: load(at.llama, Patcher(fusions=["gate_up", part]))
+    assert same(load(at.llama, Patcher(fusions=part)), at.llama)
+
+
+@advice("which the class mapping replaces by {}; take one of them away.")
+def a_fusion_of_a_replaced_module(at: Place) -> Steps:
+    yield lambda: load(at.llama, OWN | Patcher(fusions="gate_up"))
+    assert same(load(at.llama, OWN), at.llama)
+
+
+# --- names of the package ------------------------------------------------------------------------------------------
+
+
+@advice("write {}.{}")
+def a_misspelt_name(at: Place) -> Steps:
+    for module, name in ((presets, "LLAMA_FUSED"), (patcher, "Pacher"), (patcher.fusions, "QVK")):
+        said = yield lambda module=module, name=name: getattr(module, name)  # type: ignore[misc]
+        assert written(said, r"write (.*)\.$", patcher=patcher)
+
+
+@advice("{} names no model: write the path of a folder that is there, or a repo that can be reached. ({})")
+def presets_of_a_folder_that_is_not_there(at: Place) -> Steps:
+    yield lambda: presets.for_model(str(at.tmp / "absent"))
+    assert presets.for_model(at.llama)
+
+
+@advice("a model is named by its repo, its folder or its config, found {}")
+def presets_of_a_model(at: Place) -> Steps:
+    model = load(at.llama)
+    said = yield lambda: presets.for_model(model)
+    assert presets.for_model(written(said, r"write (.*)\.$", model=model))
+
+
+@advice("Pass overwrite=True to replace it.", error=ValueError)
+def a_patch_that_is_registered_already(at: Place) -> Steps:
+    mapping = {"NoSuchClassAnywhere": OwnMLP}
+    monkey_patching.register_patch_mapping(mapping)
+    try:
+        yield lambda: monkey_patching.register_patch_mapping({"NoSuchClassAnywhere": WideMLP})
+        monkey_patching.register_patch_mapping({"NoSuchClassAnywhere": WideMLP}, overwrite=True)
+    finally:
+        monkey_patching.unregister_patch_mapping(["NoSuchClassAnywhere"])
+
+
+@advice("The key {} is no regular expression: {}; write {}", error=ValueError)
+def a_registered_key_that_is_no_expression(at: Place) -> Steps:
+    said = yield lambda: monkey_patching.register_patch_mapping({"Llama[": OwnMLP})
+    key = written(said, "write (.*)$")
+    monkey_patching.register_patch_mapping({key: OwnMLP})
+    monkey_patching.unregister_patch_mapping([key])
+
+
+# --- as data -------------------------------------------------------------------------------------------------------
+
+
+@advice("Put the class into a module of its own, or pickle the patcher.")
+def a_class_that_no_import_finds(at: Place) -> Steps:
+    class Local(LlamaMLP):
+        pass
+
+    yield lambda: Patcher({"LlamaMLP": Local}).to_dict()
+    assert Patcher.from_dict(OWN.to_dict(), allowed=[OwnMLP]) == OWN
+
+
+@advice("Pickle the patcher, or take the fusion out and pass it in code.")
+def a_fusion_without_a_name(at: Place) -> Steps:
+    given = Patcher(fusions=["qkv", Unregistered()])
+    yield lambda: given.to_dict()
+    assert pickle.loads(pickle.dumps(given)) == given
+    assert Patcher.from_dict(given.replace(fusions="qkv").to_dict()) | Patcher(fusions=Unregistered()) == given
+
+
+class OwnOperation(ConversionOps):
+    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return input_dict
+
+
+@advice("Pickle the patcher, or take the conversion out and pass it in code.")
+def an_operation_of_ones_own(at: Place) -> Steps:
+    given = Patcher(extra_weight_conversions=WeightConverter(["a"], ["b"], operations=[OwnOperation()]))
+    yield lambda: given.to_dict()
+    assert pickle.loads(pickle.dumps(given)) == given
+    assert Patcher.from_dict(Patcher().to_dict()) | given == given
+
+
+@advice("write it with Patcher.to_dict(), or install the release of patcher that wrote it.")
+def data_of_another_release(at: Place) -> Steps:
+    yield lambda: Patcher.from_dict({"schema": 2})
+    assert Patcher.from_dict(Patcher(fusions="qkv").to_dict()) == Patcher(fusions="qkv")
+
+
+@advice("If you trust the code of that class, write Patcher.from_dict(data, allowed=[{}]).")
+def a_class_that_is_not_allowed(at: Place) -> Steps:
+    data = OWN.to_dict()
+    said = yield lambda: Patcher.from_dict(data)
+    assert written(said, r"write (.*)\.$", data=data) == OWN
+
+
+@advice("{} can't be imported: {}: {}. Install the package that has it, or correct the name.")
+def a_class_that_cannot_be_imported(at: Place) -> Steps:
+    data = OWN.to_dict()
+    wrong = {**data, "class_mapping": {"LlamaMLP": "tests.project.advice:OwnMPL"}}
+    yield lambda: Patcher.from_dict(wrong, allowed="tests.project.advice:OwnMPL")
+    assert Patcher.from_dict(data, allowed="tests.project.advice:OwnMLP") == OWN
