@@ -24,7 +24,7 @@ from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.frames import calling_module, is_initializing
 from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
-from patcher.construction.meta_init import MetaInit, move_parameters_to_meta, no_meta_init, take_numbers
+from patcher.construction.meta_init import MetaInit, no_meta_init
 from patcher.construction.plain_tensors import attributes, modules_in, tensors_in
 from patcher.errors import PatchConstructionError
 
@@ -139,10 +139,9 @@ class Construction:
             )
         mark_original_class(module, original)
         is_outermost = not self._building
-        needs_values = self._construct(module, original, match.replacement, args, kwargs)
+        needs_values, numbers = self._construct(module, original, match.replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         self.note(original, match)
-        numbers = take_numbers(module) if is_outermost else {}  # now: a quantizer may put others in their places
         entry, replacement = match.entry, match.replacement
         built = Built(module, original, replacement, entry, args, kwargs, is_outermost, needs_values, numbers)
         self.built.append(built)
@@ -161,18 +160,19 @@ class Construction:
 
     def _construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> bool:
+    ) -> tuple[bool, Mapping[str, int]]:
         """Initialise a replacement, real if meta can't give what its `__init__` asks of it.
 
         Returns:
-            Whether it has computed something from a parameter whose value a checkpoint may replace.
+            Whether it has computed something from a parameter whose value a checkpoint may replace, and the numbers
+            of its parameters: now, for a quantizer may put others in their places.
         """
         self._building.append(module)
         count = len(self.built)
         try:
             if (around := MetaInit.current()) is not None:
                 around.construct(module, original, replacement, args, kwargs)
-                return False
+                return False, {}
             for meta_init in [MetaInit(buffers_too=True)] * self.on_meta + [MetaInit()]:
                 try:
                     meta_init.construct(module, original, replacement, args, kwargs)
@@ -184,14 +184,13 @@ class Construction:
                     module.__dict__.clear()
                     mark_original_class(module, original)
                 else:
-                    return (
-                        meta_init.has_moved
-                        and not self.on_meta
-                        and self._lacks_values(module, meta_init, (args, kwargs))
-                    )
-            MetaInit(moved=()).construct(module, original, replacement, args, kwargs)
-            move_parameters_to_meta(module)
-            return True
+                    moved = meta_init.has_moved and not self.on_meta
+                    lacks_values = moved and self._lacks_values(module, meta_init, (args, kwargs))
+                    return lacks_values, meta_init.numbers(module)
+            meta_init = MetaInit(moved=())
+            meta_init.construct(module, original, replacement, args, kwargs)
+            meta_init.move_to_meta(module)
+            return True, meta_init.numbers(module)
         finally:
             self._building.pop()
 

@@ -28,25 +28,6 @@ from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
-#: On a parameter of a replacement: the how-manieth it was that the replacement registered.
-_NUMBER = "_patcher_number"
-
-
-def take_numbers(module: nn.Module) -> dict[str, int]:
-    """The places of parameters in the order in which their replacement registered them, which is forgotten then."""
-    found: dict[str, int] = {}
-    for name, parameter in named_parameters(module):
-        if (number := parameter.__dict__.get(_NUMBER)) is not None:
-            found[name] = number
-    for parameter in module.parameters():
-        forget_number(parameter)
-    return found
-
-
-def forget_number(parameter: nn.Parameter) -> None:
-    """Leave no mark on a parameter of a finished model."""
-    parameter.__dict__.pop(_NUMBER, None)
-
 
 class MetaInit:
     """Where the parameters of a replacement go while it is built: to meta, if the model is built there.
@@ -75,7 +56,9 @@ class MetaInit:
         self._moved = moved
         self._given = given or {}
         self._count = 0
+        # By identity, and not on the parameters, which may be somebody else's.
         self._twins: Any = WeakIdKeyDictionary()
+        self._numbers: Any = WeakIdKeyDictionary()
 
     @staticmethod
     def current() -> MetaInit | None:
@@ -124,7 +107,7 @@ class MetaInit:
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
-        if not self.to_meta or parameter.device.type == "meta" or getattr(parameter, _NUMBER, None) is not None:
+        if not self.to_meta or parameter.device.type == "meta" or parameter in self._numbers:
             return None  # or it was registered before, under another name
         if parameter in self._twins:
             known: nn.Parameter = self._twins[parameter]
@@ -133,34 +116,35 @@ class MetaInit:
         self._count += 1
         data = self._given.get(number)
         if data is None and number not in self._moved:
-            setattr(parameter, _NUMBER, number)
+            self._numbers[parameter] = number
             return None
         # The device that is put in force is a mode that every look at a tensor would pass through.
         with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
             twin = like(parameter, parameter.data.to("meta") if data is None else data)
         self.has_moved = self.has_moved or data is None
-        setattr(twin, _NUMBER, number)
+        self._numbers[twin] = number
         self._twins[parameter] = twin
         return twin
+
+    def numbers(self, module: nn.Module) -> dict[str, int]:
+        """The names of the parameters that were registered, and the places in which they were."""
+        named = ((name, self._numbers.get(parameter)) for name, parameter in named_parameters(module))
+        return {name: number for name, number in named if number is not None}
+
+    def move_to_meta(self, module: nn.Module) -> None:
+        """Take the values from the parameters of a module that was built real; what is shared stays so."""
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None and parameter in self._numbers and parameter not in self._twins:
+                    self._twins[parameter] = twin = like(parameter, parameter.data.to("meta"))
+                    self._numbers[twin] = self._numbers[parameter]
+                if parameter is not None and parameter in self._twins:
+                    owner._parameters[name] = self._twins[parameter]
 
     def registered(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a module has in the place of a tensor that was registered."""
         twin: torch.Tensor = self._twins.get(tensor, tensor)
         return twin
-
-
-def move_parameters_to_meta(module: nn.Module) -> None:
-    """Take the values from the parameters that a module has registered itself; what is shared stays so."""
-    twins: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and (number := getattr(parameter, _NUMBER, None)) is not None:
-                if parameter not in twins:
-                    twins[parameter] = like(parameter, parameter.data.to("meta"))
-                    setattr(twins[parameter], _NUMBER, number)
-                owner._parameters[name] = twins[parameter]
-    for parameter in twins:
-        forget_number(parameter)
 
 
 @contextmanager
@@ -196,7 +180,7 @@ class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """The parameter with other data: its type, its attributes, and whether it is trained."""
-    attributes = {key: value for key, value in parameter.__dict__.items() if key != _NUMBER}
+    attributes = dict(parameter.__dict__)
     if type(parameter) is nn.Parameter:
         twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
         twin.__dict__.update(attributes)

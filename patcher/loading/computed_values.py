@@ -19,7 +19,7 @@ from patcher.compat.models import named_parameters
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Built, Construction
 from patcher.construction.init_hooks import building
-from patcher.construction.meta_init import MetaInit, forget_number
+from patcher.construction.meta_init import MetaInit
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES, attributes, carried, modules_in, tensors_in
 from patcher.errors import PatchConstructionError, PatcherError
 from patcher.patterns import compress, inside
@@ -145,7 +145,6 @@ class BuiltAgain:
             own: torch.Tensor = memo[id(self.meta_init.registered(tensor))]
             return own
         if isinstance(tensor, nn.Parameter):
-            forget_number(tensor)
             return tensor
         name = None if tensor.device.type == "meta" else self.copies.get(tensor.untyped_storage().data_ptr())
         parameter = None if name is None else self.built.module.get_parameter(name.removeprefix(inside(self.path)))

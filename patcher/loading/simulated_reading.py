@@ -8,10 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from patcher.compat.conversions import (
-    copy_transform,
-    is_stock_operation,
-)
+from patcher.compat.conversions import copy_transform, is_stock_operation
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import trace_of, with_trace
@@ -39,6 +36,7 @@ class ExpectedInfo:
 
 
 def dry_run_reading(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], asked: DryRun) -> Loaded:
+    """What the load would come to, of one that doesn't read."""
     if not asked.has_checkpoint:
         return Loaded(**vars(selected), info=ExpectedInfo(Outcome()))
     quantized = not can_be_simulated(load_config)

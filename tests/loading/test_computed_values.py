@@ -326,6 +326,33 @@ def test_what_is_random_is_drawn_once(llama: Path) -> None:
         assert torch.equal(mlp.kept[1], mlp.linear.bias + 1)
 
 
+def test_a_buffer_alone_that_was_computed_from_a_weight_follows_it(llama: Path) -> None:
+    class Summing(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("sums", self.up_proj.weight.detach().sum(-1))
+
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Summing}))
+    for layer in model.model.layers:
+        assert torch.equal(layer.mlp.sums, layer.mlp.up_proj.weight.sum(-1))
+
+
+def test_a_replacement_that_must_be_built_real_gives_its_memory_back_at_once(llama: Path) -> None:
+    built, devices = [], []
+
+    class Looking(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            devices.extend(each.device.type for module in built for each in module.parameters())
+            super().__init__(config)
+            self.largest = float(self.gate_proj.weight.max())
+            built.append(self)
+
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Looking}))
+    assert devices[:3] == ["meta"] * 3  # the first, while the second was built
+    for layer in model.model.layers:
+        assert layer.mlp.largest == float(layer.mlp.gate_proj.weight.max())
+
+
 # --- other names of what the model has -----------------------------------------------------------------------------
 
 
@@ -375,6 +402,64 @@ def test_the_outer_model_is_not_copied_with_what_refers_to_it(llama: Path) -> No
         assert torch.equal(layer.sum, layer.mlp.gate_proj.weight.sum())
 
 
+class Root(LlamaForCausalLM):
+    under_construction: Any = None
+
+    def __init__(self, config: Any) -> None:
+        Root.under_construction = self
+        super().__init__(config)
+
+
+def test_a_model_that_a_part_refers_to_is_no_reason_to_build_it_again(llama: Path) -> None:
+    built = []
+
+    class Referring(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.outer = [Root.under_construction]
+            built.append(self)
+
+    model = Root.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Referring}))
+    assert len(built) == 2
+    assert all(layer.mlp.outer[0] is model for layer in model.model.layers)
+
+
+#: Parameters that belong to nobody's model, and that each of them may hold.
+SHARED = nn.Parameter(torch.full((3,), 2.0))
+GATE = nn.Parameter(torch.ones(96, 64))
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["", "built real"])
+def test_parameters_of_somebody_else_stay_what_they_are(looks: bool, llama: Path) -> None:
+    class Holding(OwnMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            weight = nn.Parameter(torch.ones(2))
+            self.one = self.other = weight
+            self.register_parameter("third", weight)
+            self.shared = SHARED
+            self.gate_proj.weight = GATE
+            self.twice = nn.Parameter(self.shared.detach() * 2)
+            if looks:
+                self.sum = float(self.gate_proj.weight.sum())
+
+    patcher = Patcher({"LlamaMLP": Holding}, new_weights=r"mlp\.(one|other|third|shared|twice)$")
+    for _ in range(2):
+        model = LlamaForCausalLM.from_pretrained(llama, patcher=patcher)
+        stock = LlamaForCausalLM.from_pretrained(llama)
+        for layer, plain in zip(model.model.layers, stock.model.layers, strict=True):
+            mlp = layer.mlp
+            assert mlp.one is mlp.other is mlp.third
+            assert (mlp.one == 1).all()
+            assert (mlp.shared == 2).all()
+            assert (mlp.twice == 4).all()
+            assert torch.equal(mlp.gate_proj.weight, plain.mlp.gate_proj.weight)
+            assert not looks or mlp.sum == float(mlp.gate_proj.weight.sum())
+        assert (SHARED == 2).all()
+        assert (GATE == 1).all()
+        assert vars(SHARED) == vars(GATE) == {}
+
+
 def test_a_recurrent_part_runs(llama: Path) -> None:
     """`nn.LSTM` keeps a list of its weights, and weak references to them."""
 
@@ -415,6 +500,12 @@ def closure_of_a_tensor(module: Any) -> None:
 
 def lock_beside_a_tensor(module: Any) -> None:
     module.state = SimpleNamespace(norm=module.gate_proj.weight.detach().norm(), lock=threading.Lock())
+
+
+def several_written_at_once(module: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([module.gate_proj.weight, torch.ones(2)], 2.0)
+    module.norm = module.gate_proj.weight.detach().norm()
 
 
 def new_of_another_shape_each_time(module: Any) -> None:
