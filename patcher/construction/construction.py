@@ -7,7 +7,6 @@ ends with the block that made it (a load, `from_config`, a skeleton) or, for a m
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.frames import calling_module, is_initializing
 from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
 from patcher.construction.meta_init import MetaInit, no_meta_init
-from patcher.construction.plain_tensors import attributes, modules_in, tensors_in
+from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import PatchConstructionError
 
 
@@ -185,7 +184,7 @@ class Construction:
                     mark_original_class(module, original)
                 else:
                     moved = meta_init.has_moved and not self.on_meta
-                    lacks_values = moved and self._lacks_values(module, meta_init, (args, kwargs))
+                    lacks_values = moved and _lacks_values(module, meta_init)
                     return lacks_values, meta_init.numbers(module)
             meta_init = MetaInit(moved=())
             meta_init.construct(module, original, replacement, args, kwargs)
@@ -194,23 +193,18 @@ class Construction:
         finally:
             self._building.pop()
 
-    def _lacks_values(self, module: nn.Module, meta_init: MetaInit, arguments: Any) -> bool:
-        """Whether something that is no parameter is on meta: it was computed from one, or is one under no name."""
-        if any(buffer.device.type == "meta" for buffer in module.buffers()):
-            return True
-        own = {id(each) for each in module.modules()}
 
-        @functools.cache
-        def foreign() -> set[int]:
-            given = [self.root, *modules_in(arguments)]
-            return {id(each) for one in given if one is not None for each in one.modules()}
-
-        return any(
-            meta_init.registered(tensor).device.type == "meta"
-            for each in module.modules()
-            for _, value in attributes(each)
-            for tensor in tensors_in(value, lambda found: id(found) in own or id(found) in foreign())
-        )
+def _lacks_values(module: nn.Module, meta_init: MetaInit) -> bool:
+    """Whether something that is no parameter is on meta: it was computed from one, or is one under no name."""
+    if any(buffer.device.type == "meta" for buffer in module.buffers()):
+        return True
+    own = {id(each) for each in module.modules()}
+    return any(
+        meta_init.registered(tensor).device.type == "meta"
+        for each in module.modules()
+        for _, value in attributes(each)
+        for tensor in tensors_in(value, lambda found: id(found) in own)
+    )
 
 
 _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
