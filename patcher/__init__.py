@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.patcher import Patcher as Patcher
-    from patcher.verification.checks import Stage as Stage
+    from patcher.verification.comparing import Stage as Stage
     from patcher.verification.verify import Verification as Verification, verify as verify
 
     __version__: str
@@ -36,7 +36,7 @@ _HOMES = {
     "Plan": "patcher.inspection.plan",
     "Report": "patcher.inspection.report",
     "Resolution": "patcher.resolution.resolution",
-    "Stage": "patcher.verification.checks",
+    "Stage": "patcher.verification.comparing",
     "Verification": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",

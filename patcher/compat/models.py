@@ -17,6 +17,7 @@ from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
     str_to_torch_dtype as str_to_torch_dtype,
 )
+from transformers.utils.generic import TransformersKwargs
 
 from patcher.patterns import inside
 
@@ -168,6 +169,16 @@ def attention_implementation(model: PreTrainedModel) -> str | None:
     return chosen
 
 
+def experts_implementation(model: PreTrainedModel) -> str | None:
+    """Which implementation of experts the model has chosen: grouped_mm, eager, ...; None where it has none."""
+    chosen: str | None = getattr(model.config, "_experts_implementation", None)
+    return chosen
+
+
+def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
+    model.config._experts_implementation = name
+
+
 def tie_partners(model: PreTrainedModel) -> set[str]:
     """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -245,3 +256,8 @@ def offload(tensor: torch.Tensor, key: str, folder: Any, index: dict[str, Any]) 
     """Write a tensor to where the load keeps what the device map puts on the disk."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     offload_weight(tensor, key, folder, index)
+
+
+def keyword_annotations() -> dict[str, str]:
+    """The keyword arguments that models take besides those in the signatures of their `forward`, with their types."""
+    return {name: str(annotation) for name, annotation in TransformersKwargs.__annotations__.items()}

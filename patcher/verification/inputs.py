@@ -7,11 +7,8 @@ checkpoint, what it makes of an image or a sound is tried before anything is gue
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -21,88 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.verification.numerics import floating_tensors, noting_calls
-
-
-@contextmanager
-def seeded(seed: int = 0) -> Iterator[None]:
-    """Within, torch draws what the seed gives; afterwards it goes on as if nothing had been drawn."""
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One run of a model, or of a model inside of it.
-
-    Attributes:
-        method: what is called.
-        arguments: its keyword arguments.
-        path: of the model inside.
-        title: what to call it, where method and arguments don't say it.
-        counted: (batch, length), True where a token stands; None where all positions of the outputs count.
-        steps: how many tokens at the end come one by one, with what was kept of those before; 0 for one call.
-    """
-
-    method: str
-    arguments: dict[str, Any]
-    path: str = ""
-    title: str = ""
-    counted: torch.Tensor | None = None
-    steps: int = 0
-
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        method = "" if self.method == "forward" else f"{self.method} "
-        return self.title or f"{self.path or 'the model'}: {method}{', '.join(self.arguments)}"
-
-    def of(self, model: nn.Module) -> list[torch.Tensor]:
-        """All floating-point tensors that the run gives; of what is padding, none."""
-        arguments = _fitted(self.arguments, model)
-        part = model.get_submodule(self.path)
-        with seeded(), _without_memory(model):
-            outputs = list(floating_tensors(list(self._results(part, arguments))))
-        mask = self.counted
-        if mask is None:
-            return outputs
-        return [output[mask.to(output.device)] if output.shape[:2] == mask.shape else output for output in outputs]
-
-    def _results(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[Any]:
-        call: Any = part if self.method == "forward" else getattr(part, self.method)
-        if not self.steps:
-            yield call(**arguments, **{"use_cache": False} if "use_cache" in parameters_of(part, self.method) else {})
-            return
-        ids, memory = arguments["input_ids"], None
-        for tokens in ids.tensor_split(tuple(range(ids.shape[1] - self.steps, ids.shape[1])), dim=1):
-            result = call(input_ids=tokens, past_key_values=memory, use_cache=True)
-            memory = result.past_key_values
-            yield result.logits
-
-
-@contextmanager
-def _without_memory(model: nn.Module) -> Iterator[None]:
-    """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
-    # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
-    kinds = (dict, OrderedDict)
-    before = [
-        (module, dict(vars(module)), [(each, dict(each)) for each in vars(module).values() if type(each) in kinds])
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            for changed, content in [*contents, (vars(module), attributes)]:
-                changed.clear()
-                changed.update(content)
+from patcher.verification.passes import Pass as Pass, fitted, parameters_of
 
 
 class NoInputsError(Exception):
     """Stock runs with nothing that was tried."""
 
 
-def chosen_passes(model: Any, always: Iterable[Pass] = (), first: Iterable[Pass] = ()) -> list[Pass]:
+def chosen_passes(model: Any, first: Iterable[Pass] = (), reached: Iterable[str] = ()) -> list[Pass]:
     """The passes that stock runs, without those that reach nothing new.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -112,8 +35,8 @@ def chosen_passes(model: Any, always: Iterable[Pass] = (), first: Iterable[Pass]
 
     Args:
         model: the stock model.
-        always: passes that are kept whatever they reach.
         first: passes that are tried before any is guessed.
+        reached: the layers that other passes reach.
 
     Raises:
         NoInputsError: there is none; what the first one says.
@@ -136,8 +59,7 @@ def chosen_passes(model: Any, always: Iterable[Pass] = (), first: Iterable[Pass]
             errors.append(error)
             return None
 
-    kept = [one for one in always if reached_by(one) is not None]
-    reached: set[str] = set()
+    reached = set(reached)
     chosen: list[Pass] = []
     # The whole first, then models inside of which it has not reached everything: towers that want other inputs.
     for path, part in model.named_modules():
@@ -145,34 +67,17 @@ def chosen_passes(model: Any, always: Iterable[Pass] = (), first: Iterable[Pass]
             continue
         inside = {name for name in layers if name.startswith(f"{path}.") or not path}
         for one in chain(() if path else first, _candidates(part, path)):
-            if chosen and reached >= inside:
+            if reached and reached >= inside:
                 break
             here = reached_by(one)
-            if here is not None and (not chosen or here - reached):
+            if here is not None and (not reached or here - reached):
                 chosen.append(one)
                 reached |= here
-    if not kept and not chosen:
+    if not chosen and not reached:
         raise NoInputsError(
             f"{type(errors[0]).__name__}: {errors[0]}" if errors else f"{type(model).__name__} takes nothing"
         )
-    return kept + chosen
-
-
-def _fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A copy, for models that write into what they are given: on the device of the model's weights, and of their type
-    where a model is in half precision."""
-    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
-    return {
-        name: value.clone().to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in arguments.items()
-    }
-
-
-def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:
-    """The parameters of a method by name, `self` left out."""
-    return dict(inspect.signature(getattr(model, method)).parameters)
+    return chosen
 
 
 _PICTURES = {"pixel_values", "pixel_values_videos", "images", "image", "hidden_states", "flattened_patches"}
@@ -188,7 +93,7 @@ def _candidates(model: Any, path: str) -> Iterator[Pass]:
         "decoder_input_ids": torch.randint(3, 100, (2, 6), generator=generator),
         "bbox": torch.randint(0, 100, (2, 12, 4), generator=generator).sort(-1).values,
     }
-    text = _known(text, taken)
+    text, plain = _known(text, taken), _known({"use_cache": False}, taken)
     images = list(_images(model.config, generator)) if _PICTURES & taken.keys() else []
     sounds = list(_sounds(model.config, taken, generator))
     width = _number(model.config, "hidden_size", "d_model", default=64)
@@ -198,7 +103,7 @@ def _candidates(model: Any, path: str) -> Iterator[Pass]:
         (_known(image, taken) for image in images),
         _without(text, taken, width, generator),
     ):
-        yield Pass("forward", arguments, path)
+        yield Pass("forward", arguments | plain, path)
     for method in ("get_image_features", "get_video_features", "get_text_features", "get_audio_features"):
         if hasattr(model, method):
             accepted = parameters_of(model, method)
@@ -323,7 +228,7 @@ def _feature_count(model: Any, image: dict[str, Any]) -> int:
     for owner in owners:
         with suppress(Exception), torch.no_grad():
             accepted = parameters_of(owner, "get_image_features")
-            result = owner.get_image_features(**_known(_fitted(image, model), accepted))
+            result = owner.get_image_features(**_known(fitted(image, model), accepted))
             features = getattr(result, "pooler_output", result)
             return sum(piece[..., 0].numel() for piece in floating_tensors(features))
     return 0

@@ -1,27 +1,26 @@
-"""Two models side by side: how far their outputs differ, in which module it begins, and how exactly each computes."""
+"""Two models side by side: how far their outputs differ, and in which module it begins."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Cache
 
 
 class Difference(NamedTuple):
-    """How far a list of tensors is from another, as the largest over all elements."""
+    """How far tensors are from others: the one that is furthest, as the largest over its elements."""
 
     absolute: float
     relative: float
     scale: float  # the largest magnitude in the reference
+    where: str = ""  # which tensor it is, or what is another thing altogether
 
     @property
     def share(self) -> float:
@@ -37,23 +36,51 @@ def difference(ours: Iterable[torch.Tensor], reference: Iterable[torch.Tensor]) 
     """The difference of two lists of tensors; infinite where their number or a shape isn't the same.
 
     >>> difference([torch.tensor([1.0, 2.5])], [torch.tensor([1.0, 2.0])])
-    Difference(absolute=0.5, relative=0.25, scale=2.0)
+    Difference(absolute=0.5, relative=0.25, scale=2.0, where='')
 
     A value that isn't finite is equal to the same value at the same place only: it is what stock has there.
     """
     ours, reference = list(ours), list(reference)
     if [one.shape for one in ours] != [other.shape for other in reference]:
         return Difference(math.inf, math.inf, 0.0)
-    absolute = scale = 0.0
-    for one, other in zip(ours, reference, strict=True):
-        if not one.numel():
-            continue
-        one, other = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    pairs = (_difference(one, other) for one, other in zip(ours, reference, strict=True))
+    return max(pairs, key=_severity, default=Difference(0.0, 0.0, 0.0))
+
+
+def differences(ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> Difference:
+    """The same for tensors by name; infinite also where a type isn't the same.
+
+    >>> differences({}, {"logits": torch.zeros(2)}).where
+    'logits is missing'
+    """
+    worst = Difference(0.0, 0.0, 0.0)
+    for name in {**reference, **ours}:  # in the order of stock
+        mine, theirs = ours.get(name), reference.get(name)
+        if mine is None or theirs is None:
+            return Difference(math.inf, math.inf, 0.0, f"{name} is {'missing' if mine is None else 'not in stock'}")
+        kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (mine, theirs)]
+        if kinds[0] != kinds[1]:
+            return Difference(math.inf, math.inf, 0.0, f"{name} is {kinds[0]} where stock has {kinds[1]}")
+        worst = max(worst, _difference(mine, theirs)._replace(where=name), key=_severity)
+    return worst
+
+
+def _severity(gap: Difference) -> float:
+    return math.inf if math.isnan(gap.share) else gap.share
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
+    if not one.numel():
+        return Difference(0.0, 0.0, 0.0)
+    one, other = (each.detach() if each.dtype is torch.float32 else each.detach().double() for each in (one, other))
+    one = one.to(other.device, other.dtype)
+    absolute, scale = float((one - other).abs().max()), float(other.abs().max())
+    if not math.isfinite(absolute + scale):
         same = (one == other) | (one.isnan() & other.isnan())
         gap = torch.where(same, 0.0, (one - other).abs())
         finite = other[other.isfinite()]
-        absolute = max(absolute, math.inf if gap.isnan().any() else float(gap.max()))
-        scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
+        absolute = math.inf if gap.isnan().any() else float(gap.max())
+        scale = float(finite.abs().max()) if finite.numel() else 0.0
     return Difference(absolute, absolute / scale if scale else math.inf if absolute else 0.0, scale)
 
 
@@ -88,9 +115,9 @@ def _calls(model: nn.Module, run: Callable[[nn.Module], object]) -> list[tuple[s
     calls: list[tuple[str, Call]] = []
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((path, (_copies((args, kwargs)), _copies(output))))
+        calls.append((path, (copies((args, kwargs)), copies(output))))
 
-    with _hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
+    with hooked((module, partial(note, path)) for path, module in model.named_modules()), torch.no_grad():
         run(model)
     return calls
 
@@ -102,12 +129,13 @@ def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
     def note(path: str, *_: object) -> None:
         reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
-    with _hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
+    with hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield
 
 
 @contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Within, each hook is called after its module, with the module, its arguments and its output."""
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
@@ -118,83 +146,26 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[N
 
 def floating_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The floating-point tensors in nested dicts, lists and tuples, such as the output of a model."""
-    if _is_floating(value):
-        yield value
+    return (tensor for _, tensor in named_tensors(value))
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The same by name, `hidden_states.0` for one; of a cache how many tokens it holds."""
+    if is_floating(value):
+        yield name or "the output", value
     elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from floating_tensors(item)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Cache):
+        with suppress(Exception):  # not every cache counts tokens
+            yield f"the tokens in {name}", torch.tensor(float(value.get_seq_length()))
 
 
-def _is_floating(value: Any) -> bool:
+def is_floating(value: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _copies(value: Any) -> list[torch.Tensor]:
-    """A later module may write into the very same memory."""
+def copies(value: Any) -> list[torch.Tensor]:
+    """Of the floating-point tensors in it: a later module may write into the very same memory."""
     return [tensor.detach().clone() for tensor in floating_tensors(value)]
-
-
-#: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
-_DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
-
-#: How much less exact than stock's a module may be. Rounding an intermediate value besides the result makes errors
-#: about 1.4 times as large (the square root of 2); a module that keeps its upcasts is as exact as stock's.
-PRECISION = 1.2
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that run in half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.half: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
-            self.half.add(func.overloadpacket.__name__.strip("_"))
-        return result
-
-
-def precisions(
-    ours: nn.Module, stock: nn.Module, paths: Iterable[str], run: Callable[[nn.Module], object]
-) -> Iterator[tuple[str, list[str], float]]:
-    """How exactly modules compute that stand in for stock's, those of `paths` that can be run by themselves.
-
-    For each its path, the delicate operations that it does in half precision and stock doesn't, and its error to that
-    of stock: an upcast was lost where there are such operations and the error is more than `PRECISION`.
-    Each module gets the largest inputs that its stock counterpart gets; the error of both is measured against the
-    stock module in float64, as the Euclidean distance.
-    """
-    wanted = {stock.get_submodule(path): path for path in paths}
-    inputs: dict[str, tuple[int, Any, Any]] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        size = sum(tensor.numel() for tensor in floating_tensors(output))
-        if size > inputs.get(wanted[module], (0,))[0]:
-            inputs[wanted[module]] = size, copy.copy(args), dict(kwargs)
-
-    with _hooked((module, note) for module in wanted), torch.no_grad():
-        run(stock)
-    for path, (_, args, kwargs) in inputs.items():
-        reference, other, mine = stock.get_submodule(path), _Operations(), _Operations()
-        try:
-            with torch.no_grad():
-                exact = _result(copy.deepcopy(reference).double(), _double(args), _double(kwargs))
-                with other:
-                    theirs = _result(reference, args, kwargs)
-                with mine:
-                    found = _result(ours.get_submodule(path), args, kwargs)
-        except Exception:  # it keeps state between calls, or can't be run by itself: outputs are compared anyway
-            continue
-        error, base = float(torch.dist(found, exact)), float(torch.dist(theirs, exact))
-        ratio = error / base if base else math.inf if error else 1.0
-        yield path, sorted((mine.half - other.half) & _DELICATE), ratio
-
-
-def _double(value: Any) -> Any:
-    return recursively_apply(torch.Tensor.double, value, test_type=_is_floating)
-
-
-def _result(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
-    return next(floating_tensors(module(*copy.deepcopy(args), **copy.deepcopy(kwargs)))).double()

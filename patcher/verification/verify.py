@@ -24,8 +24,9 @@ from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.loading.hooks import install
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-from patcher.verification.checks import TOLERANCES, Run, Stage
-from patcher.verification.inputs import seeded
+from patcher.verification.checks import STAGES, TOLERANCES, Run
+from patcher.verification.comparing import Stage
+from patcher.verification.passes import seeded
 
 
 @dataclass(frozen=True)
@@ -117,21 +118,35 @@ def verify(
     ...     LlamaForCausalLM(config).save_pretrained(folder)
     ...     verification = patcher.verify(folder, Patcher(fusions=["qkv", "gate_up"]))
     >>> verification.passed, [stage.name for stage in verification.stages]
-    (True, ['load', 'outputs', 'precision', 'generation', 'gradients', 'save', 'reload'])
+    (True, ['load', 'outputs', 'arguments', 'recorded', 'windows', 'precision', 'generation', 'gradients',
+    'training', 'save', 'reload'])
     >>> verification.raise_on_failure()  # and print(verification) shows what was measured
 
-    Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), short,
-    long, as a padded batch, and token by token with a cache; images and sounds for what they reach, by its processor
-    (in shapes that the config tells where it has none). Random states, default dtype and gradient mode are what they
-    were when it returns or raises, and what it finds doesn't depend on them. Tolerances are
-    relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8 each), which sums in
-    another order make of thousands of products, and a hundredth of what the smallest of real mistakes makes; in
-    bfloat16 3e-2 and in float16 4e-3, a few roundings of a layer's result (4e-3 and 5e-4). Or, if that is more, twice
-    the difference that stock has with itself, between its eager attention and sdpa: the floor that is measured each
-    time. Half-precision tolerances are too wide to see an upcast that was lost; so replaced modules are then also
-    compared one by one with a float64 computation.
-    Gradients are compared after they are brought to the original layout, with ten times the tolerance; saved files
-    byte for byte with what stock saves; and the saved checkpoint is loaded by stock again.
+    Both run on the same inputs: rows of English by the model's own tokenizer (random ids where it has none), images
+    and sounds for what they reach, by its processor (in shapes that the config tells where it has none). The stages:
+
+    - `outputs`: lengths of 1 to 200 tokens and past a window of up to 512, batches of 1 to 17 rows, padding on both
+      sides and in the middle, given positions, a cache token by token and in chunks, calls after one another; the
+      arguments are as they were afterwards, and every replaced module is reached.
+    - `arguments`: every argument of `forward` that stock reacts to, `labels` and `logits_to_keep` for two.
+    - `recorded`: under eager attention, with all that can be recorded: attentions, hidden states, ...
+    - `windows`: windows of more than 16 tokens, made that short, so that texts and caches are past them.
+    - `precision`: each replaced module by itself in half precision, on inputs of the usual size and scaled up, beside
+      a float64 computation: its error is at most 2.5 times that of stock, or 1.2 times where it does an operation
+      in half precision for which stock upcasts. The outputs of the model are too far apart to tell that.
+    - `generation`: greedy, of a padded batch.
+    - `gradients`, in the original layout, with ten times the tolerance.
+    - `training`: outputs and gradients in training mode, with every dropout of the config at zero. Then each dropout
+      alone: where the same seed doesn't give the same, the mean, the variance, and what rows have in common, are those
+      of stock over 48 draws, within six standard errors. So a patch may draw in another order, or other numbers.
+    - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
+
+    Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
+    each), which sums in another order make of thousands of products, and a hundredth of what the smallest of real
+    mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few roundings of a layer's result (4e-3 and 5e-4). Or, if
+    that is more, twice the difference that stock has with itself, between its eager attention and sdpa: the floor
+    that is measured each time. Random states, default dtype, gradient mode and the verbosity of transformers are what
+    they were when it returns or raises, and what it finds doesn't depend on them.
 
     Args:
         model: a repo id, a folder, or a config: then a small random checkpoint of it is made, so give a small config.
@@ -211,25 +226,31 @@ def _global_state_kept(seed: int) -> Iterator[None]:
 def _steps(shown: bool | None) -> Iterator[Callable[[str], None]]:
     """A line on stderr that says what is being done, if it takes more than a moment."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     alive = console.is_terminal or console.is_jupyter
     shown = alive if shown is None else shown
-    columns = (SpinnerColumn(), TextColumn("verifying: {task.description}"), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("verifying: {task.description}"),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task("", total=None)
+    task = progress.add_task("", total=len(STAGES))
     timer = threading.Timer(MOMENT, progress.start)
     timer.daemon = True
 
     def step(what: str) -> None:
         if shown and not alive:  # a log: line by line
             console.print(f"verifying: {what}")
-        progress.update(task, description=what)
+        progress.update(task, description=what, completed=STAGES.index(what) if what in STAGES else 0)
 
-    bars: Any = transformers_logging
-    were = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()  # those of the loads
+    logs: Any = transformers_logging
+    were, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()  # those of the loads
+    logs.set_verbosity_error()  # a dozen loads and inputs that are only tried would say much
     try:
         if shown and alive:
             timer.start()
@@ -240,5 +261,6 @@ def _steps(shown: bool | None) -> Iterator[Callable[[str], None]]:
             timer.join()  # it may be starting just now
         if progress.live.is_started:  # or a line would be ended that was never begun
             progress.stop()
+        logs.set_verbosity(verbosity)
         if were:
-            bars.enable_progress_bar()
+            logs.enable_progress_bar()

@@ -1,0 +1,161 @@
+"""Every argument of `forward` that stock reacts to, found by trying values of its type in the shapes of the inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from patcher.compat.models import keyword_annotations
+from patcher.verification.numerics import differences
+from patcher.verification.passes import Pass, Reference, parameters_of, tried
+
+#: Compared otherwise: caches in steps and chunks, masks as padding.
+_LEFT_OUT = {"past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
+#: What some kernels of attention are told, and other ways to compute attention don't take.
+_OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
+#: Said by position in the row of losses, so not tried again beside labels.
+_WITHOUT_LABELS = {"logits_to_keep", "position_ids", "inputs_embeds", "labels", "return_dict"}
+
+
+class Value(NamedTuple):
+    """A value to try for an argument, which arguments it stands in for, and whether others are still to be tried if
+    stock reacts to it."""
+
+    text: str
+    value: Any
+    without: tuple[str, ...] = ()
+    more: bool = False
+
+
+def reactions(stock: nn.Module, base: Pass) -> Iterator[Reference]:
+    """The runs with one more argument to which stock gives something else, or that give the loss for labels.
+
+    Where there is a loss, each argument is tried beside labels as well: some say how it is computed.
+    """
+    (plain,) = tried([base], stock)
+    labelled: list[Reference] = []
+    for reference in _reacting(stock, plain, _names(stock)):
+        labelled += [reference] if "labels" in reference.run.arguments else []
+        yield reference
+    for reference in labelled[:1]:
+        yield from _reacting(stock, reference, _names(stock, _WITHOUT_LABELS), "loss")
+
+
+def _reacting(
+    stock: nn.Module, base: Reference, names: Iterable[tuple[str, str]], output: str = ""
+) -> Iterator[Reference]:
+    """Those to which a certain output reacts, by default any."""
+    given = base.run.arguments
+    for name, annotation in names:
+        for value in _values(stock, given, name, annotation):
+            arguments = {key: item for key, item in given.items() if key not in value.without}
+            title = f"{base.run.name}, {name}: {value.text}"
+            run = Pass("forward", arguments | {name: value.value}, base.run.path, title)
+            found = [one for one in tried([run], stock) if _differ(one.expected, base.expected, output)]
+            yield from found
+            if found and not value.more:
+                break
+
+
+def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], output: str) -> bool:
+    one, other = (
+        {name: value for name, value in each.items() if output in name and not name.endswith(" after the call")}
+        for each in (one, other)
+    )
+    return differences(one, other).absolute > 0
+
+
+def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, str]]:
+    """The arguments by name, with the texts of their types; those of all models where `forward` takes any keyword."""
+    found: dict[str, str] = {"return_dict": "bool"}
+    for name, parameter in parameters_of(stock).items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            others = keyword_annotations() | {"shift_labels": "torch.LongTensor"}
+            found = {key: kind for key, kind in others.items() if key not in _OF_KERNELS} | found
+        elif name not in _LEFT_OUT:
+            found[name] = str(parameter.annotation)
+    return [(name, kind) for name, kind in found.items() if name not in left_out]
+
+
+def _values(stock: Any, given: dict[str, Any], name: str, annotation: str) -> Iterator[Value]:
+    """Values for an argument: by its name where that says what it means, else by its type."""
+    ids = given.get("input_ids")
+    leading = next((value for value in given.values() if isinstance(value, torch.Tensor) and value.dim()), None)
+    if (name in given and name != "use_cache") or leading is None or (name == "attention_mask" and ids is not None):
+        return
+    if "bool" in annotation:
+        yield from (Value(str(value), value) for value in (True, False))
+    if "int" in annotation:
+        yield from (Value(str(value), value, more=True) for value in (1, 3))
+    if "float" in annotation:
+        yield Value("0.5", 0.5)
+    if "Tensor" not in annotation and "_empty" not in annotation:
+        return
+    if name in _BY_NAME:
+        yield from _BY_NAME[name](stock, ids) if ids is not None else ()
+        return
+    # What a name doesn't tell: numbers of every usual shape and type. Stock refuses what it isn't.
+    generator = torch.Generator().manual_seed(1)
+    rows, length = leading.shape[0], leading.shape[1] if leading.dim() > 1 else 1
+    width = getattr(stock.config.get_text_config(), "hidden_size", None) or 1
+    for shape in ((rows, length), (rows,), (rows, length, width), (1, length), (rows, 1)):
+        size = torch.Size(shape)
+        if "Float" not in annotation and len(shape) < 3:
+            yield Value("ones and zeros", ((torch.arange(size.numel()) // 2 + 1) % 2).reshape(size))
+        if not any(kind in annotation for kind in ("Long", "Int", "Bool")):
+            yield Value("numbers", torch.randn(size, generator=generator))
+
+
+def _positions(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
+    rows, length = ids.shape
+    plain = torch.arange(length).expand(rows, length)
+    half = length // 2
+    yield Value("those of two texts in one row", torch.cat([plain[:, :half], plain[:, : length - half]], 1), more=True)
+    yield Value("every third", plain * 3, more=True)
+    yield Value(
+        "another in each row", plain * torch.arange(1, rows + 1)[:, None] + torch.arange(rows)[:, None], more=True
+    )
+    yield Value("later ones", plain + 5, more=True)
+
+
+def _labels(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
+    ignored = ids.clone()
+    ignored[:, ids.shape[1] // 2] = -100  # not the first, which no causal model predicts
+    classes = (torch.arange(ids.numel()).view_as(ids) % 2).long()
+    yield Value("the ids, of which some don't count", ignored)
+    yield Value("a class a token", classes)
+    yield Value("a class a row", classes[:, 0])
+    yield Value("a number a row", classes[:, 0].float())
+
+
+def _embeddings(stock: Any, ids: torch.Tensor) -> Iterator[Value]:
+    with suppress(Exception), torch.no_grad():
+        yield Value("those of other tokens", stock.get_input_embeddings()(ids.flip(-1)) * 1.5, ("input_ids",))
+
+
+_BY_NAME: dict[str, Any] = {
+    "position_ids": _positions,
+    "labels": _labels,
+    "next_sentence_label": lambda stock, ids: [value for value in _labels(stock, ids) if value.value.dim() == 1],
+    "inputs_embeds": _embeddings,
+    "shift_labels": lambda stock, ids: [Value("the ids before", ids.roll(1, -1))],
+    "logits_to_keep": lambda stock, ids: [Value("two indices", torch.tensor([0, 2]), more=True)],
+    "num_items_in_batch": lambda stock, ids: [Value("a tensor", torch.tensor(7))],
+}
+
+
+def flags(stock: nn.Module) -> list[str]:
+    """The arguments that ask for something to be recorded."""
+    return [name for name, kind in _names(stock) if name.startswith("output_") and "bool" in kind]
+
+
+def asking_for(base: Pass, names: list[str]) -> Iterator[Pass]:
+    """A run with each of these flags, then with all of them."""
+    for some in [*([name] for name in names), names] if len(names) > 1 else [names]:
+        asked = dict.fromkeys(some, True)
+        yield Pass("forward", base.arguments | asked, base.path, f"{base.name} with {', '.join(some)}", base.counted)

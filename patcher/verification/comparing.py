@@ -1,0 +1,130 @@
+"""Stock and patched side by side: what is compared, what is said, and what a stage of a verification is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from patcher.verification.numerics import Difference, differences, first_difference, noting_calls
+from patcher.verification.passes import Pass, Reference, Row
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing that was checked.
+
+    Attributes:
+        name: what was checked; `verify` lists the names.
+        passed: whether it holds; also where nothing could be checked, and `message` says why.
+        figures: (what, value) of what was measured.
+        tolerance: the largest value of the first figure that passes, None where equality is asked for.
+        message: what is wrong, and where; or why nothing was checked.
+        checked: whether anything was.
+    """
+
+    name: str
+    passed: bool
+    figures: tuple[tuple[str, float], ...] = ()
+    tolerance: float | None = None
+    message: str = ""
+    checked: bool = True
+
+
+class UncheckedError(Exception):
+    """Why a stage could not be checked."""
+
+
+def said(error: BaseException) -> str:
+    """An error in one line of a report."""
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass
+class Comparison:
+    """What several runs of two models have shown."""
+
+    tolerance: float
+    gaps: list[Difference] = field(default_factory=list)
+    agreement: list[torch.Tensor] = field(default_factory=list)
+    message: str = ""
+    others: list[str] = field(default_factory=list)  # the runs that are wrong besides the first
+
+    def stage(self, name: str) -> Stage:
+        worst = max(self.gaps, key=lambda gap: gap.share, default=Difference(0.0, 0.0, 0.0))
+        figures = [("max abs", worst.absolute), ("max relative", worst.relative)]
+        if self.agreement:
+            figures.append(("argmax agreement", float(torch.stack(self.agreement).mean())))
+        figures.append(("inputs", float(len(self.gaps))))
+        message = self.message
+        if self.others:
+            shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
+            message += f"; so it is on {len(self.others)} of the {len(self.gaps) - 1} other inputs: {shown}"
+        return Stage(name, not message, tuple(figures), self.tolerance * max(1.0, worst.scale), message)
+
+
+@dataclass
+class Pair:
+    """The stock model and the patched one, loaded in the same way."""
+
+    stock: Any
+    ours: Any
+
+    def compare(
+        self,
+        references: Iterable[Reference],
+        tolerance: float,
+        *,
+        reached: set[str] | None = None,
+        prefix: str = "",
+    ) -> Comparison:
+        """Run the patched model on all that stock was run on.
+
+        Args:
+            reached: gets the paths of the modules that are called.
+            prefix: what to say before the name of a run.
+        """
+        found = Comparison(tolerance)
+        with nullcontext() if reached is None else noting_calls(self.ours, reached):
+            for run, expected in references:
+                try:
+                    mine = run.results(self.ours)
+                except Exception as error:  # stock went through it
+                    gap, message = Difference(math.inf, math.inf, 0.0), f"the patched model raises {said(error)}"
+                else:
+                    gap, message = differences(mine, expected), ""
+                    found.agreement += _agreement(mine, expected)
+                found.gaps.append(gap)
+                if gap.within(tolerance):
+                    continue
+                if found.message:
+                    found.others.append(run.name)
+                else:
+                    found.message = f"on {prefix}{run.name} {message or self._told(run, gap, tolerance)}"
+        return found
+
+    def _told(self, run: Pass | Row, gap: Difference, tolerance: float) -> str:
+        if math.isinf(gap.absolute) and not gap.scale and gap.where:
+            return gap.where
+        begins = first_difference(self.ours, self.stock, run.results, tolerance)
+        return f"they differ by {gap.absolute:.3g}, in {gap.where}; {self.blame(begins)}"
+
+    def blame(self, path: str | None) -> str:
+        """Where it begins, in words."""
+        if path is None:
+            return "in no module that both have does it begin"
+        mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
+        kind = mine.__qualname__ if mine is theirs else f"{mine.__qualname__} in place of {theirs.__qualname__}"
+        return f"it begins in {path or 'the model itself'} ({kind})"
+
+
+def _agreement(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """How often the largest of the first output is at the same place."""
+    one, other = (next(iter(each.values()), torch.empty(0)) for each in (mine, expected))
+    if one.shape != other.shape or other.dim() < 2 or not other.numel():
+        return []
+    return [(one.argmax(-1) == other.argmax(-1)).float().mean()]

@@ -1,0 +1,276 @@
+"""Replaced modules by themselves: on what their stock counterparts are given, in half precision, and scaled up."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
+
+from patcher.compat.models import attention_implementation, choose_experts_implementation, experts_implementation
+from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.numerics import floating_tensors, is_floating
+from patcher.verification.passes import Pass, seeded
+
+#: Operations whose result suffers when they are done in half precision, which is why modeling code upcasts for them.
+_DELICATE = {"mean", "var", "sum", "rsqrt", "pow", "exp", "softmax", "log_softmax", "sin", "cos", "cumsum"}
+
+#: How much less exact than stock's a module may be that does such an operation in half precision, and stock doesn't.
+#: Rounding an intermediate value besides the result makes errors about 1.4 times as large (the square root of 2); a
+#: module that keeps its upcasts is as exact as stock's.
+PRECISION = 1.2
+#: And how much less exact any module may be: sums of tiles, each of which is rounded, are 1.3 times less exact.
+EXACTNESS = 2.5
+#: Inputs are scaled up by these, for as long as stock computes something: its error is no more than a twentieth.
+SCALES, ACCURATE = (1.0, 16.0, 256.0, 4096.0), 0.05
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Call(NamedTuple):
+    """What a module was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> dict[str, Call]:
+    """For each path the largest inputs that the module there gets."""
+    wanted = {stock.get_submodule(path): path for path in paths}
+    sizes: dict[str, int] = {}
+    calls: dict[str, Call] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        path, numbers = wanted[module], [0]
+        recursively_apply(lambda tensor: numbers.append(tensor.numel()), (args, kwargs))
+        if (size := sum(numbers)) > sizes.get(path, 0):
+            sizes[path], calls[path] = size, Call(copy.deepcopy(args), copy.deepcopy(kwargs))
+
+    # Before the call: what goes in may be written to, a cache for one.
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in wanted]
+    try:
+        with torch.no_grad():
+            for one in passes:
+                one.of(stock)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor]:
+    """What a module makes of its inputs, as stock gives them."""
+    with seeded(seed):
+        return list(floating_tensors(module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))))
+
+
+def precision_stage(
+    pair: Pair, load: Callable[[torch.dtype], Pair], paths: Sequence[str], passes: Sequence[Pass], dtype: torch.dtype
+) -> Stage:
+    """Compare how exactly replaced modules compute in half precision, each by itself, with a float64 computation.
+
+    The outputs of a model in half precision don't tell: those of right and wrong patches overlap. Of a module the
+    error to that of stock does, as the Euclidean distance of all but the worst quarter of the rows: there a router may
+    choose another expert. Stock's error is that of its less exact implementation of attention.
+    """
+    if not paths:
+        raise UncheckedError("nothing is replaced")
+    calls = captured(pair.stock, paths, passes)
+    with _eager_attention(pair.stock) as eager:
+        others = captured(pair.stock, paths, passes) if eager else {}
+    compared: set[str] = set()
+    worst = 1.0
+    for half in [dtype] if dtype in HALVES else HALVES:
+        try:
+            loaded = pair if half is dtype else load(half)
+        except _StockError:
+            continue
+        for path, call in calls.items():
+            inputs = [call, others[path]] if path in others else [call]
+            for ratio, told in _ratios(loaded, pair.ours.get_submodule(path), path, inputs, half):
+                if told:
+                    text = f"by itself in {half}, {told}: {pair.blame(path)}"
+                    return Stage("precision", False, (("error / stock's", ratio),), EXACTNESS, text)
+                compared.add(path)
+                worst = max(worst, ratio)
+    if not compared:
+        raise UncheckedError("no replaced module could be run by itself in half precision")
+    figures = (("error / stock's", worst), ("modules compared with float64", float(len(compared))))
+    return Stage("precision", True, (*figures, ("of", float(len(paths)))), EXACTNESS)
+
+
+class _StockError(Exception):
+    """Stock doesn't load in half precision."""
+
+
+def load_in_half(stock: Callable[[], Any], ours: Callable[[], Any]) -> Pair:
+    """Both models; what stock raises is no fault of the patch."""
+    try:
+        model = stock()
+    except Exception as error:
+        raise _StockError from error
+    return Pair(model, ours())
+
+
+@contextmanager
+def _eager_attention(model: Any) -> Iterator[bool]:
+    """Within, a model that computes attention by sdpa does it as its own code says; whether it is such a model."""
+    is_other = attention_implementation(model) == "sdpa"
+    if is_other:
+        model.set_attn_implementation("eager")
+    try:
+        yield is_other
+    finally:
+        if is_other:
+            model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def _eager_experts(model: Any) -> Iterator[None]:
+    """Within, a model computes experts as its own code says: no other way multiplies float64."""
+    before = experts_implementation(model)
+    if before is not None:
+        choose_experts_implementation(model, "eager")
+    try:
+        yield
+    finally:
+        if before is not None:
+            choose_experts_implementation(model, before)
+
+
+class _Stock(NamedTuple):
+    """What the stock module makes of its inputs in half precision."""
+
+    outputs: list[torch.Tensor]
+    exact: list[torch.Tensor]  # in float64
+    errors: list[float]
+    eager: list[float]  # the errors with eager attention
+    accurate: bool
+
+
+def _stock(stock: Any, module: nn.Module, exact: nn.Module, calls: Sequence[Call], given: Sequence[Call]) -> _Stock:
+    """Run it on inputs in half precision, and on the next larger ones.
+
+    Args:
+        stock: the model that it is in.
+        exact: the module in float64.
+        calls: the larger inputs.
+        given: the inputs, and, where stock has eager attention as well, those under it.
+    """
+    with _eager_experts(stock):
+        correct = run_alone(exact, cast(given[0], torch.float64))
+    outputs = run_alone(module, given[0])
+    errors = eager = [_error(*each) for each in zip(outputs, correct, strict=True)]
+    if len(given) > 1:
+        with _eager_attention(stock):
+            found = run_alone(module, given[1])
+            with _eager_experts(stock):
+                right = run_alone(exact, cast(given[1], torch.float64))
+            eager = [_error(*each) for each in zip(found, right, strict=True)][: len(errors)]
+    finite = all(bool(tensor.isfinite().all()) for tensor in [*outputs, *run_alone(module, calls[0])])
+    sizes = [ACCURATE * float(tensor.norm()) for tensor in correct]
+    return _Stock(outputs, correct, errors, eager, finite and all(map(operator.le, eager, sizes)))
+
+
+def _ratios(
+    pair: Pair, alone: nn.Module, path: str, calls: Sequence[Call], dtype: torch.dtype
+) -> Iterator[tuple[float, str]]:
+    """The error of the replaced module to stock's for each scale, and what is wrong with it.
+
+    Args:
+        alone: the replaced module as it is verified, not in half precision.
+        calls: the inputs of the module, and, where stock has it, under eager attention.
+    """
+    module, ours = pair.stock.get_submodule(path), pair.ours.get_submodule(path)
+    # The config says which attention is computed, and stays that of the model.
+    configs = [
+        part.config for part in pair.stock.modules() if isinstance(getattr(part, "config", None), PretrainedConfig)
+    ]
+    exact = copy.deepcopy(module, {id(config): config for config in configs}).double()
+    for scale, beyond in pairwise(SCALES):
+        given, larger = ([cast(call, dtype, by) for call in calls] for by in (scale, beyond))
+        done, done_by_stock = _Operations(), _Operations()
+        try:
+            with done_by_stock:
+                stock = _stock(pair.stock, module, exact, larger, given)
+        except Exception:  # it can't be run by itself, or not in half precision
+            return
+        if scale > 1 and not stock.accurate:
+            return
+        try:
+            with done:
+                mine = run_alone(ours, given[0])
+        except Exception as error:
+            with suppress(Exception):  # it may need what is around it
+                run_alone(alone, calls[0])
+                yield math.inf, f"it raises {said(error)}"
+            return
+        worst = strict = 1.0
+        for found, theirs, correct, *errors in zip(
+            mine, stock.outputs, stock.exact, stock.errors, stock.eager, strict=False
+        ):
+            kinds = [f"{each.dtype} of the shape {tuple(each.shape)}" for each in (found, theirs)]
+            if kinds[0] != kinds[1]:
+                yield math.inf, f"it gives {kinds[0]} where stock gives {kinds[1]}"
+                return
+            least = correct.to(theirs.dtype)
+            strict = max(strict, _ratio(_distance(found, correct), _distance(theirs, correct)))
+            worst = max(worst, _ratio(_error(found, correct), max(*errors, _error(least, correct))))
+        lost = sorted((done.half - done_by_stock.half) & _DELICATE)
+        if scale == 1 and lost and strict > PRECISION:
+            told = f"it does {', '.join(lost)} in {dtype}, which stock doesn't, and is {strict:.2g} times as inexact"
+            yield strict, told
+            return
+        large = "" if scale == 1 else f" on inputs {scale:g} times as large"
+        yield worst, "" if worst <= EXACTNESS else f"it is {worst:.2g} times as inexact as stock{large}"
+
+
+def _ratio(mistake: float, error: float) -> float:
+    return mistake / error if error else math.inf if mistake else 1.0
+
+
+def cast(call: Call, dtype: torch.dtype, scale: float = 1.0) -> Call:
+    """In another type, the first floating-point input scaled up; what the type doesn't reach is its largest."""
+    bound = torch.finfo(dtype).max
+    first = True
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal first
+        factor, first = scale if first else 1.0, False
+        return (tensor.double() * factor).clamp(-bound, bound).to(dtype)
+
+    args, kwargs = recursively_apply(of, tuple(call), test_type=is_floating)
+    return Call(args, kwargs)
+
+
+def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(torch.dist(found.double(), exact))
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The distance of all but the worst quarter of the rows."""
+    rows = (found.double() - exact).reshape(-1, exact.shape[-1] if exact.dim() else 1).norm(dim=-1)
+    kept = rows.sort().values[: max(1, math.ceil(rows.numel() * 0.75))]
+    return float(kept.norm()) if kept.isfinite().all() else math.inf
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that run in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.half: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in HALVES:
+            self.half.add(func.overloadpacket.__name__.strip("_"))
+        return result

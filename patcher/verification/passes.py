@@ -1,0 +1,195 @@
+"""One run of a model, and what it gives: the same on every model that it is run on."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import nn
+
+from patcher.verification.numerics import named_tensors
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Within, torch, numpy and `random` draw what the seed gives; afterwards they go on as if nothing was drawn."""
+    python, array, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    alive: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count() if alive else 0)
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    try:
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats a stack for devices that aren't there
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)
+        torch.set_rng_state(torchs)
+        for device, state in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One run of a model, or of a model inside of it.
+
+    Attributes:
+        method: what is called.
+        arguments: its keyword arguments.
+        path: of the model inside.
+        title: what to call it, where method and arguments don't say it.
+        counted: (batch, length), True where a token stands; None where all positions of the outputs count.
+        chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
+    """
+
+    method: str
+    arguments: dict[str, Any]
+    path: str = ""
+    title: str = ""
+    counted: torch.Tensor | None = None
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        method = "" if self.method == "forward" else f"{self.method} "
+        names = (name for name in self.arguments if name != "use_cache")
+        return self.title or f"{self.path or 'the model'}: {method}{', '.join(names)}"
+
+    def of(self, model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
+        """All floating-point tensors that the run gives; of what is padding, none."""
+        return list(self.outputs(model, seed).values())
+
+    def outputs(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+        """The same by name."""
+        arguments = fitted(self.arguments, model)
+        with seeded(seed), without_memory(model):
+            return dict(self._outputs(model.get_submodule(self.path), arguments))
+
+    def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+        """The outputs, and the arguments as they are after the run: a model that writes into them shows it."""
+        with without_memory(model):
+            return self.results_with_memory(model, seed)
+
+    def results_with_memory(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+        """The same, where the model may go by what it kept of earlier runs, and keep something for later ones."""
+        arguments = fitted(self.arguments, model)
+        with seeded(seed):
+            found = dict(self._outputs(model.get_submodule(self.path), arguments))
+        return found | {
+            f"{name} after the call": value for name, value in arguments.items() if isinstance(value, torch.Tensor)
+        }
+
+    def _outputs(self, part: nn.Module, arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        call: Any = part if self.method == "forward" else getattr(part, self.method)
+        if not self.chunks:
+            for name, output in named_tensors(call(**arguments)):
+                yield name, _counted(output, self.counted)
+            return
+        memory, ids = None, _sequence(arguments)
+        for start, stop in pairwise(accumulate(self.chunks, initial=0)):
+            here = {name: value for name, value in arguments.items() if name not in (ids, "position_ids")}
+            for name in {ids, "position_ids"} & arguments.keys():
+                here[name] = arguments[name][:, start:stop]
+            if ids == "input_ids" and "attention_mask" in here:
+                here["attention_mask"] = here["attention_mask"][:, :stop]
+            result = call(**here, past_key_values=memory)
+            memory = result.past_key_values
+            mask = None if self.counted is None else self.counted[:, start:stop]
+            yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
+
+
+def _sequence(arguments: dict[str, Any]) -> str:
+    """The argument whose tokens are cached."""
+    return "decoder_input_ids" if "decoder_input_ids" in arguments else "input_ids"
+
+
+def _counted(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    if mask is None or output.shape[:2] != mask.shape:
+        return output
+    return output[mask.to(output.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Passes one after another, on a model that may keep something of each for the next."""
+
+    passes: tuple[Pass, ...]
+    title: str = "calls one after another"
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.title
+
+    def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+        """What each of them gives."""
+        with without_memory(model):
+            return {
+                f"call {number} ({one.name}), {name}": value
+                for number, one in enumerate(self.passes, 1)
+                for name, value in one.results_with_memory(model, seed).items()
+            }
+
+
+class Reference(NamedTuple):
+    """A run, and what the stock model gives."""
+
+    run: Any  # a Pass or a Row
+    expected: dict[str, torch.Tensor]
+
+
+def tried(runs: Iterable[Pass | Row], stock: nn.Module) -> Iterator[Reference]:
+    """Those that the stock model can run."""
+    for run in runs:
+        try:
+            with torch.no_grad():
+                yield Reference(run, run.results(stock))
+        except Exception:  # whatever a model raises for what it isn't made for
+            continue
+
+
+@contextmanager
+def without_memory(model: nn.Module) -> Iterator[None]:
+    """Some models keep what they computed of one call for the next: afterwards they have what they had before."""
+    # Dicts in place and one level deep: hooks that a call installs go together with the flag that says they are there.
+    kinds = (dict, OrderedDict)
+    before = [
+        (module, dict(vars(module)), [(each, dict(each)) for each in vars(module).values() if type(each) in kinds])
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            for changed, content in [*contents, (vars(module), attributes)]:
+                changed.clear()
+                changed.update(content)
+
+
+def fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A copy, for models that write into what they are given: on the device of the model's weights, and of their type
+    where a model is in half precision."""
+    weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    return {
+        name: value.clone().to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:
+    """The parameters of a method by name, `self` left out."""
+    return dict(inspect.signature(getattr(model, method)).parameters)

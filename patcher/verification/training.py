@@ -1,0 +1,205 @@
+"""Whether a patched model learns what stock does: gradients, training mode, and what is drawn in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from patcher.compat.models import named_parameters
+from patcher.loading.saving import original_state_dict
+from patcher.patterns import compress
+from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.modules import Call, captured, run_alone
+from patcher.verification.numerics import Difference, difference, differences
+from patcher.verification.passes import Pass, Reference
+from patcher.verification.texts import parts_of
+
+#: Gradients go through the network twice.
+GRADIENTS = 10.0
+#: How often what is drawn at random is run, and how many standard errors of their difference two means may be apart:
+#: six are exceeded by chance once in 500 million. Less than a fiftieth isn't looked at.
+DRAWS, ERRORS, SHARE = 48, 6.0, 0.02
+
+
+@contextmanager
+def in_training(*models: Any) -> Iterator[None]:
+    """Within, models are in training mode; afterwards they, and what they count in it, are as before."""
+    buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+    try:
+        for model in models:
+            model.train()
+        yield
+    finally:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: int, name: str = "gradients") -> Stage:
+    """Compare the gradients of all parameters, in the layout of the checkpoint, and the outputs that they are of."""
+    if not passes or any(not parameter.is_floating_point() for parameter in pair.stock.parameters()):
+        raise UncheckedError("the weights are no floating-point numbers")
+    with torch.enable_grad():
+        try:
+            references, expected = _learned(pair.stock, passes, seed)
+        except Exception as error:
+            raise UncheckedError(f"stock can't be trained: {said(error)}") from None
+        outputs, found = _learned(pair.ours, passes, seed)
+        if not all(
+            differences(mine.expected, theirs.expected).within(tolerance)
+            for mine, theirs in zip(outputs, references, strict=True)
+        ):
+            return pair.compare(references, tolerance).stage(name)
+    allowed = GRADIENTS * tolerance
+    gaps = {key: difference([found[key]] if key in found else [], [one]) for key, one in expected.items()}
+    # What is small beside the median of the largest gradient of each tensor is rounding.
+    typical = statistics.median_high([gap.scale for gap in gaps.values()] or [1.0])
+    wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * max(gap.scale, typical)]
+    worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
+    figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
+    text = f"on {', '.join(one.name for one in passes)} they differ for {', '.join(compress(wrong))}" if wrong else ""
+    return Stage(name, not wrong, figures, allowed, text)
+
+
+def _learned(model: Any, passes: Sequence[Pass], seed: int) -> tuple[list[Reference], dict[str, torch.Tensor]]:
+    """What these passes give, and the gradients of weighted sums of it."""
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(seed)
+    references: list[Reference] = []
+    for one in passes:
+        outputs = one.results(model)
+        loss = torch.zeros(())
+        for output in outputs.values():
+            if output.requires_grad:
+                weights = torch.randn(output.shape, generator=generator).to(output.device)
+                loss = loss + (output.float() * weights).mean().cpu()
+        loss.backward()  # type: ignore[no-untyped-call]
+        references.append(Reference(one, {name: output.detach() for name, output in outputs.items()}))
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in named_parameters(model)
+    }
+    model.zero_grad(set_to_none=True)
+    return references, original_state_dict(model, gradients)
+
+
+# --- training mode -------------------------------------------------------------------------------------------------
+
+
+def dropouts_of(config: PretrainedConfig) -> dict[str, float]:
+    """What is drawn at random in training, by the config: the path of each probability that isn't zero."""
+    return {
+        f"{path}{name}": float(value)
+        for path, part in parts_of(config)
+        for name, value in vars(part).items()
+        if ("drop" in name or "jitter" in name) and isinstance(value, int | float) and 0 < value <= 1
+        if not isinstance(value, bool)
+    }
+
+
+def training_stage(
+    pair: Pair,
+    load: Callable[[dict[str, float]], Pair],
+    passes: Sequence[Pass],
+    classes: Sequence[str],
+    tolerance: float,
+    seed: int,
+) -> Stage:
+    """Compare outputs and gradients in training mode, first without anything that is drawn at random, which then has
+    to be equal; then with each dropout that the config has, alone.
+
+    A patch may draw in another order than stock. So where the same seed doesn't give the same, it is looked at what
+    dropout does to the outputs of each replaced module: see `spread`.
+
+    Args:
+        load: both models again, with other values in the config.
+        classes: the path of one module for each pair of classes.
+    """
+    dropouts = dropouts_of(pair.stock.config)
+    exact = load(dict.fromkeys(dropouts, 0.0)) if dropouts else pair
+    with in_training(exact.stock, exact.ours):
+        drawn = [difference(passes[0].of(exact.stock, other), passes[0].of(exact.stock)) for other in (1, 2)]
+        if not any(gap.absolute for gap in drawn):
+            stage = gradient_stage(exact, passes, tolerance, seed, "training")
+            if not stage.passed:
+                return stage
+        else:  # some of it isn't in the config
+            stage = Stage("training", True)
+            dropouts |= {"": 0.0}
+    for name in dropouts:
+        alone = {other: value if other == name else 0.0 for other, value in dropouts.items() if other}
+        told = _drawn_alike(load(alone) if len(dropouts) > 1 else pair, passes, classes, tolerance)
+        if told:
+            what = f"with {name}={dropouts[name]:g} " if name else ""
+            return Stage("training", False, stage.figures, None, f"{what}{told}")
+    return stage
+
+
+def _drawn_alike(pair: Pair, passes: Sequence[Pass], classes: Sequence[str], tolerance: float) -> str:
+    """What is wrong with what is drawn at random in training mode."""
+    calls = captured(pair.stock, classes, passes)
+    with in_training(pair.stock, pair.ours), torch.no_grad():
+        compared = pair.compare([Reference(one, one.results(pair.stock)) for one in passes], tolerance)
+        if not compared.message:
+            return ""
+        for path in classes:
+            call = calls.get(path)
+            try:
+                if call is None:
+                    raise UncheckedError(path)
+                told = spread(*(_draws(pair, which, path, call) for which in ("eval", "stock", "ours")))
+            except Exception:  # it can't be run by itself
+                runs = [[passes[0].of(model, seed)[0] for seed in range(DRAWS)] for model in (pair.stock, pair.ours)]
+                told = spread(torch.stack(runs[0]).mean(0), *runs)
+            if told:
+                return f"{told}; {pair.blame(path)}"
+    return ""
+
+
+def _draws(pair: Pair, which: str, path: str, call: Call) -> Any:
+    module = (pair.ours if which == "ours" else pair.stock).get_submodule(path)
+    if which != "eval":
+        return [run_alone(module, call, seed)[0] for seed in range(DRAWS)]
+    module.eval()
+    try:
+        return run_alone(module, call)[0]
+    finally:
+        module.train()
+
+
+def spread(center: torch.Tensor, stock: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> str:
+    """What dropout does to an output, in words, if it isn't the same in both: how large the output is on average, how
+    far it is from what it is without, and how much of that is the same for all rows and for all places of a row.
+
+    >>> draws = lambda p, size: [torch.nn.functional.dropout(torch.ones(4, 8, 16), p) * size for _ in range(48)]
+    >>> center = torch.ones(4, 8, 16)
+    >>> spread(center, draws(0.1, 1), draws(0.1, 1))
+    ''
+    >>> spread(center, draws(0.1, 1), draws(0.1, 0.9))
+    'what is drawn in training makes the size of the output 0.9 times what it is in stock'
+    >>> spread(center, draws(0.1, 1), draws(0, 1))
+    'what is drawn in training makes the variance of the output 0 times what it is in stock'
+    """
+    features: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "size of the output": lambda x: (x * center).sum() / center.square().sum(),
+        "variance of the output": lambda x: (x - center).square().mean(),
+        "variance that all rows share": lambda x: (x - center).mean(0).square().mean(),
+        "variance that a row shares": lambda x: (x - center).flatten(1, -2).mean(1).square().mean(),
+    }
+    for what, feature in features.items():
+        if center.dim() < 3 and "share" in what:
+            continue
+        theirs, mine = (torch.stack([feature(x.double()) for x in each]) for each in (stock, ours))
+        error = ((theirs.var() + mine.var()) / DRAWS).sqrt()
+        apart = (mine.mean() - theirs.mean()).abs()
+        if not apart <= max(ERRORS * float(error), SHARE * float(theirs.mean().abs())):
+            ratio = float(mine.mean() / theirs.mean())
+            return f"what is drawn in training makes the {what} {ratio:.2g} times what it is in stock"
+    return ""
