@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from patcher.expressions import search
 from patcher.loading.record import record_of
-from patcher.patterns import compress, search
+from patcher.patterns import compress
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
 
 
