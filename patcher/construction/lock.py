@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from patcher.errors import PatchConstructionError
@@ -75,6 +75,14 @@ class ConstructionLock:
         finally:
             self._holders.pop()
             self._lock.release()
+
+    @contextmanager
+    def held_if_it_comes_free(self, what: str) -> Iterator[None]:
+        """The same for what transformers doesn't guard at all: it goes on without it where the holder does nothing."""
+        with ExitStack() as stack:
+            with suppress(PatchConstructionError):
+                stack.enter_context(self.held_for(what))
+            yield
 
     def _acquire(self, what: str) -> None:
         holder, used, idle = None, 0.0, 0

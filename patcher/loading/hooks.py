@@ -356,7 +356,7 @@ def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs
 
 def _post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
-    with construction_lock.held_for(type(self).__name__):
+    with construction_lock.held_if_it_comes_free(type(self).__name__):
         _initialise(stock, self)
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from patcher import Patcher, PatcherWarning, UnmatchedPatchError, report
-from patcher.construction import init_hooks
+from patcher.construction import init_hooks, lock
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -102,8 +102,10 @@ def spawning(built: list[Any]) -> type[LlamaMLP]:
 
 @pytest.mark.parametrize("way", ["by hand", "load"])
 def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_of_its_own(
-    way: str, tmp_path: Path
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While this thread does nothing but wait for the other, so that one goes on without the lock of a load."""
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 1.0)
     built: list[Any] = []
     patcher = Patcher({"LlamaMLP": spawning(built)})
     if way == "by hand":
