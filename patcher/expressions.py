@@ -53,10 +53,10 @@ def checked_expression(what: str, expression: str) -> str:
             f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
         ) from error
     except (RecursionError, OverflowError, MemoryError) as error:
-        raise InvalidPatcherError(f"{_cut(what)}: the expression is too large to be compiled ({error}).") from error
+        raise InvalidPatcherError(f"{cut(what)}: the expression is too large to be compiled ({error}).") from error
     if prod(max(1, int(count)) for count in _EXACTLY.findall(expression)) > _MOST_REPEATS:
         raise InvalidPatcherError(
-            f"{_cut(what)}: the expression repeats more than {_MOST_REPEATS:,} times, and no name is that long; write "
+            f"{cut(what)}: the expression repeats more than {_MOST_REPEATS:,} times, and no name is that long; write "
             "smaller numbers in braces, or + in their place."
         )
     return expression
@@ -123,7 +123,7 @@ class _Expression:
 
     def _give_up(self, text: str) -> NoReturn:
         raise InvalidPatcherError(
-            f"The expression {_cut(self.pattern)!r} takes too long: searching for it, last in {_cut(text)!r}, has "
+            f"The expression {cut(self.pattern)!r} takes too long: searching for it, last in {cut(text)!r}, has "
             f"reached the limit of {SEARCH_SECONDS:g} seconds. Take out repeats inside of repeats, and alternatives "
             "that match the same: 'a+$' finds what '(a+)+$' does."
         ) from None
@@ -211,5 +211,6 @@ def _literal(expression: str) -> str:
     return "" if _FLAGS_OR_COMMENT.search(expression) else max(runs, key=len)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """A name or an expression as messages show it: from a file it may be of any length."""
     return text if len(text) <= 100 else f"{text[:100]}..."

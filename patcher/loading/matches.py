@@ -12,7 +12,7 @@ from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, UnmatchedPatchError
-from patcher.expressions import search
+from patcher.expressions import cut, search
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
@@ -84,7 +84,7 @@ def _unused(transform: WeightTransform, matched: Matched) -> str:
     made = folded(name for owner, name in matched.renamed if owner == identity(transform))
     if made:
         return (
-            f"makes {', '.join(made[:3])}, which the model doesn't have; "
+            f"makes {', '.join(map(cut, made[:3]))}, which the model doesn't have; "
             f"{_suggest(made[0], folded(matched.parameters), 'parameters')}"
         )
     known = folded(matched.checkpoint_keys)
@@ -194,10 +194,10 @@ def _suggest(name: str, candidates: Iterable[str], what: str) -> str:
         segments = {segment: text for text in reversed(known) for segment in text.split(".")}
         close = [segments[segment] for segment in nearest(re.sub(r"[\\^$]", "", name).split(".")[-1], segments)]
     if close:
-        return f"nearest: {', '.join(close)}"
+        return f"nearest: {', '.join(map(cut, close))}"
     if not known:
         return f"the model has no {what}"
-    return f"it has {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
+    return f"it has {', '.join(map(cut, known[:8]))}{', ...' if len(known) > 8 else ''}"
 
 
 def ordered(keys: Iterable[str]) -> tuple[str, ...]:
