@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.advice import CASES, Place, families, loads, models, values
+from tests.project.advice import CASES, Place, checkpoints, construction, families, loads, models, values
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 ROOT = Path(__file__).parents[2]
-TABLES = (values, families, loads, models)
+TABLES = (values, families, loads, models, checkpoints, construction)
 
 #: How advice begins, behind the end of a sentence or of a part of one.
 VERBS = """
@@ -49,19 +49,9 @@ NOT_HERE = {
     "Leave it out of the fusion: its modules=... say which it takes.": "done in tests/fusions/test_own_families",
     "The layouts take parameters of {} and leave {}. Say what these become": "done in tests/fusions/test_own_families",
     "Load it with the releases that have saved it": "one release is installed",
-    # Raised, and not yet followed, in tests/loading/test_computed_values, test_completion and tests/construction.
-    "there is no module to put into the model: call it first.": "the text is tested",
-    "add __hash__ = torch.nn.Module.__hash__ to the class.": "the text is tested",
-    "follow it: derive it from PreTrainedModel, and call super().__init__(config).": "construction says it before",
-    "The checkpoint holds {} twice: {}, and as {}. Take one of them out.": "as that of fused ones, which is done",
-    "Load without the fusion, or leave these modules out of it with modules=...": "the text is tested",
-    "Take a checkpoint that fits the config. With ignore_mismatched_sizes=True": "the text is tested",
-    "Load the model without that, or compute it in forward.": "the text is tested",
-    "gives them: make it a method.": "the text is tested",
-    "load it before, and let __init__ take that object.": "the text is tested",
+    "the file on the hub has no header that a load could read: {}. Pass another revision=.": "needs a hub",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
-    "Move what it does into __init__.": "a TypeError that PatchConstructionError has as its cause",
 }
 #: Rooms whose texts are executed by tests of their own, message by message.
 ROOMS = {"codegen": "tests/codegen", "source": "tests/codegen: only codegen raises what is in there"}

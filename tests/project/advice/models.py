@@ -109,25 +109,6 @@ def a_file_of_another_kind(at: Place) -> Steps:
     assert patcher.plan(at.llama, QKV, checkpoint=at.llama / "model.safetensors").ok
 
 
-@advice("checkpoint= maps keys to shapes, found {} for {}; write {{}: (64, 64)}.")
-def a_mapping_to_something_else(at: Place) -> Steps:
-    said = yield lambda: patcher.plan(at.llama, QKV, checkpoint={"lm_head.weight": "wide"})
-    mapping = written(said, r"write (.*)\.$")
-    assert patcher.plan(at.llama, QKV, checkpoint=mapping).wrong_shape
-
-
-@advice("is no index of a checkpoint: {}. Fetch it again.", "has no header of a safetensors file: {}. Fetch it again.")
-def files_that_are_broken(at: Place) -> Steps:
-    load(at.llama).save_pretrained(at.tmp / "model", max_shard_size="100KB")
-    index, shard = (next((at.tmp / "model").glob(f"*{end}")) for end in (".index.json", ".safetensors"))
-    for file, name in ((index, "index"), (shard, "shard")):
-        whole = file.read_bytes()
-        file.write_bytes(b"{" if name == "index" else whole[:4])
-        yield lambda: patcher.plan(at.tmp / "model", QKV)
-        file.write_bytes(whole)
-        assert patcher.plan(at.tmp / "model", QKV).ok
-
-
 @advice("plan can't read GGUF files; load the model, save it, and plan that folder.")
 def a_gguf_file(at: Place) -> Steps:
     yield lambda: patcher.plan(at.llama, QKV, gguf_file="model.gguf")

@@ -1,0 +1,225 @@
+"""Replacements that can't be built, or can't be followed, as a load builds them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from patcher import Patcher
+from patcher.construction import lock
+from tests.project.advice import OwnMLP, Place, Steps, advice, load, same
+
+QKV = Patcher(fusions="qkv")
+
+
+def instead_of_mlp(cls: type[nn.Module], **options: Any) -> Patcher:
+    return Patcher({"LlamaMLP": cls}, **options)
+
+
+class NoBeginning(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class Beginning(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config = config
+
+
+@advice("{}.__init__ doesn't call super().__init__(), so there is no module to put into the model: call it first.")
+def an_init_that_does_not_call_that_of_the_module(at: Place) -> Steps:
+    yield lambda: load(at.llama, instead_of_mlp(NoBeginning))
+    assert same(load(at.llama, instead_of_mlp(Beginning)), at.llama)
+
+
+class Equal(LlamaMLP):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+@advice("defines __eq__ and so has no hash, by which torch finds modules: add __hash__ = torch.nn.Module.__hash__ to ")
+def a_module_without_a_hash(at: Place) -> Steps:
+    said = yield lambda: load(at.llama, instead_of_mlp(Equal))
+    name, _, value = said.partition(": add ")[2].partition(" to the class")[0].partition(" = ")
+    hashable = type("Hashable", (Equal,), {name: eval(value, {"torch": torch})})
+    assert same(load(at.llama, instead_of_mlp(hashable)), at.llama)
+
+
+class Calling(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.noted = True
+        return made
+
+
+@advice("has a __call__ of its own: the model is known before that has returned. Move what it does into __init__.")
+def a_model_with_a_metaclass(at: Place) -> Steps:
+    class Called(LlamaForCausalLM, metaclass=Calling):
+        pass
+
+    class Noted(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.noted = True
+
+    yield lambda: load(at.llama, Patcher({"LlamaForCausalLM": Called}))
+    model = load(at.llama, Patcher({"LlamaForCausalLM": Noted}))
+    assert model.noted
+    assert same(model, at.llama)
+
+
+# --- what is computed ----------------------------------------------------------------------------------------------
+
+
+class Lengths(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("lengths", self.gate_proj.weight.detach().norm(dim=1), persistent=False)
+
+
+class LengthsInForward(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lengths = self.gate_proj.weight.detach().float().norm(dim=1)
+        return super().forward(x)
+
+
+@advice("and these have no values there: {} (quantized, sharded, or on the disk). Load the model without that, or ")
+def a_value_of_a_quantized_weight(at: Place) -> Steps:
+    quantized: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    said = yield lambda: load(at.llama, instead_of_mlp(Lengths), **quantized)
+    assert said.endswith("or compute it in forward.")
+    assert load(at.llama, instead_of_mlp(Lengths)).model.layers[0].mlp.lengths.any()  # without the quantizer
+    model = load(at.llama, instead_of_mlp(LengthsInForward), **quantized)
+    model(input_ids=torch.tensor([[3, 4]]))
+    assert model.model.layers[0].mlp.lengths.any()
+
+
+class Rescaling(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        norm = self.gate_proj.weight.detach().norm()
+        self.rescale = lambda x: x * norm
+
+
+class RescalingByMethod(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = self.gate_proj.weight.detach().norm()
+
+    def rescale(self, x: Any) -> Any:
+        return x * self.norm
+
+
+@advice("so it can't be given what the checkpoint gives them: make it a method.")
+def a_function_that_holds_a_tensor(at: Place) -> Steps:
+    yield lambda: load(at.llama, instead_of_mlp(Rescaling))
+    for layer in load(at.llama, instead_of_mlp(RescalingByMethod)).model.layers:
+        assert torch.equal(layer.mlp.rescale(2.0), 2.0 * layer.mlp.gate_proj.weight.norm())
+
+
+class Taught(LlamaMLP):
+    """Has a model in it, which it loads itself or is given."""
+
+    source: Any = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        is_model = isinstance(self.source, nn.Module)
+        self.teacher = self.source if is_model else LlamaForCausalLM.from_pretrained(self.source)
+
+
+@advice("transformers doesn't load a model inside of another one: load it before, and let __init__ take that object.")
+def a_load_inside_of_a_load(at: Place) -> Steps:
+    inside = type("Inside", (Taught,), {"source": at.llama})
+    yield lambda: load(at.llama, instead_of_mlp(inside, new_weights="teacher"))
+    teacher = load(at.llama)
+    given = type("Given", (Taught,), {"source": teacher})
+    model = load(at.llama, instead_of_mlp(given, new_weights="teacher"))
+    assert model.model.layers[0].mlp.teacher is teacher
+    assert same(model, at.llama)
+    assert same(teacher, at.llama)
+
+
+# --- threads, and what else takes part -----------------------------------------------------------------------------
+
+
+@advice("an __init__ that waits for a thread which loads a model waits forever: load that model before, and hand it ")
+def an_init_that_waits_for_a_load(at: Place) -> Steps:
+    failed: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            load(at.llama)
+        except BaseException as error:
+            failed.append(error)
+
+    class Waiting(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if not failed:
+                thread = threading.Thread(target=attempt)
+                thread.start()
+                thread.join()
+
+    def wrong() -> None:
+        load(at.llama, instead_of_mlp(Waiting))
+        raise failed[0]
+
+    seconds = lock.WAIT_SECONDS
+    lock.WAIT_SECONDS = 1.0
+    try:
+        yield wrong
+    finally:
+        lock.WAIT_SECONDS = seconds
+    with ThreadPoolExecutor(1) as pool:
+        before = pool.submit(load, at.llama).result()
+    handed = type("Handed", (Taught,), {"source": before})
+    assert same(load(at.llama, instead_of_mlp(handed, new_weights="teacher")), at.llama)
+
+
+@advice(
+    "Load the model before the ZeRO-3 config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or "
+)
+def a_load_while_parameters_are_partitioned(at: Place) -> Steps:
+    def stage(number: int) -> HfDeepSpeedConfig:
+        config = HfDeepSpeedConfig({"zero_optimization": {"stage": number}, "train_micro_batch_size_per_gpu": 1})
+        set_hf_deepspeed_config(config)  # which holds it weakly
+        return config
+
+    model = load(at.llama, QKV)
+    try:
+        kept = stage(3)
+        said = yield lambda: load(at.llama, QKV)
+        assert said.endswith("or use ZeRO stage 2.")
+        kept = stage(2)
+        assert same(load(at.llama, QKV), at.llama)
+        del kept
+    finally:
+        unset_hf_deepspeed_config()
+    assert same(model, at.llama)
+
+
+class NoModelInit(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+
+
+class ModelInit(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+
+@advice("follow it: derive it from PreTrainedModel, and call super().__init__(config).")
+def a_model_that_does_not_begin_as_one(at: Place) -> Steps:
+    yield lambda: NoModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP))
+    assert same(ModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP)), at.llama)
