@@ -227,9 +227,11 @@ def _problem(
     if lacking:
         lines.append("Fused parameters are made of several tensors, of which the checkpoint has only some. It lacks:")
         lines += [f"  {key}" for key in compress(sorted(dict.fromkeys(lacking), key=dot_natural_key))]
+        lines.append("Take a checkpoint that has them.")
     if misfits:
         lines.append("Parts of fused parameters don't have the shapes that the model has for them:")
         lines += [f"  {line}" for line in misfits[:5]]
-    if lacking or misfits:
-        lines.append("Load without the fusion, or leave these modules out of it with modules=...")
+        lines.append(
+            "Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True."
+        )
     return PatchedWeightsError("\n".join(lines)) if lines else None

@@ -38,6 +38,8 @@ NO_ADVICE = {
     "load for a pipeline": "a place of the hook",
     "give back": "a place of the hook",
     "get keys values items": "names of methods",
+    "load outputs arguments recorded windows": "names of stages",
+    "call {} ({}), {}": "the name of an output",
     "class {}({}): pass": "code that is generated",
 }
 #: Advice that no case can execute here.
@@ -49,7 +51,6 @@ NOT_HERE = {
     "Leave it out of the fusion: its modules=... say which it takes.": "done in tests/fusions/test_own_families",
     "The layouts take parameters of {} and leave {}. Say what these become": "done in tests/fusions/test_own_families",
     "Load it with the releases that have saved it": "one release is installed",
-    "Load without the fusion, or leave these modules out of it with modules=...": "no load is known to get there",
     "the file on the hub has no header that a load could read: {}. Pass another revision=.": "needs a hub",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
