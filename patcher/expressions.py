@@ -31,7 +31,7 @@ _MOST_REPEATS = 1000
 _SET = r"\[\^?\]?(?:\\.|[^\\\]])*\]"
 #: What leaves a match a choice, or takes long by itself, and what to skip when looking for it.
 _CHOICE = re.compile(rf"\\[1-9]|[*+?{{|]|\\.|{_SET}", re.DOTALL)
-_QUANTIFIER_OR_SET = re.compile(rf"\\.|{_SET}|\{{\d*(?:,\d*)?\}}|\{{", re.DOTALL)
+_QUANTIFIER_OR_SET = re.compile(rf"\(\?#[^)]*\)|\\.|{_SET}|\{{\d*(?:,\d*)?\}}|\{{", re.DOTALL)
 _EXACTLY = re.compile(r"\{(\d+)")
 _LITERAL = re.compile(rf"(\\\.|\w)(?![*?{{])|\\.|{_SET}|\{{[^}}]*\}}|.", re.DOTALL)
 _FLAGS_OR_COMMENT = re.compile(r"\(\?[aiLmsux#-]")

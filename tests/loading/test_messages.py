@@ -93,7 +93,7 @@ def test_a_source_that_took_nothing_is_named_where_others_took_some(llama: Path)
 def test_a_report_says_that_swapped_sources_are_not_seen(llama: Path) -> None:
     swapped = joining("mlp.up_proj.weight", "mlp.gate_proj.weight")
     model = load(llama, JOINED.replace(extra_weight_conversions=swapped))  # nothing tells: the shapes are the same
-    assert "patcher.verify(model, patcher) compares what is computed" in " ".join(str(report(model)).split())
+    assert "patcher.verify(model, patcher)" in " ".join(str(report(model)).split())
     for patcher in (OWN, Patcher(fusions="gate_up")):
         assert not report(load(llama, patcher)).unchecked
 

@@ -612,7 +612,7 @@ def test_a_terminal_shows_progress_once_it_takes_more_than_a_moment(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((LLAMA, None), r"takes a model and a Patcher, found None; write verify\(model, patcher\)"),
+        ((LLAMA, None), r"verify takes a patcher.Patcher, found None \(NoneType\); write verify\(model, Patcher\("),
         ((LLAMA, OWN, torch.int8), r"dtype=torch\.int8 can't be compared; write one of torch\.float64"),
         ((LlamaForCausalLM, OWN), r"a model is named by its repo, its folder or its config"),
     ],
