@@ -13,6 +13,7 @@ from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import get_device as get_device, offload_weight
+from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
     str_to_torch_dtype as str_to_torch_dtype,

@@ -32,7 +32,7 @@ from patcher.construction.construction import Built, Placed
 from patcher.construction.meta_init import like
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import Expressions
-from patcher.loading.computed_values import BuiltAgain, build_again
+from patcher.loading.computed_values import BuiltAgain, build_again, module_at
 from patcher.patterns import inside
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class InitialValues:
         self.disk_index = load.disk_index
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
         # A quantizer may have put others in the place of some.
-        self.replaced = [(path, built) for path, built in load.outermost if _module_at(model, path) is built.module]
+        self.replaced = [(path, built) for path, built in load.outermost if module_at(model, path) is built.module]
         self.buffers: dict[str, torch.Tensor] = {}
         #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
         self.given: dict[str, nn.Parameter] = {}
@@ -212,13 +212,6 @@ def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,13 @@ from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
 from patcher.verification.arguments import asking_for, flags, reactions
-from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, said
 from patcher.verification.generation import generation_stage
 from patcher.verification.inputs import NoInputsError, chosen_passes
+from patcher.verification.layers import on_few_layers
 from patcher.verification.modules import load_in_half, precision_stage
 from patcher.verification.numerics import differences, noting_calls
-from patcher.verification.passes import Pass, Reference, seeded, tried
+from patcher.verification.passes import Pass, Reference, Row, seeded, tried
 from patcher.verification.processors import processed, processor_of
 from patcher.verification.saved import save_stage
 from patcher.verification.texts import CHUNKS, FEW, STEPS, parts_of, text_passes, token_rows, windows_of
@@ -140,14 +141,29 @@ class Run:
         processor = processor_of(self.folder, self.options)
         self.rows = token_rows(stock, processor, self.seed)
         reached: set[str] = set()
-        with noting_calls(stock, reached):
-            self.references = {one.run.name: one for one in tried(text_passes(stock, self.rows), stock)}
-        others = chosen_passes(stock, processed(stock, processor), reached)
-        self.chosen = [one.name for one in others]
-        self.references |= {one.run.name: one for one in tried(others, stock)}
+        reached_in_stock: set[str] = set()
+
+        def on_stock(runs: Sequence[Pass | Row]) -> list[Reference]:
+            with noting_calls(stock, reached_in_stock):
+                found = list(tried(runs, stock))
+            self.references |= {one.run.name: one for one in found}
+            return found
+
+        texts = list(text_passes(stock, self.rows))
+        whole = on_stock([one for one in texts if one.name in (*FEW, CHUNKS)])
         self.floor = self._stock_against_stock()
-        reached = set()
-        compared = self.pair.compare(self.references.values(), self.tolerance, reached=reached)
+        plain = [one for one in whole if one.run.name != CHUNKS]  # what is said of simple inputs is said first
+        compared = self.pair.compare(plain, self.tolerance, reached=reached)
+        rest = [one for one in texts if one.name not in self.references]
+
+        def of_the_rest() -> Comparison:
+            return self.pair.compare(on_stock(rest), self.tolerance, reached=reached)
+
+        compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
+        others = chosen_passes(stock, processed(stock, processor), reached_in_stock)
+        self.chosen = [one.name for one in others]
+        last = [*(one for one in whole if one.run.name == CHUNKS), *on_stock(others)]
+        compared.add(self.pair.compare(last, self.tolerance, reached=reached))
         missed = sorted(self.patched - reached)
         if missed and not compared.message:  # what wasn't compared is not the same
             compared.message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
@@ -169,13 +185,15 @@ class Run:
         bases = self._passes("a batch of 2")[:1]
         images = self._passes(*self.chosen) if self.chosen else []
         bases += [one for one in images if not one.path and one.method == "forward" and one not in bases][:1]
-        found: dict[str, Reference] = {}
-        for base in bases:
-            found |= {one.run.name: one for one in reactions(self.pair.stock, base)}
-        self.labelled = [one.run for one in found.values() if set(one.run.arguments) & {"labels"}][:1]
-        if not found:
-            raise UncheckedError("stock reacts to no other argument")
-        return self.pair.compare(found.values(), self.tolerance).stage("arguments")
+
+        def reacting() -> Comparison:
+            found = {one.run.name: one for base in bases for one in reactions(self.pair.stock, base)}
+            self.labelled = [one.run for one in found.values() if set(one.run.arguments) & {"labels"}][:1]
+            if not found:
+                raise UncheckedError("stock reacts to no other argument")
+            return self.pair.compare(found.values(), self.tolerance)
+
+        return on_few_layers(self.pair, bases, reacting).stage("arguments")
 
     def _recorded(self) -> Stage:
         """Under eager attention, which alone gives attentions."""
@@ -184,11 +202,15 @@ class Run:
             pair = Pair(self.eager, self._ours(attn_implementation="eager"))
         bases = self._passes("a short row", *self.chosen)
         asked = [each for base in bases if base.method == "forward" for each in asking_for(base, flags(pair.stock))]
-        runs = [*self._passes("a short row", "a padded batch", CHUNKS, *self.chosen), *asked]
-        references = list(tried(dict.fromkeys(runs), pair.stock))
+        plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
+        runs = dict.fromkeys([*plain, *asked])
         prefix = "eager attention, " if pair is not self.pair else ""
         self.eager = None
-        return pair.compare(references, self.tolerance, prefix=prefix).stage("recorded")
+
+        def with_all() -> Comparison:
+            return pair.compare(tried(runs, pair.stock), self.tolerance, prefix=prefix)
+
+        return on_few_layers(pair, plain, with_all).stage("recorded")
 
     def _windows(self) -> Stage:
         windows = {name: WINDOW for name, size in windows_of(self.pair.stock.config).items() if size > WINDOW}
@@ -230,7 +252,9 @@ class Run:
         # Where the files were, and how they became quantized, is behind us.
         options = {name: self.options[name] for name in ("attn_implementation", "device_map") if name in self.options}
         again = unpatched(lambda: self._load(self.scratch / "patched", **options))
-        gaps = [differences(one.run.results(again), one.expected) for one in self._few()]
+        # One text is enough: weights that are other weights show in any.
+        few = [one for name, one in self.references.items() if name == FEW[0] or name in self.chosen]
+        gaps = [differences(one.run.results(again), one.expected) for one in few or self._few()]
         worst = max(gaps, key=lambda gap: gap.share)
         allowed = TOLERANCES[self.dtype]
         text = (

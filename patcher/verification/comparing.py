@@ -52,7 +52,17 @@ class Comparison:
     gaps: list[Difference] = field(default_factory=list)
     agreement: list[torch.Tensor] = field(default_factory=list)
     message: str = ""
-    others: list[str] = field(default_factory=list)  # the runs that are wrong besides the first
+    first: str = ""  # the run of which that is said
+    others: list[str] = field(default_factory=list)  # the runs that are wrong besides
+
+    def add(self, other: Comparison) -> None:
+        """What was compared besides."""
+        self.gaps += other.gaps
+        self.agreement += other.agreement
+        if not self.message:
+            self.message, self.others = other.message, other.others
+        elif other.message:
+            self.others += [other.first, *other.others]
 
     def stage(self, name: str) -> Stage:
         worst = max(self.gaps, key=lambda gap: gap.share, default=Difference(0.0, 0.0, 0.0))
@@ -104,6 +114,7 @@ class Pair:
                 if found.message:
                     found.others.append(run.name)
                 else:
+                    found.first = run.name
                     found.message = f"on {prefix}{run.name} {message or self._told(run, gap, tolerance)}"
         return found
 

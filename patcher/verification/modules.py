@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from patcher.compat.models import attention_implementation, choose_experts_implementation, experts_implementation
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
+from patcher.verification.layers import few_layers
 from patcher.verification.numerics import floating_tensors, is_floating
 from patcher.verification.passes import Pass, seeded
 
@@ -66,6 +67,15 @@ def captured(stock: nn.Module, paths: Iterable[str], passes: Iterable[Pass]) -> 
     return calls
 
 
+def _captured_twice(
+    stock: nn.Module, paths: Sequence[str], passes: Sequence[Pass]
+) -> tuple[dict[str, Call], dict[str, Call]]:
+    """Under the attention that stock has, and under eager attention where that is another."""
+    calls = captured(stock, paths, passes)
+    with _eager_attention(stock) as eager:
+        return calls, captured(stock, paths, passes) if eager else {}
+
+
 def run_alone(module: nn.Module, call: Call, seed: int = 0) -> list[torch.Tensor]:
     """What a module makes of its inputs, as stock gives them."""
     with seeded(seed):
@@ -83,9 +93,11 @@ def precision_stage(
     """
     if not paths:
         raise UncheckedError("nothing is replaced")
-    calls = captured(pair.stock, paths, passes)
-    with _eager_attention(pair.stock) as eager:
-        others = captured(pair.stock, paths, passes) if eager else {}
+    with few_layers(pair, passes):
+        there = dict(pair.stock.named_modules())
+        calls, others = _captured_twice(pair.stock, [path for path in paths if path in there], passes)
+    if calls.keys() != set(paths):
+        calls, others = _captured_twice(pair.stock, paths, passes)
     compared: set[str] = set()
     worst = 1.0
     for half in [dtype] if dtype in HALVES else HALVES:

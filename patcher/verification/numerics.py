@@ -127,7 +127,8 @@ def noting_calls(model: nn.Module, reached: set[str]) -> Iterator[None]:
     """Add the paths of the modules that are called, and of those that they are in, under each of their names."""
 
     def note(path: str, *_: object) -> None:
-        reached.update(accumulate(path.split("."), "{}.{}".format), [""])
+        if path not in reached:
+            reached.update(accumulate(path.split("."), "{}.{}".format), [""])
 
     with hooked((module, partial(note, path)) for path, module in model.named_modules(remove_duplicate=False)):
         yield

@@ -141,6 +141,10 @@ def verify(
       of stock over 48 draws, within six standard errors. So a patch may draw in another order, or other numbers.
     - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
 
+    Where layers are alike in class, shapes and settings, most of it is run on a few of each kind: the first two, the
+    middle and the last. Three texts, a prompt in chunks, generation, gradients, a pass in training, what is saved and
+    reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
+
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
     each), which sums in another order make of thousands of products, and a hundredth of what the smallest of real
     mistakes makes; in bfloat16 3e-2 and in float16 4e-3, a few roundings of a layer's result (4e-3 and 5e-4). Or, if

@@ -1,0 +1,134 @@
+"""Running both models on a few of their layers, where many are alike."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from patcher.compat.models import GradientCheckpointingLayer
+from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
+from patcher.verification.comparing import Comparison, Pair, Stage
+from patcher.verification.passes import Pass, Row, tried
+
+Found = TypeVar("Found", Comparison, Stage)
+
+
+def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[], Found]) -> Found:
+    """What a check finds on a few layers. What is wrong there is looked at on all of them, which decides.
+
+    Args:
+        probes: what stock has to run on a few as it does on all.
+    """
+    with few_layers(pair, probes) as fewer:
+        try:
+            found = check()
+        except Exception:  # it may be that some are missing
+            if not fewer:
+                raise
+        else:
+            if not fewer or not found.message:
+                return found
+    return check()
+
+
+@contextmanager
+def few_layers(pair: Pair, probes: Sequence[Pass | Row]) -> Iterator[bool]:
+    """Within, both models have only some of the layers that are alike; whether that is so.
+
+    Of each kind the first two, the one in the middle and the last: what goes by the number of a layer is mostly a
+    bound on it, or whether it is even. It isn't so where stock can't run these passes then.
+    """
+    stacks = dict(_stacks(pair))
+    before = [(stack, list(stack._modules.items())) for stack in stacks]
+    try:
+        for stack, modules in before:
+            # Under their own names: what knows a module by its path finds it, and what asks for a number raises.
+            stack._modules = OrderedDict(modules[number] for number in sorted(stacks[stack]))
+        fewer = bool(stacks) and len(list(tried(probes, pair.stock))) == len(probes)
+        if not fewer:
+            _restore(before)
+        yield fewer
+    finally:
+        _restore(before)
+
+
+def _restore(before: Sequence[tuple[nn.Module, list[tuple[str, Any]]]]) -> None:
+    for stack, modules in before:
+        stack._modules = OrderedDict(modules)
+
+
+def _stacks(pair: Pair) -> Iterator[tuple[nn.Module, set[int]]]:
+    """The stacks of layers of both models, each with the numbers of those that stand for all."""
+    theirs = dict(pair.stock.named_modules())
+    for path, ours in pair.ours.named_modules():
+        stock = theirs.get(path)
+        if not (isinstance(ours, nn.ModuleList) and isinstance(stock, nn.ModuleList)) or len(ours) != len(stock):
+            continue
+        around = [path[:place] for place, letter in enumerate(path) if letter == "."]
+        if any(type(theirs.get(each)) is not type(pair.ours.get_submodule(each)) for each in ["", *around]):
+            continue  # a replacement may go through the layers in another way
+        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in stock):
+            continue  # not known to be run one after another
+        pairs = zip(ours, stock, strict=True)
+        numbers = _representatives([[*_description(one), *_description(other)] for one, other in pairs])
+        if len(numbers) < len(ours):
+            yield from [(ours, numbers), (stock, numbers)]
+
+
+def _representatives(described: Sequence[list[Any]]) -> set[int]:
+    """Of each kind of layers the numbers of a few."""
+    kinds: list[list[int]] = []
+    for number, description in enumerate(described):
+        for kind in kinds:
+            if _alike(description, described[kind[0]], (number, kind[0])):
+                kind.append(number)
+                break
+        else:
+            kinds.append([number])
+    return {kind[place] for kind in kinds for place in (0, min(1, len(kind) - 1), len(kind) // 2, -1)}
+
+
+def _description(layer: nn.Module) -> list[Any]:
+    """All that a layer goes by, but for the values of its weights."""
+    own = TORCH_ATTRIBUTES - {"training"}
+    found: list[Any] = []
+    for path, module in layer.named_modules():
+        found += [path, type(module)]
+        found += [
+            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+            if tensor is not None
+        ]
+        for name, value in sorted(vars(module).items()):
+            if name not in own:
+                found += [name, value]
+            elif name not in ("_parameters", "_buffers", "_modules"):
+                found += [name, list(value.values()) if isinstance(value, dict) else value]  # hooks
+    return found
+
+
+def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
+    """Whether two layers go by the same, or by their numbers, at each place."""
+    if len(one) != len(other):
+        return False
+    return all(
+        _same(mine, theirs) or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """What can't be compared isn't the same."""
+    if one is other:
+        return True
+    if type(one) is type(other) is partial:
+        return _same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # tensors of several elements, for one
+        return False
