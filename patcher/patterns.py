@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -221,12 +222,13 @@ def compress(keys: Iterable[str]) -> list[str]:
     ['model.layers.{0..1}.mlp.x', 'model.norm.w']
     """
     current = [tuple(key.split(".")) for key in dict.fromkeys(keys)]
+    digits = {part for part in set(chain.from_iterable(current)) if _is_number(part)}
     # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
-    positions = {place for parts in current for place, part in enumerate(parts) if _is_number(part)}
+    positions = {place for parts in current for place, part in enumerate(parts) if part in digits}
     for position in sorted(positions, reverse=True):
         groups: dict[tuple[Any, ...], list[int]] = {}  # what is before and after the number, or a key without one
         for parts in current:
-            if position < len(parts) and _is_number(parts[position]):
+            if position < len(parts) and parts[position] in digits:
                 around = parts[:position], parts[position + 1 :]
                 groups.setdefault(around, []).append(int(parts[position]))
             else:

@@ -54,7 +54,10 @@ def add_conversions(described: PatchConfig, patcher: Patcher) -> None:
     text = _render(patcher, Dependencies(described, original, {}))
     described.add_post_import_block(text, "how checkpoints of the original become those of the models here, and back")
     package, _, stem = original.__name__.rpartition(".")
-    described.add_import(package, names=[f"{stem} as {ORIGINAL}"])
+    if package:
+        described.add_import(package, names=[f"{stem} as {ORIGINAL}"])
+    else:
+        described.add_import(stem, alias=ORIGINAL, is_from_import=False)
     for name, cls in module_classes(original).items():
         bases = [base for base in cls.__mro__[1:] if base.__module__ == original.__name__]
         if not issubclass(cls, PreTrainedModel) or any(issubclass(base, PreTrainedModel) for base in bases):

@@ -128,7 +128,7 @@ class Dependencies:
         else:
             raise self.config.error(
                 f"{asked} uses {name!r}, {value!r}, which can't be written as text. "
-                "Put it into a module that the generated file can import."
+                "Put it into a module that the generated file can import, and import it at the top level."
             )
 
 

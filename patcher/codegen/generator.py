@@ -83,9 +83,13 @@ def build(config: PatchSpec) -> Generated:
     module = module.visit(DropNames(config.dropped))
     edits = _exclude(config, module)
 
-    bound = bound_names(original).keys() - {*config.dropped, *config.excluded}
-    added, externals = plan_imports(config, bound, original)
-    context = Context(source.name, source.newline, module.default_indent, externals, bound)
+    left = original  # what stays of it: other statements may bind what is left out as well
+    if config.dropped or config.excluded:
+        left = ast.parse(module.visit(tree.Rewriter(edits, module)).code)
+    bound = set(bound_names(left))
+    removable = _removable(module, imported_names(left), config)
+    added, externals = plan_imports(config, bound, original, removable)
+    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable)
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
@@ -126,12 +130,19 @@ def _edit(
         name, patches = node.name.value, by_name[node.name.value]
         if not patches:
             continue
-        if name in imported and name not in config.dropped:
+        depth = tree.depth_of(node, module.body)
+        if name in imported and (depth or name not in config.dropped):
+            fix = f"Add config.drop_import_names({name!r})."
+            if depth:  # a guard chooses between the two: without the import there may be neither
+                fix = (
+                    f"Leave both out with config.drop_import_names({name!r}) and "
+                    f"config.exclude_from_output({name!r}), and add a {name!r} of your own with add_helper in the "
+                    "place of the patch."
+                )
             raise patches[0].error(
                 f"would not always take effect: {context.source} also imports {name!r}, on line "
-                f"{imported[name].line}. Add config.drop_import_names({name!r})."
+                f"{imported[name].line}. {fix}"
             )
-        depth = tree.depth_of(node, module.body)
         whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
         if whole:
             edits[node] = replace_definition(whole[0], node, context, depth)
@@ -188,6 +199,14 @@ def _exclude(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequenc
     for node in known.get("__all__", []):
         edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))]
     return edits
+
+
+def _removable(module: cst.Module, imported: Collection[str], config: PatchSpec) -> dict[str, str]:
+    """The names that can be left out of a module, each with the calls that do it."""
+    calls = {name: [f"config.drop_import_names({name!r})"] for name in imported}
+    for name in {tree.bound_by(node) for node in tree.statements(module.body)} - config.excluded.keys():
+        calls.setdefault(name, []).append(f"config.exclude_from_output({name!r})")
+    return {name: " and ".join(listed) for name, listed in calls.items()}
 
 
 class _Unlisted(cst.CSTTransformer):

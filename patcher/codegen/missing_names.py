@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from pathlib import Path
 
-from patcher.codegen.spec import PatchSpec
+from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Location, Source, file_tree
-from patcher.source.scopes import bound_names, free_names, imported_names, nearest, undefined_names, used_too_early
+from patcher.source.reading import Definition, Location, Source, file_tree, first_line
+from patcher.source.scopes import (
+    bound_names,
+    free_names,
+    imported_names,
+    nearest,
+    top_level,
+    undefined_names,
+    used_too_early,
+)
 
 _BLOCK = "the text given to add_post_import_block"
 
@@ -36,14 +45,27 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, original: as
         where, what = _user(config, name)
         raise CodegenError(
             f"{where}: {what} uses {name!r} while {config.target_file} is imported, and the file defines it only "
-            f"further down. Put it behind that definition with add_helper_after({name!r}), or use the name inside a "
-            "function."
+            f"further down. {_behind(config, where, name)} the name inside a function."
         )
 
 
 def _sources(config: PatchSpec) -> list[tuple[Location, str, Source, dict[str, str]]]:
     found = [(p.where, p.asked, p.source, dict(p.name_map)) for p in config.patches if p.source is not None]
     return found + [(h.where, f"the helper {h.source.name!r}", h.source, dict(h.name_map)) for h in config.helpers]
+
+
+def _behind(config: PatchSpec, where: Location, name: str) -> str:
+    """How what stands on a line of the config comes behind the definition of a name, if it can."""
+    if any(helper.where == where for helper in config.helpers):
+        return f"Put it behind that definition with add_helper_after({name!r}), or use"
+    for patch in config.patches:
+        if patch.where == where and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.REPLACE_FUNCTION):
+            target = patch.target
+            return (
+                f"Leave the original out with exclude_from_output({target!r}) and add a {target!r} behind that "
+                f"definition with add_helper_after({name!r}), or use"
+            )
+    return "Use"
 
 
 def _user(config: PatchSpec, name: str) -> tuple[Location, str]:
@@ -74,16 +96,21 @@ def _missing(config: PatchSpec, tree: ast.Module, original: ast.Module, missing:
     removed |= {name: (where, "exclude_from_output") for name, where in config.excluded.items()}
     for name in (name for name in missing if name not in told):
         where, asked = removed.get(name, (config.where, ""))
-        definitions = (node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
-        around = (node for node in definitions if node.lineno <= missing[name] <= (node.end_lineno or 0))
-        owner = next((repr(node.name) for node in around), "the module")
+        around = (node for node in tree.body if _first_line(node) <= missing[name] <= (node.end_lineno or 0))
+        owned = (other for node in around for other in bound_names(ast.Module([node], [])))
+        owner = next(map(repr, owned), "")
+        also = f", or leave {owner} out as well" if owner else ""
         parts.append(
-            f"{where}: {asked}({name!r}) removes what {owner} still uses. Keep it, bind {name!r} another way, or "
-            f"leave {owner} out as well."
+            f"{where}: {asked}({name!r}) removes what {owner or 'the module'} still uses. Keep it, or bind {name!r} "
+            f"another way{also}."
             if asked
-            else f"{where}: {config.target_file} would use {name!r} in {owner} without defining it."
+            else f"{where}: {config.target_file} would use {name!r} in {owner or 'the module'} without defining it."
         )
     return "\n".join(parts)
+
+
+def _first_line(node: ast.stmt) -> int:
+    return first_line(node) if isinstance(node, Definition) else node.lineno
 
 
 def _remedy(name: str, source: Source, original: ast.Module) -> str:
@@ -91,15 +118,18 @@ def _remedy(name: str, source: Source, original: ast.Module) -> str:
     home = file_tree(source.file)
     found = imported_names(home).get(name)
     if found is not None and not found.attribute:
-        module = found.module if found.alias else name
         extra = f", alias={found.alias!r}" if found.alias else ""
-        return f"add config.add_import({module!r}{extra}, is_from_import=False)"
+        return f"add config.add_import({found.module!r}{extra}, is_from_import=False)"
     if found is not None and found.module and not found.level:
         word = f"{found.attribute} as {found.alias}" if found.alias else found.attribute
         return f"add config.add_import({found.module!r}, names=[{word!r}])"
     line = bound_names(home).get(name)
-    if line is not None:
-        return f"defined on line {line} of the config; add config.add_helper({name}), or a post-import block"
-    return (
-        f"import it with config.add_import, or add it with config.add_helper. {nearest(name, bound_names(original))}"
-    )
+    if line is None:
+        ways = "import it with config.add_import, or add it with config.add_helper or config.add_post_import_block"
+        return f"{ways}. {nearest(name, bound_names(original))}"
+    place = f"on line {line} of {Path(source.file).name}"
+    if found is not None:
+        return f"imported {place}; add config.add_import with the absolute name of its module"
+    if any(isinstance(node, Definition) and node.name == name for node in top_level(home.body)):
+        return f"defined {place}; add config.add_helper({name})"
+    return f"bound {place}; add config.add_post_import_block with the statements that bind it there"

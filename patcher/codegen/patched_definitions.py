@@ -26,7 +26,8 @@ class Context:
         newline: its newline.
         unit: one step of its indentation.
         externals: how the file calls each imported replacement.
-        bound: the names that the file binds at its top level.
+        bound: the names of the original that the file binds at its top level.
+        removable: those that can be left out, each with the calls that do it.
         done: the patches in the order of the text, each with the names that it gave the file.
     """
 
@@ -35,6 +36,7 @@ class Context:
     unit: str
     externals: dict[External, str]
     bound: set[str]
+    removable: dict[str, str]
     done: list[Patch] = field(default_factory=list)
 
     def read(self, patch: Patch, depth: int, names: dict[str, str] | None = None) -> Definition:

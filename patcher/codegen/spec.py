@@ -199,7 +199,9 @@ def check_target(patch: Patch) -> None:
     if not all(part.isidentifier() for part in parts):
         raise patch.error(f"names no definition: {patch.target!r} is no dotted name.")
     if patch.kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
-        raise patch.error("names no method. Write override_method('Class.method').")
+        raise patch.error(
+            "names no method. Write override_method('Class.method'), or use replace_function for a function."
+        )
     if patch.kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
         raise patch.error("names no function of the module. For a method, use override_method.")
 

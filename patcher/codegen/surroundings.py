@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -62,7 +62,8 @@ def absolute_name(relative: str, package: str, source: str, where: Location) -> 
     except ImportError:
         raise CodegenError(
             f"{where}: {source} imports from {relative}, which is above its top package {package!r}. "
-            "Such a module can't be imported either: name the module by its full dotted name."
+            f"Python can't import that either: give PatchConfig the full dotted name of {source}, from its top "
+            "package on, or correct the import."
         ) from None
 
 
@@ -122,7 +123,9 @@ def last_import(module: cst.Module) -> Any:
     return found
 
 
-def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tuple[list[Import], dict[External, str]]:
+def plan_imports(
+    config: PatchSpec, bound: set[str], original: ast.Module, removable: Mapping[str, str]
+) -> tuple[list[Import], dict[External, str]]:
     """The imports to add, and the expression for each imported replacement."""
     present = {name: found for name, found in imported_names(original).items() if not found.guarded}
     added: list[Import] = []
@@ -131,14 +134,13 @@ def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tu
         for name, (module, attribute) in entry.bound().items():
             found = None if name in config.dropped else present.get(name)
             if found is not None and _origin(found, config.source_module) == (module, attribute):
+                if "." in entry.module and entry.module != found.module and not attribute and not entry.alias:
+                    fresh.append(name)  # `import a.b` beside `import a`
                 continue
             if name in bound:
-                remedy = f"Add config.drop_import_names({name!r})"
-                if found is None:
-                    remedy = f"Leave the original out with config.exclude_from_output({name!r})"
                 raise CodegenError(
                     f"{entry.where}: add_import({entry.module!r}) binds {name!r}, which {config.source_module} "
-                    f"already binds to something else. {remedy}, or give it an alias."
+                    f"already binds. Give it an alias{_or_without(name, removable)}."
                 )
             fresh.append(name)
         if fresh:
@@ -157,6 +159,10 @@ def plan_imports(config: PatchSpec, bound: set[str], original: ast.Module) -> tu
                 added.append(Import(external.module, ((first, alias),), "", patch.where))
             externals[external] = ".".join([aliases[external.module, first], *rest])
     return merge(added), externals
+
+
+def _or_without(name: str, removable: Mapping[str, str]) -> str:
+    return f", or leave the original out: {removable[name]}" if name in removable else ""
 
 
 def _origin(found: ImportedName, source: str) -> tuple[str, str]:
@@ -181,7 +187,7 @@ def insert(
         if helper.source.name in context.bound:
             raise CodegenError(
                 f"{helper.where}: the helper {helper.source.name!r} has the name of something in {context.source}. "
-                "Rename it, replace the definition, or leave the original out with exclude_from_output."
+                f"Rename it{_or_without(helper.source.name, context.removable)}."
             )
     fresh = {helper.source.name for helper in config.helpers}
     lines = [line for entry in added for line in entry.lines()]

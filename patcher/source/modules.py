@@ -64,12 +64,12 @@ def find_spec(name: str) -> ModuleSpec | None:
         spec = importlib.util.find_spec(top)
     except (ValueError, ImportError):
         return None
-    for depth in range(len(rest)):
+    for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
         # transformers puts Path objects here once it is imported, which the finder takes for no folders at all
         folders = [str(folder) for folder in spec.submodule_search_locations]
-        spec = PathFinder.find_spec(".".join([top, *rest[: depth + 1]]), folders)
+        spec = PathFinder.find_spec(part, folders)  # by its last name: the finder asks for parents of dotted ones
     return spec
 
 

@@ -175,7 +175,8 @@ def read_source(obj: Any, asked: str, where: Location, site: Location | None = N
     if found is None:
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
-            "If the file was edited since, start again; if the class is defined twice, give one a name of its own."
+            "If the file was edited since, start again; if the class is defined twice, give one a name of its own; "
+            "if it was made by type(), write it as a definition."
         )
     return _cut(found, lines, file)
 

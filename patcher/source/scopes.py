@@ -71,7 +71,9 @@ def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
     """The blocks of a compound statement."""
     for field in ("body", "orelse", "finalbody"):
         yield getattr(node, field, [])
-    for part in (*getattr(node, "handlers", []), *getattr(node, "cases", [])):
+    # Nothing is handled where nothing is tried: an import that was left out of there.
+    tried = not all(isinstance(part, ast.Pass) for part in getattr(node, "body", ()))
+    for part in (*(getattr(node, "handlers", ()) if tried else ()), *getattr(node, "cases", ())):
         yield part.body
 
 

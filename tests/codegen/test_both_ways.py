@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP,
 
 from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
-from patcher.fusions import Fusion
 from tests.codegen import every_kind
+from tests.codegen.unwritable import Halves, Unspeakable
 from tests.support import replaced_elsewhere, tiny
 from tests.support.comparing import assert_equal_models, logits
 from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
@@ -354,27 +354,8 @@ def test_an_operation_of_a_notebook_stands_in_front_of_the_constant_that_uses_it
     assert_equal_models([model], stock, tmp_path / "saved")
 
 
-class Halves(Fusion):
-    """Only the first layer: a file has one class for both."""
-
-    target_modules_patterns = (r"layers\.0\.mlp$",)
-
-    def is_fusable(self, module: nn.Module) -> bool:
-        return True
-
-    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        return type("Halved", (original_cls,), {})
-
-
 class Never(Halves):
     target_modules_patterns = ("no such path",)
-
-
-class Unspeakable(Concatenate):
-    """Forgets what it was made of."""
-
-    def __init__(self, dim: int = 0, secret: int = 1) -> None:
-        super().__init__(dim)
 
 
 def user_of_an_object() -> type[nn.Module]:

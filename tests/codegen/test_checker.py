@@ -16,26 +16,8 @@ from patcher.codegen import check
 from patcher.codegen.checker import discover, load_configs, read_settings
 from patcher.codegen.cli import app, codegen
 from patcher.errors import CodegenError
+from tests.codegen.checked import CONFIG, SOURCE
 from tests.support.ruff import needs_ruff
-
-SOURCE = """
-def g(x):
-    return f(x)
-
-
-def f(x):
-    return x
-"""
-CONFIG = """
-from patcher.codegen import PatchConfig
-
-config = PatchConfig("modeling_checked", "patched_modeling_checked.py")
-
-
-@config.replace_function("f", description="more")
-def f(x):
-    return x + 1
-"""
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,6 +125,29 @@ def a_function_that_holds_a_tensor(at: Place) -> Steps:
     yield lambda: load(at.llama, instead_of_mlp(Rescaling))
     for layer in load(at.llama, instead_of_mlp(RescalingByMethod)).model.layers:
         assert torch.equal(layer.mlp.rescale(2.0), 2.0 * layer.mlp.gate_proj.weight.norm())
+
+
+class WithLock(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.state = SimpleNamespace(norm=self.gate_proj.weight.detach().norm(), lock=threading.Lock())
+
+
+class WithNorms(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        norm = self.gate_proj.weight.detach().norm()
+        self.register_buffer("norm", norm, persistent=False)
+        self.listed, self.named = [norm], {"norm": norm}
+        self.lock = threading.Lock()
+
+
+@advice("and can't be copied: {}: {}. Keep tensors as buffers, or in lists and dicts.")
+def a_tensor_beside_what_can_not_be_copied(at: Place) -> Steps:
+    yield lambda: load(at.llama, instead_of_mlp(WithLock))
+    for layer in load(at.llama, instead_of_mlp(WithNorms)).model.layers:
+        for norm in (layer.mlp.norm, *layer.mlp.listed, *layer.mlp.named.values()):
+            assert torch.equal(norm, layer.mlp.gate_proj.weight.norm())
 
 
 class Taught(LlamaMLP):

@@ -180,7 +180,7 @@ def command(*words: str) -> str:
 
     from patcher.cli import app
 
-    result = CliRunner().invoke(app, list(words))
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
     if result.exit_code:
         raise InvalidPatcherError(result.stderr)
     return result.stdout

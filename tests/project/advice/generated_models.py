@@ -1,0 +1,327 @@
+"""Files that do what a Patcher does: what one file of one module can't hold, and what to do then."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    LlavaForConditionalGeneration,
+    MixtralForCausalLM,
+)
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from patcher import Patcher, report
+from patcher.codegen import PatchConfig, generate, write
+from patcher.fusions import QKV
+from tests.codegen.unwritable import Halves, Unspeakable
+from tests.project.advice import Place, Steps, advice, load, same
+from tests.project.advice.generated_files import importable
+from tests.support.comparing import logits
+from tests.support.replaced_elsewhere import AdaptedMLP, JoinedMLP, NegatedMLP
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_mixtral_config
+
+LLAMA = "transformers.models.llama.modeling_llama"
+FUSED = Patcher(fusions="qkv")
+
+
+@contextlib.contextmanager
+def imported(at: Place, config: PatchConfig) -> Iterator[Any]:
+    """The file of a config: its models look for it among the modules that are imported."""
+    config.target_file = f"file_of_{at.tmp.name}_{len(list(at.tmp.glob('file_of_*')))}.py"
+    with importable(at.tmp):
+        name = write(config, at.tmp).stem
+        module = importlib.import_module(name)
+    try:
+        yield module
+    finally:
+        del sys.modules[name]
+
+
+def file_of(patcher: Patcher, model_class: Any = LlamaForCausalLM, config: Any = None) -> PatchConfig:
+    return PatchConfig.from_patcher(patcher, model_class, config=tiny_llama_config() if config is None else config)
+
+
+def arrives(at: Place, patcher: Patcher) -> bool:
+    """Whether the file of a patcher computes what the stock model does."""
+    with imported(at, file_of(patcher)) as module:
+        return same(module.LlamaForCausalLM.from_pretrained(at.llama), at.llama)
+
+
+def close(model: Any, stock: Any) -> None:
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-4, rtol=0)
+
+
+@contextlib.contextmanager
+def own_module(at: Place, text: str) -> Iterator[Any]:
+    """A module that a user has written, and that stays imported for as long as it is used."""
+    name = f"own_{at.tmp.name}_{len(list(at.tmp.glob('own_*')))}"
+    (at.tmp / f"{name}.py").write_text(text)
+    with importable(at.tmp):
+        try:
+            yield importlib.import_module(name)
+        finally:
+            del sys.modules[name]
+
+
+# --- what replacements use -----------------------------------------------------------------------------------------
+
+MINE = """
+import functools
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP as Base
+
+{above}
+
+
+class Mine(Base):
+    def forward(self, x):
+        return {function}(super().forward(x))
+"""
+MADE = """
+import functools
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP as Base
+
+
+def make():
+    keep = functools.partial(torch.mul, other=1.0)
+
+    class Mine(Base):
+        def forward(self, x):
+            return keep(super().forward(x))
+
+    return Mine
+
+
+Mine = make()
+"""
+
+
+def helper(name: str, and_then: str = "") -> str:
+    return f"def {name}(x):\n    return x\n{and_then}"
+
+
+#: what is advised, a module that a file can't be made of, and one that does what the message says
+MODULES = {
+    "a_name_of_the_original": (
+        "{} uses {}, and {} has another {}. Give the one in {} a name of its own.",
+        MINE.format(above=helper("repeat_kv"), function="repeat_kv"),
+        MINE.format(above=helper("repeated"), function="repeated"),
+    ),
+    "a_helper_by_another_name": (
+        "{} calls it by another name than its own, {}. Use its own name.",
+        MINE.format(above=helper("helper", "\n\nshort = helper"), function="short"),
+        MINE.format(above=helper("helper"), function="helper"),
+    ),
+    "a_value_without_text": (
+        "which can't be written as text. Put it into a module that the generated file can import, and import it at ",
+        MADE,
+        MINE.format(above="keep = functools.partial(torch.mul, other=1.0)", function="keep"),
+    ),
+}
+
+
+def module_case(name: str, text: str, wrong: str, right: str) -> None:
+    def steps(at: Place) -> Steps:
+        with own_module(at, wrong) as module:
+            yield lambda: file_of(Patcher({"LlamaMLP": module.Mine}))
+        with own_module(at, right) as module:
+            assert arrives(at, Patcher({"LlamaMLP": module.Mine}))
+
+    steps.__name__ = name
+    advice(text)(steps)
+
+
+for _name, _case in MODULES.items():
+    module_case(_name, *_case)
+
+
+# --- conversions ---------------------------------------------------------------------------------------------------
+
+
+@advice("Load with the patcher itself, or give the conversion operations that keep their arguments.")
+def a_conversion_without_text(at: Place) -> Steps:
+    def joined(operation: ConversionOps) -> Patcher:
+        sources = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        conversion = WeightConverter(sources, "mlp.gate_up_proj.weight", operations=[operation])
+        return Patcher({"LlamaMLP": JoinedMLP}, (), conversion)
+
+    yield lambda: file_of(joined(Unspeakable(0)))
+    assert same(load(at.llama, joined(Unspeakable(0))), at.llama)
+    assert arrives(at, joined(Concatenate(0)))
+
+
+def negating(*, by_its_own_name: bool) -> ConversionOps:
+    if by_its_own_name:
+
+        class Negate(ConversionOps):
+            def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+                assert LlamaMLP.__name__ == "LlamaMLP"
+                (tensors,) = input_dict.values()
+                return {target_patterns[0]: -(tensors[0] if isinstance(tensors, list) else tensors)}
+
+            @property
+            def reverse_op(self):
+                return Negate()
+
+        return Negate()
+    Base = LlamaMLP  # noqa: N806
+
+    class OtherNegate(ConversionOps):
+        def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+            assert Base.__name__ == "LlamaMLP"
+
+    return OtherNegate()
+
+
+@advice("{} knows {} by other names, {}. Use their own names in {}.")
+def an_operation_that_knows_a_class_by_another_name(at: Place) -> Steps:
+    def negated(operation: ConversionOps) -> Patcher:
+        conversion = WeightConverter("mlp.down_proj.weight", "mlp.negated.weight", operations=[operation])
+        return Patcher({"LlamaMLP": NegatedMLP}, (), conversion)
+
+    yield lambda: file_of(negated(negating(by_its_own_name=False)))
+    assert arrives(at, negated(negating(by_its_own_name=True)))
+
+
+OWN_MODEL = """
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+class OwnMLP(LlamaMLP):
+    pass
+
+
+class Own(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = OwnMLP(config)
+"""
+OWN_SAVE = "\n    def save_pretrained(self, *args, **kwargs):\n        super().save_pretrained(*args, **kwargs)\n"
+
+
+@advice("{} has a {} of its own, which the file would have to replace. Load with the patcher itself.")
+def a_model_that_saves_in_its_own_way(at: Place) -> Steps:
+    patcher = Patcher({"OwnMLP": AdaptedMLP}, new_weights=r"mlp\.adapter$")
+    with own_module(at, OWN_MODEL + OWN_SAVE) as module:
+        yield lambda: file_of(patcher, module.Own)
+        expected = module.Own.from_pretrained(at.llama, patcher=patcher)
+        assert (expected.model.layers[1].mlp.adapter == 0.25).all()
+    with own_module(at, OWN_MODEL) as module, imported(at, file_of(patcher, module.Own)) as file:  # the reason it is
+        close(file.Own.from_pretrained(at.llama), expected)
+
+
+@advice("which is not defined in {}. Call from_patcher() with a model of that module.")
+def a_fused_class_of_another_module(at: Place) -> Steps:
+    with own_module(at, OWN_MODEL) as module:
+        yield lambda: file_of(FUSED, module.Own)
+    assert arrives(at, FUSED)
+
+
+@advice("A generated file holds the classes of one module: for a class of another one call from_patcher() with a ")
+def a_key_of_another_module(at: Place) -> Steps:
+    patcher = Patcher({"MixtralRMSNorm": nn.RMSNorm})
+    yield lambda: file_of(patcher)
+    with imported(at, file_of(patcher, MixtralForCausalLM, tiny_mixtral_config())) as module:
+        assert module.MixtralRMSNorm is nn.RMSNorm
+
+
+@advice("by its name, and {} has no such {}. Give a class of a modeling file.")
+def a_model_class_that_no_module_has(at: Place) -> Steps:
+    class Local(LlamaForCausalLM):
+        pass
+
+    yield lambda: file_of(FUSED, Local)
+    assert arrives(at, FUSED)
+
+
+@advice("Use that config: generate(), write(), or include() in another one.")
+def a_patcher_that_a_config_made(at: Place) -> Steps:
+    config = PatchConfig(LLAMA, "out.py")
+    config.override_method("LlamaMLP.extra_repr", "def extra_repr(self):\n    return 'mine'\n", new=True)
+    yield lambda: file_of(config.to_patcher())
+    assert "return 'mine'" in generate(config)
+    assert "return 'mine'" in write(config, at.tmp / "out").read_text()
+    other = file_of(FUSED)
+    other.include(config)
+    with imported(at, other) as module:
+        model = module.LlamaForCausalLM.from_pretrained(at.llama)
+        assert "mine" in repr(model.model.layers[0].mlp)
+        assert same(model, at.llama)
+
+
+# --- which objects of a class --------------------------------------------------------------------------------------
+
+
+class OtherHalf(Halves):
+    target_modules_patterns = (r"layers\.1\.mlp$",)
+
+
+#: what is advised, and fusions that no file can do
+FUSIONS: dict[str, tuple[str, list[Any]]] = {
+    "a_class_in_two_ways": (
+        "{} is fused in more than one way in {}, and a file has one way for a class. Load with the patcher itself.",
+        [Halves(), OtherHalf()],
+    ),
+    "half_of_a_class": (
+        "are: a file has one forward for a class. Load with the patcher itself.",
+        [Halves()],
+    ),
+    "one_of_a_list": (
+        "{}: no class of {} builds those that are, and no others. Load with the patcher itself.",
+        [QKV(modules="model.layers.0.self_attn")],
+    ),
+}
+
+
+def fusion_case(name: str, text: str, fusions: list[Any]) -> None:
+    def steps(at: Place) -> Steps:
+        yield lambda: file_of(Patcher(fusions=fusions))
+        model = load(at.llama, Patcher(fusions=fusions))
+        assert len(report(model).fused) == len(fusions)
+        assert same(model, at.llama)
+
+    steps.__name__ = name
+    advice(text)(steps)
+
+
+for _name, _fusion in FUSIONS.items():
+    fusion_case(_name, *_fusion)
+
+
+@advice("Call from_patcher() with {}, or load with the patcher itself.")
+def a_part_that_an_auto_class_builds(at: Place) -> Steps:
+    config = tiny_llava_config()
+    folder = save_tiny(config, at.tmp / "llava")
+    patcher = Patcher(fusions="gate_up")
+    said = yield lambda: file_of(patcher, LlavaForConditionalGeneration, config)
+    assert "from_patcher() with LlamaModel, or" in said
+    with imported(at, file_of(patcher, LlamaModel, config.text_config)) as module:
+        close(module.LlamaModel.from_pretrained(at.llama), LlamaModel.from_pretrained(at.llama))
+    stock = LlavaForConditionalGeneration.from_pretrained(folder)
+    close(LlavaForConditionalGeneration.from_pretrained(folder, patcher=patcher), stock)
+
+
+@advice("is written for {} with biases or without, and this one has {}. Generate the file again, with this config.")
+def a_config_with_some_of_the_biases(at: Place) -> Steps:
+    without, some = tiny_llama_config(bias_of_q=False), tiny_llama_config(bias_of_q=True)
+    text = generate(PatchConfig(LLAMA, "biased.py"))
+    with own_module(at, text.replace("bias=config.attention_bias", "bias=config.bias_of_q", 1)) as stock:
+        folder = save_tiny(some, at.tmp / "biased", model_class=stock.LlamaForCausalLM)
+        with imported(at, file_of(FUSED, stock.LlamaForCausalLM, without)) as module:
+            yield lambda: module.LlamaForCausalLM.from_pretrained(folder)
+        with imported(at, file_of(FUSED, stock.LlamaForCausalLM, some)) as module:
+            close(module.LlamaForCausalLM.from_pretrained(folder), stock.LlamaForCausalLM.from_pretrained(folder))

@@ -1,0 +1,215 @@
+"""Names in generated files: imports, helpers and blocks, and what a patch uses."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import re
+from typing import Any
+
+from patcher.codegen import generate
+from patcher.codegen.checker import load_configs
+from tests.codegen import cases
+from tests.project.advice import Place, Steps, advice
+from tests.project.advice.generated_files import a_case, calls, case_of, described, edited, importable, made
+from tests.support.written_modules import written_module
+
+case_of(
+    "import_with_names_and_not_from",
+    "was given names and is_from_import=False. Leave one of them out.",
+    ([(', names=["loads"]', "")], lambda file: file.json is json),
+    ([(", is_from_import=False", "")], lambda file: file.loads is json.loads),
+)
+case_of(
+    "import_one_alias_for_two",
+    "was given one alias for {} names. Write names=['name as other', ...].",
+    ([('["loads", "dumps"], alias="j"', '["loads as l", "dumps as d"]')], lambda file: file.l is json.loads),
+)
+case_of(
+    "missing_in_block",
+    " Import it with config.add_import.",
+    ([('1")', '1")\nconfig.add_import("math", names=["pi as x_of_another"])')], lambda file: file.y == math.pi + 1),
+)
+case_of(
+    "helper_twice",
+    "{}: {} adds {}, which is already a helper, added at {}. Rename one.",
+    ([('pass")\nconfig.add_helper("def f', 'pass")\nconfig.add_helper("def g')], lambda file: file.f is not file.g),
+)
+
+#: what may bind a name in a modeling file, and can be left out of it
+BINDING = {
+    "an import": "from math import pi\n",
+    "a class": "class pi:\n    pass\n",
+    "a constant": "pi = 3\n",
+    "a constant, changed": "pi: int = 3\npi += 1\n",
+    "an import behind a guard": "import sys\n\nif sys:\n    from math import pi\n",
+    "an import, or else a constant": "try:\n    from apex import pi\nexcept ImportError:\n    pi = 3\n",
+    "an import, or else a class": "try:\n    from math import pi\nexcept ImportError:\n    class pi:\n        pass\n",
+}  # fmt: skip
+#: what can't
+STAYING = ("pi, e = 3, 2\n", "for pi in (1, 2):\n    pass\n", "def f():\n    global pi\n    pi = 3\n")
+
+
+@advice("already binds. Give it an alias{}.", ", or leave the original out: {}")
+def an_import_of_a_known_name(at: Place) -> Steps:
+    for source in (*BINDING.values(), *STAYING):
+        case = a_case(source, 'config.add_import("cmath", names=["tau as pi"])\n')
+        said = yield lambda case=case: made(at, case)  # type: ignore[misc]
+        assert ("leave the original out" in said) is (source not in STAYING)
+        if source not in STAYING:
+            assert made(at, case, case.config + calls(said)).pi == math.tau
+        assert made(at, case, edited(case.config, ("as pi", "as other"))).other == math.tau
+
+
+@advice("has the name of something in {}. Rename it{}.")
+def a_helper_of_a_known_name(at: Place) -> Steps:
+    for source in (*BINDING.values(), *STAYING):
+        case = a_case(source, "config.add_helper(\"def pi(): return 'mine'\")\n")
+        said = yield lambda case=case: made(at, case)  # type: ignore[misc]
+        if source not in STAYING:
+            assert made(at, case, case.config + calls(said)).pi() == "mine"
+        assert made(at, case, edited(case.config, ("pi", "other"))).other() == "mine"
+
+
+LATE = "class First:\n    pass\n\n\ndef first():\n    return 1\n\n\nclass Late:\n    mark = 1\n"
+
+
+@advice(
+    "Put it behind that definition with add_helper_after({}), or use",
+    "Leave the original out with exclude_from_output({}) and add a {} behind that definition with ",
+    "the file defines it only further down. {} the name inside a function.",
+)
+def a_name_that_is_defined_further_down(at: Place) -> Steps:
+    behind = 'config.add_helper_after("Late", '
+
+    case = a_case(LATE, 'config.add_helper("class Helper(Late): pass")')
+    yield lambda: made(at, case)
+    assert made(at, case, edited(case.config, ("config.add_helper(", behind))).Helper.mark == 1
+    inside = edited(case.config, ("class Helper(Late): pass", "def helper(): return Late.mark"))
+    assert made(at, case, inside).helper() == 1
+
+    replaced = a_case(LATE, 'config.replace_class("First", "class First(Late): pass")')
+    said = yield lambda: made(at, replaced)
+    left_out = f"config.{said.partition('Leave the original out with ')[2].partition(' and')[0]}\n"
+    assert made(at, replaced, f'{left_out}{behind}"class First(Late): pass")').First.mark == 1
+    function = a_case(LATE, 'config.replace_function("first", "def first(a=Late): return a.mark")')
+    yield lambda: made(at, function)
+    inside = edited(function.config, ("a=Late): return a", "): return Late"))
+    assert made(at, function, inside).first() == 1
+
+    block = a_case(LATE, 'config.add_post_import_block("mark = Late.mark")')
+    yield lambda: made(at, block)
+    inside = edited(block.config, ("mark = Late.mark", "def mark(): return Late.mark"))
+    assert made(at, block, inside).mark() == 1
+
+
+@advice(
+    "add config.add_import({}{}, is_from_import=False)",
+    "add config.add_import({}, names=[{}])",
+    "defined {}; add config.add_helper({})",
+    "bound {}; add config.add_post_import_block with the statements that bind it there",
+    "import it with config.add_import, or add it with config.add_helper or config.add_post_import_block",
+)
+def names_that_a_patch_uses(at: Place) -> Steps:
+    case = cases.read("error_missing_import")
+    config = "import xml.dom.minidom\n" + edited(case.config, ("loads, LIMIT", "xml.dom.minidom, LIMIT"))
+    said = yield lambda: made(at, case, config)
+    line = re.search(r"LIMIT: bound on line (\d+) of (\S+);", said)
+    assert line
+    text = (at.tmp / line[2]).read_text().splitlines()[int(line[1]) - 1]
+    unknown = (
+        'config.add_import("math", names=["e as unheard_of"])',
+        'config.add_helper("def unheard_of(): pass")',
+        'config.add_post_import_block("unheard_of = 7")',
+    )
+    followed = f"{config}{calls(said)}\nconfig.add_post_import_block({text!r})\n"
+    for way in unknown:
+        file = made(at, case, followed + way)
+        found = file.A().forward(2)
+        assert found[1:] == (
+            importlib.import_module("os.path"),
+            "2",
+            importlib.import_module("xml.dom.minidom"),
+            3,
+            2,
+            file.unheard_of,
+        )
+
+
+@advice("{} already binds. Give it an alias{}.", "the name of something in {}. Rename it{}.")
+def a_name_that_is_left_out_in_part(at: Place) -> Steps:
+    """A file that binds a name in several ways binds it until all of them are left out."""
+    added = 'config.add_import("cmath", names=["tau as pi"])\n', "config.add_helper(\"def pi(): return 'mine'\")\n"
+    parts = "import sys\n\nif not sys:\n    from math import pi\nelse:\n    pi = 3\n"
+    for config, source in itertools.product(added, (parts, "pi = 3\nfor pi in (1, 2):\n    pass\n")):
+        case = a_case(source, config)
+        for left_out in ("config.exclude_from_output('pi')", "config.drop_import_names('pi')"):
+            if "import" in source or "exclude" in left_out:
+                said = yield lambda case=case, config=config + left_out: made(at, case, config)  # type: ignore[misc]
+                if "import" in source:
+                    file = made(at, case, config + left_out + calls(said))
+                    assert file.pi == math.tau or file.pi() == "mine"
+        right = edited(config, ("pi", "other"))
+        assert hasattr(made(at, case, right), "other")
+
+
+@advice("imported {}; add config.add_import with the absolute name of its module")
+def a_name_that_a_config_imports_relatively(at: Place) -> Steps:
+    package = at.tmp / "package_of_configs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "base.py").write_text("LIMIT = 3\n")
+    case = a_case("def f(x):\n    return x\n", "")
+    own = described(at, case).source_module
+
+    def file(name: str, more: str = "") -> Any:
+        text = f'{cases.PRELUDE}from .base import LIMIT\n\nconfig = PatchConfig("{own}", "{name}.py")\n'
+        (package / f"{name}.py").write_text(
+            f'{text}@config.replace_function("f")\ndef f(x):\n    return x + LIMIT\n\n\n{more}'
+        )
+        with importable(at.tmp):
+            (config,) = load_configs(str(package / f"{name}.py"))
+            return written_module(generate(config), at.tmp / f"file_{name}.py")
+
+    yield lambda: file("wrong")
+    assert file("right", 'config.add_import("package_of_configs.base", names=["LIMIT"])\n').f(1) == 4
+
+
+case_of(
+    "dropped_but_used",
+    "removes what {} still uses. Keep it, or bind {} another way{}.",
+    ([('config.drop_import_names("pi")', "")], lambda file: file.f() == math.pi),
+    ([('("pi")', '("pi")\nconfig.add_import("cmath", names=["tau as pi"])')], lambda file: file.f() == math.tau),
+    ([('("pi")', '("pi")\nconfig.exclude_from_output("f")')], lambda file: not {"f", "pi"} & {*vars(file)}),
+)
+
+
+@advice("removes what {} still uses. Keep it, or bind {} another way{}.")
+def a_name_that_the_module_uses_while_it_is_imported(at: Place) -> Steps:
+    source = "from math import pi\n\nif pi > 4:\n    raise ValueError\n"
+    case = a_case(source, 'config.drop_import_names("pi")\n')
+    said = yield lambda: made(at, case)
+    assert said.endswith("another way.")
+    assert made(at, case, "").pi == math.pi
+    assert made(at, case, case.config + 'config.add_import("cmath", names=["pi"])').pi == math.pi
+    tried = a_case(
+        "try:\n    from math import pi\nexcept ImportError:\n    pi = None\n\n\ndef f():\n    return pi\n", case.config
+    )
+    said = yield lambda: made(at, tried)
+    assert "removes what 'f' still uses" in said
+    assert made(at, tried, case.config + 'config.add_import("cmath", names=["tau as pi"])').f() == math.tau
+    constant = a_case(source.partition("\nif")[0] + "TWICE = 2 * pi\n", case.config)
+    said = yield lambda: made(at, constant)
+    assert "or leave 'TWICE' out as well." in said
+    assert not hasattr(made(at, constant, case.config + 'config.exclude_from_output("TWICE")'), "TWICE")
+
+
+case_of(
+    "excluded_but_used",
+    ", or leave {} out as well",
+    ([('config.exclude_from_output("Norm")', "")], lambda file: file.User.norm is file.Norm),
+    ([('("Norm")', '("Norm")\nconfig.add_helper("class Norm: pass")')], lambda file: file.User.norm is file.Norm),
+    ([('("Norm")', '("Norm", "User")')], lambda file: file.__all__ == []),
+)

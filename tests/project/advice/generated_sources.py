@@ -1,0 +1,232 @@
+"""Where a generated file comes from: the text of a patch, the modeling module, the config; and where it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+
+from patcher.codegen import PatchConfig, generate, write
+from patcher.codegen.checker import load_configs
+from patcher.errors import CodegenError
+from tests.codegen import cases
+from tests.codegen.checked import CONFIG, SOURCE
+from tests.project.advice import Place, Steps, advice
+from tests.project.advice.generated_files import a_case, case_of, described, edited, importable, made
+from tests.project.advice.models import command, in_folder
+from tests.support.written_modules import written_module
+
+case_of(
+    "lambda",
+    "was given a lambda, which has no text of its own. Write it as a def.",
+    (
+        [("replacement=lambda x: x)", "replacement=g)"), ("config.", "def g(x):\n    return 1\n\n\nconfig.")],
+        lambda file: file.f(2) == 1,
+    ),
+)
+case_of(
+    "builtin",
+    "Give a class or a function, its text, or use create_patch_from_external.",
+    (
+        [("replacement=math.gcd", "replacement=g"), ("config.", "def g(x):\n    return 1\n\n\nconfig.")],
+        lambda file: file.f(2) == 1,
+    ),
+    ([("replacement=math.gcd", '"def g(x): return 1"')], lambda file: file.f(2) == 1),
+    (
+        [
+            (
+                'replace_function("f", replacement=math.gcd)',
+                'patches.append(create_patch_from_external("f", "math", "gcd"))',
+            )
+        ],
+        lambda file: file.f is math.gcd,
+    ),
+)
+case_of(
+    "executed_function",
+    "Define it in a file, give its text as a string, or use create_patch_from_external.",
+    (
+        [('space = {}\nexec("def g(x):\\n    return x", space)', "def g(x):\n    return 1"), ('space["g"]', "g")],
+        lambda file: file.f(2) == 1,
+    ),
+    ([('replacement=space["g"]', '"def g(x): return 1"')], lambda file: file.f(2) == 1),
+    (
+        [
+            (
+                'replace_function("f", replacement=space["g"])',
+                'patches.append(create_patch_from_external("f", "math", "sqrt"))',
+            )
+        ],
+        lambda file: file.f(4) == 2,
+    ),
+)
+case_of(
+    "made_at_run_time",
+    "if it was made by type(), write it as a definition.",
+    (
+        [('type("Made", (), {})', "Made"), ("config.", "class Made:\n    mark = 1\n\n\nconfig.")],
+        lambda file: file.A.mark == 1,
+    ),
+)
+TWICE = "def g():\n    class B:\n        mark = 1\n    return B\n\n\nclass B:\n    mark = 2\n\n\n"
+
+
+@advice("If the file was edited since, start again; if the class is defined twice, give one a name of its own; ")
+def a_class_that_is_not_where_it_was(at: Place) -> Steps:
+    case = cases.read("error_decorated_edit")
+    yield lambda: made(at, case)
+    again = edited(
+        case.config, ('import linecache\n\nlinecache.cache[__file__] = (1, None, ["x = 1\\n"], __file__)\n', "")
+    )
+    assert hasattr(made(at, case, edited(again, ("pass", "mark = 1"))).A, "mark")
+    twice = TWICE + 'config.replace_class("A", B)\n'
+    yield lambda: made(at, case, twice)
+    assert (
+        made(
+            at, case, edited(twice, ("class B:\n        mark", "class C:\n        mark"), ("return B", "return C"))
+        ).A.mark
+        == 2
+    )
+
+
+@advice("Correct the name, or install the package in this environment.", "Name the module that defines the classes.")
+def a_module_that_is_not_there(at: Place) -> Steps:
+    case = cases.read("error_source_unknown")
+    said = yield lambda: made(at, case)
+    right = said.partition("(nearest: ")[2].partition(")")[0]
+    assert made(at, case, edited(case.config, ("modeling_caes", right))).x == 1
+    unknown = cases.read("error_source_unknown_package")
+    yield lambda: made(at, unknown)
+    installed = at.tmp / "package_that_nobody_has"
+    installed.mkdir()
+    (installed / "__init__.py").touch()
+    (installed / "models.py").write_text("x = 2\n")
+    assert made(at, unknown).x == 2
+    (installed / "folder").mkdir()
+    for name in ("math", "package_that_nobody_has.folder"):
+        wrong = edited(unknown.config, ("package_that_nobody_has.models", name))
+        yield lambda wrong=wrong: made(at, unknown, wrong)  # type: ignore[misc]
+        assert made(at, unknown, edited(wrong, (name, "package_that_nobody_has.models"))).x == 2
+
+
+@advice(
+    "Give a dotted name, such as 'transformers.models.llama.modeling_llama'.",
+    "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...).",
+    "this config stands in no file, so there is no folder beside it to write to. Give write(config, output_dir=...).",
+)
+def a_source_and_a_target(at: Place) -> Steps:
+    case = cases.read("error_source_no_name")
+    said = yield lambda: made(at, case)
+    name = said.partition("such as '")[2].partition("'")[0]
+    config = described(at, case, edited(case.config, ("a-b.c", name)))
+    assert "class LlamaForCausalLM" in generate(config)
+    for wrong in ("../out.py", str(at.tmp / "out.py"), "out.txt"):
+        said = yield lambda wrong=wrong: PatchConfig(name, wrong)  # type: ignore[misc]
+    target = said.partition("such as '")[2].partition("'")[0]
+    assert write(PatchConfig("json.decoder", target), output_dir=at.tmp / "out") == at.tmp / "out" / target
+
+    names: dict[str, Any] = {"PatchConfig": PatchConfig}
+    exec("config = PatchConfig('json.decoder', 'of_text.py')", names)
+    yield lambda: write(names["config"])
+    assert write(names["config"], output_dir=at.tmp / "out").is_file()
+
+
+@advice("give PatchConfig the full dotted name of {}, from its top package on, or correct the import.")
+def an_import_from_above_the_top(at: Place) -> Steps:
+    case = a_case("from .beside import x\n", "")
+    own = described(at, case).source_module
+    models = at.tmp / own.split(".")[0] / "models"
+    (models / "beside.py").write_text("x = 1\n")
+    with importable(models):
+        yield lambda: generate(PatchConfig("modeling_case", "out.py"))
+    with importable(at.tmp):
+        assert written_module(generate(PatchConfig(own, "out.py")), at.tmp / "full.py").x == 1
+    far = cases.read("error_relative_beyond_the_top")
+    yield lambda: made(at, far)
+    assert made(at, dataclasses.replace(far, source="from math import pi as x\n")).x == math.pi
+
+
+@advice(
+    "patched, or uses what is patched. Use generate() or write() for this config.",
+    "can't be imported: {}: {}\nIts text is generate(config); import that to see more.",
+)
+def a_patcher_of_a_config_that_has_none(at: Place) -> Steps:
+    source = "import torch\n\n\nclass A(torch.nn.Module):\n    pass\n"
+    case = a_case(source, 'config.add_import("json")\n')
+    with importable(at.tmp):
+        config = described(at, case)
+        yield config.to_patcher
+        assert written_module(generate(config), at.tmp / "generated.py").json is json
+        assert "import json" in write(config, at.tmp / "out").read_text()
+
+        config = described(at, case, 'config.add_post_import_block("raise ZeroDivisionError")')
+        yield config.to_patcher
+        with contextlib.suppress(ZeroDivisionError) as caught:
+            written_module(generate(config), at.tmp / "generated.py")
+        assert caught is None
+
+
+# --- configs in files, and the command line ------------------------------------------------------------------------
+
+
+@advice(
+    "{}: there is no such config. Give the path of a file, or the name of a module.",
+    "{}: there is no module {}. Give the name of a config's module, or the path of its file, which ends in .py.",
+)
+def a_config_that_is_not_there(at: Place) -> Steps:
+    (at.tmp / "checked_patch_gen_config.py").write_text(CONFIG)
+    with in_folder(at.tmp):
+        for wrong in ("gone.py", "gone", "gone.config"):
+            yield lambda wrong=wrong: load_configs(wrong)  # type: ignore[misc]
+        for right in ("checked_patch_gen_config.py", "checked_patch_gen_config"):
+            with importable(at.tmp):
+                assert [config.target_file for config in load_configs(right)] == ["patched_modeling_checked.py"]
+
+
+@advice(
+    "{}: this module defines no PatchConfig. Write `config = PatchConfig(...)`.",
+    "Define one, `config = PatchConfig(...)`.",
+)
+def a_module_without_a_config(at: Place) -> Steps:
+    path = at.tmp / "empty_patch_gen_config.py"
+    path.write_text("from patcher.codegen import PatchConfig\n")
+    for name in (None, "config"):
+        with importable(at.tmp):
+            said = yield lambda name=name: load_configs(str(path), name)  # type: ignore[misc]
+        code = said.partition("`")[2].partition("`")[0].replace("...", "'json.decoder', 'out.py'")
+        right = at.tmp / "defined_patch_gen_config.py"
+        right.write_text(path.read_text() + code)
+        with importable(at.tmp):
+            assert [config.target_file for config in load_configs(str(right), name)] == ["out.py"]
+
+
+def project(at: Place, search_root: str) -> None:
+    (at.tmp / "pyproject.toml").write_text(f'[tool.patcher.codegen]\nsearch_root = "{search_root}"\n')
+    for folder in ("configs", "lib"):
+        (at.tmp / folder).mkdir(exist_ok=True)
+    (at.tmp / "configs" / "checked_patch_gen_config.py").write_text(CONFIG)
+    (at.tmp / "lib" / "modeling_checked.py").write_text(SOURCE)
+
+
+@advice(
+    "Name a config, or use --list, --all or --check.",
+    "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml",
+)
+def a_command_that_says_too_little(at: Place) -> Steps:
+    def listed() -> None:
+        raise CodegenError(command("codegen", "--list"))
+
+    project(at, "lib")
+    with in_folder(at.tmp), importable(at.tmp / "lib"):
+        yield listed
+        project(at, "configs")
+        assert "modeling_checked -> patched_modeling_checked.py" in command("codegen", "--list")
+        said = yield lambda: command("codegen")
+        for words in (["configs/checked_patch_gen_config.py"], *re.findall("--[a-z]+", said.partition("use")[2])):
+            asked = [words] if isinstance(words, str) else words
+            assert "checked" in command("codegen", *asked)
+    generated = at.tmp / "configs" / "generated" / "patched_modeling_checked.py"
+    assert "return x + 1" in generated.read_text()
