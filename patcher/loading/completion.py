@@ -89,10 +89,12 @@ def complete(
     """
     if outcome.conversion_errors:
         return Completion(checkpoint)  # the unpatched load fails as well
-    parameters = {name: parameter for name, parameter in named_parameters(stock) if name not in tied_keys(stock)}
+    tied = tied_keys(stock)
+    parameters = {name: parameter for name, parameter in named_parameters(stock) if name not in tied}
     unfit = _keys_of_misfits(outcome)
     misfits = unfit if ignores_shapes else {}
     absent = [name for name in parameters if name in outcome.missing or name in misfits]
+    gone = set(absent)
     reverted = stock_conversions_from_scratch(stock)
     rename = key_renamer(conversions, model, state_tensors(model))
 
@@ -110,16 +112,17 @@ def complete(
         if lines:
             return Completion(checkpoint, misfits=tuple(lines))
 
-    dropped = {key for keys in misfits.values() for key in keys}
-    kept = {key: value for key, value in checkpoint.items() if key not in dropped}
+    # Joined with what isn't there, a tensor of another shape has to go as well; others transformers sees by itself.
     fused = _fused_with(model)
+    dropped = {key for name, keys in misfits.items() for key in keys if name in fused or joined_as(key)}
+    kept = {key: value for key, value in checkpoint.items() if key not in dropped}
     present = {joined_as(key) for key in kept}
     lacking, wanted = [], []
     for name in absent:
         parts = fused.get(name)
         if parts is not None:
-            is_partial = any(part not in absent for part in parts)
-            is_joined = is_partial
+            is_partial = not gone.issuperset(parts)
+            is_joined = is_partial or not misfits.keys().isdisjoint(parts)
         else:
             groups = {joined_as(key) for key in stock_revert(stock, {name: parameters[name].data}, reverted)} - {None}
             is_partial, is_joined = not groups.isdisjoint(present), not groups.isdisjoint(amiss)

@@ -88,7 +88,7 @@ class BuiltAgain:
             PatchConstructionError: an attribute that can't be carried over.
         """
         theirs = dict(self.module.named_modules(remove_duplicate=False))
-        ours = {name: _module_at(self.built.module, name) for name in theirs}
+        ours = {name: module_at(self.built.module, name) for name in theirs}
         memo: dict[int, Any] = dict(known)
         for given in modules_in((self.built.args, self.built.kwargs)):
             memo |= {id(module): module for module in given.modules()}
@@ -126,6 +126,9 @@ class BuiltAgain:
                 f"{key} is a function that holds tensors or modules of {self.built.replacement.__qualname__}, so it "
                 "can't be given what the checkpoint gives them: make it a method."
             )
+        if not tensors and not modules_in(value):
+            target.__dict__[name] = value  # as it is: a lock has no copy
+            return
         for tensor in tensors:
             if id(self.meta_init.registered(tensor)) not in memo:
                 self.lacks(key, tensor)
@@ -230,7 +233,7 @@ def _is_another(model: PreTrainedModel, made: Mapping[str, nn.Module], path: str
     """Whether a parameter belongs to a module that a quantizer, or a fusion, has put in the place of the one built."""
     owner = key.rpartition(".")[0]
     built = made.get(owner.removeprefix(path).removeprefix("."))
-    return built is not None and type(_module_at(model, owner)) is not type(built)
+    return built is not None and type(module_at(model, owner)) is not type(built)
 
 
 def _no_values(built: Built, key: str, names: Iterable[str]) -> PatchConstructionError:
@@ -241,7 +244,8 @@ def _no_values(built: Built, key: str, names: Iterable[str]) -> PatchConstructio
     )
 
 
-def _module_at(module: nn.Module, path: str) -> nn.Module | None:
+def module_at(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of a module at a path, if there is one."""
     try:
         return module.get_submodule(path)
     except AttributeError:

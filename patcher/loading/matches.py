@@ -51,32 +51,24 @@ def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool
     patcher = entry.patcher
     if classes:
         yield from _unmatched_classes(entry, matched)
-        found = matched.of(entry, "new_weights")
-        for text in patcher.new_weights:
-            if text not in found:
-                yield (
-                    f"new_weights: {text!r} is found in the name of no parameter; "
-                    f"{_suggest(text, folded(matched.parameters), 'parameters')}"
-                )
+        yield from _not_found(entry, matched, "new_weights", "the name of no parameter", "parameters")
     if conversions and matched.has_read:
-        dropping = matched.of(entry, "filtered_weight_conversion_patterns")
-        for text in patcher.filtered_weight_conversion_patterns:
-            if text not in dropping:
-                yield (
-                    f"filtered_weight_conversion_patterns: {text!r} is found in no conversion of the model; "
-                    f"{_suggest(text, matched.patterns, 'patterns')}"
-                )
+        field = "filtered_weight_conversion_patterns"
+        yield from _not_found(entry, matched, field, "no conversion of the model", "patterns")
         converting = matched.of(entry, "extra_weight_conversions")
         for transform in patcher.extra_weight_conversions:
             if identity(transform) not in converting:
                 yield f"extra_weight_conversions: {describe(transform)} {_unused(transform, matched)}"
-        dropped = matched.of(entry, "dropped_weights")
-        for text in patcher.dropped_weights:
-            if text not in dropped:
-                yield (
-                    f"dropped_weights: {text!r} is found in no key of the checkpoint; "
-                    f"{_suggest(text, folded(matched.checkpoint_keys), 'checkpoint keys')}"
-                )
+        yield from _not_found(entry, matched, "dropped_weights", "no key of the checkpoint", "checkpoint keys")
+
+
+def _not_found(entry: InForce, matched: Matched, field: str, where: str, what: str) -> Iterator[str]:
+    """The expressions of a field that are found nowhere, each with the nearest of what there is."""
+    found, known = matched.of(entry, field), getattr(matched, what.replace(" ", "_"))
+    for text in getattr(entry.patcher, field):
+        if text not in found:
+            hint = _suggest(text, known if what == "patterns" else folded(known), what)
+            yield f"{field}: {text!r} is found in {where}; {hint}"
 
 
 def _unused(transform: WeightTransform, matched: Matched) -> str:

@@ -93,14 +93,17 @@ def simulate_reading(
     return selected, checkpoint, result
 
 
+def _copy(item: Any) -> Any:
+    """An unused copy of a conversion, with a trace of its own if it has one."""
+    trace = trace_of(item)
+    return copy_transform(item) if trace is None else with_trace(trace.transform)
+
+
 def _simulated(
     selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], *, quantized: bool = False
 ) -> tuple[Selected, list[Any], FusedReading, Outcome]:
     """The load with copies of its conversions, these, how the checkpoint is read, and what comes of it."""
-    copies = {
-        id(item): with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
-        for item in mapping
-    }
+    copies = {id(item): _copy(item) for item in mapping}
     alone = replace(
         selected,
         traced=tuple(copies.get(id(item)) or with_trace(item.trace.transform) for item in selected.traced),
@@ -117,10 +120,7 @@ def _simulated(
 
 def _completed(selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], patched: Outcome) -> Completion:
     stock, outcome = stock_load(selected, checkpoint)
-    copies = [
-        with_trace(trace.transform) if (trace := trace_of(item)) else copy_transform(item)
-        for item in load_config.weight_mapping or []
-    ]
+    copies = [_copy(item) for item in load_config.weight_mapping or []]
     return complete(
         selected.model,
         stock,

@@ -115,6 +115,15 @@ def test_tensors_of_other_shapes_are_ignored_part_by_part(case: str, strict: boo
     assert_as_stock(case, model, state, ignore_mismatched_sizes=True)
 
 
+def test_when_each_part_is_missing_or_of_another_shape_all_are_initialised(case: str) -> None:
+    patcher, *_, parts = CASES[case]
+    for missing in range(len(parts)):
+        state = {key: value for key, value in checkpoint_of(case).items() if key not in parts[:missing]}
+        state |= {key: torch.randn(state[key].shape[0] + 3, *state[key].shape[1:]) for key in parts[missing:]}
+        model = load(case, state, patcher, ignore_mismatched_sizes=True)
+        assert_as_stock(case, model, state, ignore_mismatched_sizes=True)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_parts_whose_sum_is_right_are_refused(case: str, strict: bool) -> None:
     """Row 18. What is refused by transformers isn't read by a patched load."""

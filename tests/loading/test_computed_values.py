@@ -528,6 +528,7 @@ def new_under_another_name_each_time(module: Any) -> None:
             new_of_another_shape_each_time,
             r"has made \S+\.new of shape \(1,\), and with \(3,\) when it was called again",
         ),
+        (several_written_at_once, r"writes to several tensors, of which one is a weight of the checkpoint"),
         (new_under_another_name_each_time, r"has made \S+\.new0 of shape \(2,\), and not at all when"),
     ],
 )
