@@ -262,6 +262,9 @@ def test_presets_are_verified_on_real_models(smollm2_small: Path, minilm: Path, 
         "mixtral": len(report(transformers.AutoModelForCausalLM.from_pretrained(
             smollm2_moe, patcher=presets.MIXTRAL_LINEAR_EXPERTS)).fused),
     }  # fmt: skip
+    assert found["llama"].floor is not None
+    assert 0 < found["llama"].floor < 1e-4
+    assert {stage.name for stage in found["llama"].stages if not stage.checked} == {"windows"}
 
 
 @pytest.mark.parametrize("name", presets.__all__)
