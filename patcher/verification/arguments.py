@@ -12,7 +12,7 @@ from torch import nn
 
 from patcher.compat.models import keyword_annotations
 from patcher.verification.numerics import differences
-from patcher.verification.passes import Pass, Reference, parameters_of, tried
+from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
 
 #: Compared otherwise: caches in steps and chunks, masks as padding.
 _LEFT_OUT = {"past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
@@ -32,22 +32,22 @@ class Value(NamedTuple):
     more: bool = False
 
 
-def reactions(stock: nn.Module, base: Pass) -> Iterator[Reference]:
+def reactions(stock: nn.Module, base: Pass, on_stock: OnStock) -> Iterator[Reference]:
     """The runs with one more argument to which stock gives something else, or that give the loss for labels.
 
     Where there is a loss, each argument is tried beside labels as well: some say how it is computed.
     """
-    (plain,) = tried([base], stock)
+    (plain,) = on_stock([base])
     labelled: list[Reference] = []
-    for reference in _reacting(stock, plain, _names(stock)):
+    for reference in _reacting(stock, plain, _names(stock), on_stock):
         labelled += [reference] if "labels" in reference.run.arguments else []
         yield reference
     for reference in labelled[:1]:
-        yield from _reacting(stock, reference, _names(stock, _WITHOUT_LABELS), "loss")
+        yield from _reacting(stock, reference, _names(stock, _WITHOUT_LABELS), on_stock, "loss")
 
 
 def _reacting(
-    stock: nn.Module, base: Reference, names: Iterable[tuple[str, str]], output: str = ""
+    stock: nn.Module, base: Reference, names: Iterable[tuple[str, str]], on_stock: OnStock, output: str = ""
 ) -> Iterator[Reference]:
     """Those to which a certain output reacts, by default any."""
     given = base.run.arguments
@@ -56,7 +56,7 @@ def _reacting(
             arguments = {key: item for key, item in given.items() if key not in value.without}
             title = f"{base.run.name}, {name}: {value.text}"
             run = Pass("forward", arguments | {name: value.value}, base.run.path, title)
-            found = [one for one in tried([run], stock) if _differ(one.expected, base.expected, output)]
+            found = [one for one in on_stock([run]) if _differ(one.expected, base.expected, output)]
             yield from found
             if found and not value.more:
                 break

@@ -23,7 +23,7 @@ from patcher.verification.inputs import NoInputsError, chosen_passes
 from patcher.verification.layers import on_few_layers
 from patcher.verification.modules import load_in_half, precision_stage
 from patcher.verification.numerics import differences, noting_calls
-from patcher.verification.passes import Pass, Reference, Row, seeded, tried
+from patcher.verification.passes import OnStock, Pass, Reference, Row, seeded, tried
 from patcher.verification.processors import processed, processor_of
 from patcher.verification.saved import save_stage
 from patcher.verification.texts import CHUNKS, FEW, STEPS, parts_of, text_passes, token_rows, windows_of
@@ -53,7 +53,8 @@ class Run:
     step: Callable[[str], None]  # is told what is being done
     replaced: int = 0
     floor: float | None = None
-    references: dict[str, Reference] = field(default_factory=dict)  # the runs of outputs, by name
+    runs: dict[str, Pass | Row] = field(default_factory=dict)  # those of outputs, by name
+    references: list[Reference] = field(default_factory=list)  # those of them that are run on further models
     chosen: list[str] = field(default_factory=list)  # those of them that reach what texts don't
     labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
     eager: Any = None  # stock with eager attention, until it was used
@@ -72,7 +73,7 @@ class Run:
         self.replaced = len(self.patched)
         yield Stage("load", True, (("modules replaced", float(self.replaced)),))
         for name in STAGES[1:]:
-            if name not in ("outputs", "save") and not self.references:
+            if name not in ("outputs", "save") and not self.runs:
                 continue  # it needs inputs
             self.step(name)
             check: Callable[[], Stage] = getattr(self, f"_{name}")
@@ -127,14 +128,8 @@ class Run:
 
     def _passes(self, *names: str) -> list[Pass]:
         """The passes of these names, else those that reach what others don't."""
-        found = [self.references[name].run for name in names if name in self.references]
-        return [one for one in found if isinstance(one, Pass)] or [
-            one.run for one in self.references.values() if isinstance(one.run, Pass) and not one.run.chunks
-        ]
-
-    def _few(self) -> list[Reference]:
-        """Those that are run on further models: texts, and all that reaches what texts don't."""
-        return [one for name, one in self.references.items() if name in FEW or name in self.chosen]
+        passes = {name: run for name, run in self.runs.items() if isinstance(run, Pass)}
+        return [passes[name] for name in names if name in passes] or [one for one in passes.values() if not one.chunks]
 
     def _outputs(self) -> Stage:
         stock = self.pair.stock
@@ -143,27 +138,29 @@ class Run:
         reached: set[str] = set()
         reached_in_stock: set[str] = set()
 
-        def on_stock(runs: Sequence[Pass | Row]) -> list[Reference]:
+        def noted(run: OnStock, runs: Sequence[Pass | Row]) -> list[Reference]:
             with noting_calls(stock, reached_in_stock):
-                found = list(tried(runs, stock))
-            self.references |= {one.run.name: one for one in found}
+                found = list(run(runs))
+            self.runs |= {one.run.name: one.run for one in found}
             return found
 
+        on_all = partial(tried, stock=stock)
         texts = list(text_passes(stock, self.rows))
-        whole = on_stock([one for one in texts if one.name in (*FEW, CHUNKS)])
+        self.references = noted(on_all, [one for one in texts if one.name in FEW])
         self.floor = self._stock_against_stock()
-        plain = [one for one in whole if one.run.name != CHUNKS]  # what is said of simple inputs is said first
-        compared = self.pair.compare(plain, self.tolerance, reached=reached)
-        rest = [one for one in texts if one.name not in self.references]
+        compared = self.pair.compare(self.references, self.tolerance, reached=reached)
+        chunks = noted(on_all, [one for one in texts if one.name == CHUNKS])
+        rest = [one for one in texts if one.name not in self.runs]
 
-        def of_the_rest() -> Comparison:
-            return self.pair.compare(on_stock(rest), self.tolerance, reached=reached)
+        def of_the_rest(on_stock: OnStock) -> Comparison:
+            return self.pair.compare(noted(on_stock, rest), self.tolerance, reached=reached)
 
         compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
-        others = chosen_passes(stock, processed(stock, processor), reached_in_stock)
-        self.chosen = [one.name for one in others]
-        last = [*(one for one in whole if one.run.name == CHUNKS), *on_stock(others)]
-        compared.add(self.pair.compare(last, self.tolerance, reached=reached))
+        others = noted(on_all, chosen_passes(stock, processed(stock, processor), reached_in_stock))
+        self.chosen = [one.run.name for one in others]
+        self.references += others
+        # Last, though it was run before: what is said of simple inputs is said first.
+        compared.add(self.pair.compare([*chunks, *others], self.tolerance, reached=reached))
         missed = sorted(self.patched - reached)
         if missed and not compared.message:  # what wasn't compared is not the same
             compared.message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
@@ -175,7 +172,7 @@ class Run:
             return None
         try:
             self.eager = self._stock(attn_implementation="eager")
-            gaps = [differences(one.run.results(self.eager), one.expected) for one in self._few()]
+            gaps = [differences(one.run.results(self.eager), one.expected) for one in self.references]
             return max(gap.share for gap in gaps)
         except Exception:  # stock has no eager attention, or it takes other inputs
             self.eager = None
@@ -186,8 +183,8 @@ class Run:
         images = self._passes(*self.chosen) if self.chosen else []
         bases += [one for one in images if not one.path and one.method == "forward" and one not in bases][:1]
 
-        def reacting() -> Comparison:
-            found = {one.run.name: one for base in bases for one in reactions(self.pair.stock, base)}
+        def reacting(on_stock: OnStock) -> Comparison:
+            found = {one.run.name: one for base in bases for one in reactions(self.pair.stock, base, on_stock)}
             self.labelled = [one.run for one in found.values() if set(one.run.arguments) & {"labels"}][:1]
             if not found:
                 raise UncheckedError("stock reacts to no other argument")
@@ -207,8 +204,8 @@ class Run:
         prefix = "eager attention, " if pair is not self.pair else ""
         self.eager = None
 
-        def with_all() -> Comparison:
-            return pair.compare(tried(runs, pair.stock), self.tolerance, prefix=prefix)
+        def with_all(on_stock: OnStock) -> Comparison:
+            return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
 
         return on_few_layers(pair, plain, with_all).stage("recorded")
 
@@ -253,8 +250,8 @@ class Run:
         options = {name: self.options[name] for name in ("attn_implementation", "device_map") if name in self.options}
         again = unpatched(lambda: self._load(self.scratch / "patched", **options))
         # One text is enough: weights that are other weights show in any.
-        few = [one for name, one in self.references.items() if name == FEW[0] or name in self.chosen]
-        gaps = [differences(one.run.results(again), one.expected) for one in few or self._few()]
+        few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
+        gaps = [differences(one.run.results(again), one.expected) for one in few or self.references]
         worst = max(gaps, key=lambda gap: gap.share)
         allowed = TOLERANCES[self.dtype]
         text = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,27 +13,37 @@ from torch import nn
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
 from patcher.verification.comparing import Comparison, Pair, Stage
-from patcher.verification.passes import Pass, Row, tried
+from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
 
 Found = TypeVar("Found", Comparison, Stage)
 
 
-def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[], Found]) -> Found:
+def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnStock], Found]) -> Found:
     """What a check finds on a few layers. What is wrong there is looked at on all of them, which decides.
 
     Args:
         probes: what stock has to run on a few as it does on all.
+        check: is given what runs stock, and leaves out what stock refuses. It is made on all layers if stock runs
+            any of that there.
     """
+    refused: list[Pass | Row] = []
+
+    def on_stock(runs: Iterable[Pass | Row]) -> Iterator[Reference]:
+        for run in runs:
+            found = list(tried([run], pair.stock))
+            refused.extend([] if found else [run])
+            yield from found
+
+    found: Found | None = None
     with few_layers(pair, probes) as fewer:
         try:
-            found = check()
+            found = check(on_stock)
         except Exception:  # it may be that some are missing
             if not fewer:
                 raise
-        else:
-            if not fewer or not found.message:
-                return found
-    return check()
+    if found is not None and (not fewer or not (found.message or any(tried(refused, pair.stock)))):
+        return found
+    return check(partial(tried, stock=pair.stock))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -148,6 +148,10 @@ class Reference(NamedTuple):
 
     run: Any  # a Pass or a Row
     expected: dict[str, torch.Tensor]
+
+
+#: Runs the stock model, and leaves out what it refuses.
+OnStock = Callable[[Iterable[Pass | Row]], Iterator[Reference]]
 
 
 def tried(runs: Iterable[Pass | Row], stock: nn.Module) -> Iterator[Reference]:

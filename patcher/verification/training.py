@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,8 +131,7 @@ def training_stage(
             first, rest = passes[:1], passes[1:]
             stage = gradient_stage(exact, first, tolerance, seed, "training")
             if stage.passed and rest:
-                check = partial(gradient_stage, exact, rest, tolerance, seed, "training")
-                stage = on_few_layers(exact, rest, check)
+                stage = on_few_layers(exact, rest, lambda _: gradient_stage(exact, rest, tolerance, seed, "training"))
             if not stage.passed:
                 return stage
         else:  # some of it isn't in the config

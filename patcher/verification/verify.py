@@ -167,7 +167,9 @@ def verify(
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("verify(model, {})", patcher)
     if dtype not in TOLERANCES:
-        raise InvalidPatcherError(f"dtype={dtype} can't be compared; write one of {', '.join(map(str, TOLERANCES))}.")
+        raise InvalidPatcherError(
+            f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
+        )
     install()
     started = time.perf_counter()
     config = config_of(model, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -12,13 +13,20 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+)
 
 from patcher import Patcher, verify
-from patcher.verification.comparing import Pair
-from patcher.verification.layers import few_layers
+from patcher.verification.arguments import reactions
+from patcher.verification.comparing import Comparison, Pair
+from patcher.verification.layers import few_layers, on_few_layers
 from patcher.verification.modules import precision_stage
-from patcher.verification.passes import Pass
+from patcher.verification.passes import OnStock, Pass, tried
 from tests.support.tiny import DECODER_SIZES, build_tiny, tiny_bert_config, tiny_llama_config
 from tests.verification.wrong_patches import kept, off
 
@@ -136,6 +144,48 @@ def test_what_stock_cannot_run_on_a_few_it_runs_on_all() -> None:
         with few_layers(pair, [probe(), call]) as fewer:
             assert not fewer
             assert len(pair.ours.model.layers) == len(pair.stock.model.layers) == LAYERS
+
+
+class Picky(LlamaForCausalLM):
+    """For a batch, and for logits of some tokens, it asks something of layer 5."""
+
+    def forward(self, input_ids: torch.Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        if len(input_ids) > 1 or logits_to_keep:
+            assert self.model.layers[5].self_attn.layer_idx == 5
+        return super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+
+BATCH = Pass("forward", {"input_ids": torch.arange(12).view(2, 6)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        pytest.param(
+            off(nn.Linear, lambda m, x, k: len(x) > 1),
+            lambda pair, on_stock: pair.compare(on_stock([probe(), BATCH]), 1e-5),
+            id="a text",
+        ),
+        pytest.param(
+            off(nn.Linear, lambda m, x, k: x.shape[1] < 6),
+            lambda pair, on_stock: pair.compare(reactions(pair.stock, probe(), on_stock), 1e-5),
+            id="an argument",
+        ),
+    ],
+)
+def test_what_stock_refuses_on_a_few_only_is_checked_on_all(
+    wrong: type[nn.Module], check: Callable[[Pair, OnStock], Comparison]
+) -> None:
+    """And not left out, as what it refuses on all is."""
+    pair = Pair(deep(), deep())
+    pair.ours.lm_head.__class__ = wrong
+    for model in (pair.stock, pair.ours):
+        model.__class__ = Picky
+    with torch.no_grad():
+        with few_layers(pair, [probe()]) as fewer:
+            assert fewer
+            assert not check(pair, partial(tried, stock=pair.stock)).message
+        assert "it begins in lm_head" in on_few_layers(pair, [probe()], partial(check, pair)).message
 
 
 def test_all_layers_are_there_again_after_an_error() -> None:
