@@ -617,9 +617,10 @@ def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tm
 
 
 LARGE = """
-import json, sys, time
+import sys, time
 from pathlib import Path
-from transformers import DeepseekV3Config
+import torch
+from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from patcher import Patcher, plan
 from tests.support.memory import peak
@@ -638,7 +639,12 @@ assert planned.ok, planned.problems
 assert len(planned.replaced) + len(planned.fused) == 58
 assert (planned.missing, planned.left_over) == ((), ())
 assert len(str(planned)) < 30_000
-print(seconds, peak() / 2**30)
+print(peak() / 2**30)
+if seconds > 10:  # or, on a slow machine, twice what torch takes there to make as many linear layers
+    started = time.process_time()
+    with torch.device("meta"):
+        nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(46_183)).state_dict()
+    assert seconds < 2 * (time.process_time() - started), seconds
 """
 
 
@@ -688,11 +694,8 @@ def test_a_model_of_671_billion_parameters_is_planned_in_seconds(kind: str, scal
     config.save_pretrained(tmp_path)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00163.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    seconds, gigabytes = map(float, run(LARGE, str(tmp_path), kind))
-    if seconds >= 10:  # of one processor: what else runs beside it only adds, so the quickest is the nearest
-        seconds = min(seconds, *(float(run(LARGE, str(tmp_path), kind)[0]) for _ in range(2)))
-    assert seconds < 10
-    assert gigabytes < 2
+    (gigabytes,) = run(LARGE, str(tmp_path), kind)
+    assert float(gigabytes) < 2
 
 
 # --- quantized checkpoints -----------------------------------------------------------------------------------------
