@@ -17,7 +17,8 @@ from tests import real_models
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers' bars follow it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# What `-n` starts inherits it: threads of two workers that wait for each other's cores take several times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Remote code is copied here: not into the home of whoever runs the tests.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="patcher-tests-modules-")
 
