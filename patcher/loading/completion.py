@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import initial_values, named_parameters, state_tensors, tied_keys
+from patcher.construction.lock import construction_lock
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.sources import shape_of
@@ -132,7 +133,10 @@ def complete(
             lacking.append(name)
     if not wanted:
         return Completion(checkpoint)
-    values = initial_values(stock, wanted, dtype) if is_read else {name: parameters[name].data for name in wanted}
+    values = {name: parameters[name].data for name in wanted}
+    if is_read:
+        with construction_lock.held_for(type(stock).__name__):
+            values = initial_values(stock, wanted, dtype)
     put_in = _as_in(checkpoint, stock, stock_revert(stock, values, reverted))
     keys = _as_in(checkpoint, stock, stock_revert(stock, {name: parameters[name].data for name in lacking}, reverted))
     return Completion({**kept, **put_in}, tuple(sorted(keys, key=dot_natural_key)), tuple(put_in))

@@ -329,11 +329,12 @@ def _report_keys(stock: Stock, model: PreTrainedModel, *args: Any, loading_info:
 def _from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
-    if patcher is None and current_construction() is not None:
-        cover_new_classes()  # a part of the model under construction, whose code may just have been imported
-        return stock(cls, config, *args, **kwargs)
-    entries, own = in_force_for(patcher)
+    is_part = patcher is None and current_construction() is not None
+    entries, own = ((), ()) if is_part else in_force_for(patcher)
+    # For a part as well: a model built by hand doesn't hold it, and this sets torch's default type for the process.
     with construction_lock.held_for(cls.__name__):
+        if is_part:
+            cover_new_classes()  # of its code, which may just have been imported
         if not entries:
             return stock(cls, config, *args, **kwargs)
         check_supported(entries, None, {})

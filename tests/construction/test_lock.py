@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 import patcher
 from patcher import PatchConstructionError, Patcher
 from patcher.construction import lock
 from patcher.construction.lock import ConstructionLock
 from tests.support.snapshot import changes, snapshot
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_vl_config
 
 TOLD = (
     r"LlamaForCausalLM.* can't be constructed: the thread 'the holder' has been constructing LlamaForCausalLM from "
@@ -38,6 +42,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Plain(LlamaMLP):  # type: ignore[misc]
+    pass
+
+
+class OwnRotary(Qwen2VLRotaryEmbedding):  # type: ignore[misc]
     pass
 
 
@@ -169,6 +177,61 @@ def test_where_no_clock_tells_nobody_is_accused_while_the_process_works(monkeypa
         assert over.is_set()
     for thread in (*threads, released):
         thread.join()
+
+
+def without_a_part(folder: Path) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    shutil.copytree(folder, cut := folder.with_name("cut"))
+    save_file(tensors, cut / "model.safetensors", metadata={"format": "pt"})
+    return cut
+
+
+def by_hand(_: Path) -> Any:
+    config = tiny_qwen2_vl_config()
+    config.text_config.dtype = config.vision_config.dtype = "bfloat16"
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def by_hand_in_a_block(folder: Path) -> Any:
+    """Its parts are made by `from_config`, each in the type that its config says."""
+    with Patcher({"Qwen2VLRotaryEmbedding": OwnRotary}, fusions="qkv").applied():
+        return by_hand(folder)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(pytest.param(load, id=name) for name, load in LOADS.items() if name != "resolve"),
+        pytest.param(
+            lambda folder: LlamaForCausalLM.from_pretrained(
+                without_a_part(folder), patcher=Patcher(fusions="qkv", strict=False)
+            ),
+            marks=pytest.mark.filterwarnings("ignore:Parameters of the patched model are made of several"),
+            id="a part is initialised",
+        ),
+        pytest.param(by_hand, id="by hand"),
+        pytest.param(by_hand_in_a_block, id="by hand in a block"),
+    ],
+)
+def test_what_is_the_process_s_is_changed_by_who_holds_the_lock(
+    make: Callable[[Path], Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The type of new tensors, and the functions of `torch.nn.init`: transformers sets them and puts them back."""
+    calls = []
+
+    def held(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            calls.append(lock.construction_lock._lock._is_owned())  # type: ignore[attr-defined]
+            return stock(*args, **kwargs)
+
+        return checked
+
+    monkeypatch.setattr(torch, "set_default_dtype", held(torch.set_default_dtype))
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", held(PreTrainedModel.initialize_weights))
+    make(checkpoint)
+    assert calls
+    assert all(calls)
 
 
 def test_an_error_inside_lets_go() -> None:
