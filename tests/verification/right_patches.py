@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
-from patcher import Patcher, verify
+from patcher import Patcher
 from patcher.fusions import SequentialExperts
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_jamba_config, tiny_llava_config, tiny_qwen2_moe_config, tiny_qwen2_vl_config
@@ -302,12 +302,3 @@ RIGHT: dict[str, tuple[PretrainedConfig, Patcher]] = {
     "patches in three dimensions": (tiny_qwen2_vl_config(), Patcher(fusions="patch_embeddings")),
     "Mamba, experts and attention": (tiny_jamba_config(), Patcher(fusions=["qkv", "gate_up"])),
 }
-
-
-def check_right(name: str, dtype: torch.dtype) -> None:
-    """It passes every stage, each of which was checked."""
-    found = verify(*RIGHT[name], dtype=dtype)
-    assert found.failures == ()
-    assert {stage.name for stage in found.stages if not stage.checked} <= {"windows", "generation"}
-    (precision,) = [dict(stage.figures) for stage in found.stages if stage.name == "precision"]
-    assert precision["modules compared with float64"] == precision["of"]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from transformers import MistralConfig, PretrainedConfig, Qwen2Config
@@ -26,7 +25,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
-from patcher import Patcher, VerificationError, verify
+from patcher import Patcher
 from tests.support.tiny import (
     DECODER_SIZES,
     tiny_bert_config,
@@ -243,12 +242,3 @@ WRONG: dict[str, Wrong] = {
            ("a softmax without upcast", "LlamaAttention", HalfSoftmax),
            ("angles without upcast", "LlamaRotaryEmbedding", HalfAngles)]},
 }  # fmt: skip
-
-
-def check_wrong(name: str) -> None:
-    """It is seen, at one of the stages that the table says, with what the table says."""
-    wrong = WRONG[name]
-    found = verify(wrong.config, wrong.patcher, **wrong.options)
-    assert {stage.name for stage in found.stages if not stage.passed} & set(wrong.stages.split()), found
-    with pytest.raises(VerificationError, match=wrong.says):
-        found.raise_on_failure()
