@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,7 +50,7 @@ class Run:
     dtype: torch.dtype
     seed: int
     options: Mapping[str, Any]
-    scratch: Path  # an empty folder, for what is saved
+    scratch: Path  # an empty folder, for what is saved and offloaded
     step: Callable[[str], None]  # is told what is being done
     replaced: int = 0
     floor: float | None = None
@@ -92,6 +93,8 @@ class Run:
     # --- loads
 
     def _load(self, folder: Any, **options: Any) -> Any:
+        if options.get("offload_folder") is not None:  # of each model its own: names of files are those of weights
+            options["offload_folder"] = tempfile.mkdtemp(prefix="offload-", dir=self.scratch)
         with seeded(self.seed):  # of weights that the checkpoint doesn't have
             return self.cls.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
 
@@ -247,7 +250,8 @@ class Run:
         if not (self.scratch / "patched").exists():
             raise UncheckedError("nothing was saved")
         # Where the files were, and how they became quantized, is behind us.
-        options = {name: self.options[name] for name in ("attn_implementation", "device_map") if name in self.options}
+        kept = ("attn_implementation", "device_map", "offload_folder")
+        options = {name: self.options[name] for name in kept if name in self.options}
         again = unpatched(lambda: self._load(self.scratch / "patched", **options))
         # One text is enough: weights that are other weights show in any.
         few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]

@@ -109,6 +109,16 @@ def test_what_is_right_passes_at_every_stage(config: Any, patcher: Patcher, unch
 STAGES = "load outputs arguments recorded windows precision generation gradients training save reload".split()
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_offloaded_weights_of_one_model_are_not_those_of_another(llama: Path, tmp_path: Path) -> None:
+    """Each model that is loaded on the way writes its own: under the same names, and some in another type."""
+    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
+    found = verify(llama, Patcher(fusions=["qkv", "gate_up"]), device_map=device_map, offload_folder=tmp_path)
+    found.raise_on_failure()
+    assert {stage.name for stage in found.stages if not stage.checked} == {"windows", "gradients", "training"}
+
+
 def test_half_precision_is_compared_module_by_module(llama: Path) -> None:
     found = verify(llama, JOINED | Patcher({"LlamaRMSNorm": NormAsShipped}), dtype=torch.bfloat16)
     (precision,) = [stage for stage in found.stages if stage.name == "precision"]
