@@ -133,10 +133,11 @@ def complete(
             lacking.append(name)
     if not wanted:
         return Completion(checkpoint)
-    values = {name: parameters[name].data for name in wanted}
     if is_read:
         with construction_lock.held_for(type(stock).__name__):
             values = initial_values(stock, wanted, dtype)
+    else:
+        values = {name: parameters[name].data for name in wanted}
     put_in = _as_in(checkpoint, stock, stock_revert(stock, values, reverted))
     keys = _as_in(checkpoint, stock, stock_revert(stock, {name: parameters[name].data for name in lacking}, reverted))
     return Completion({**kept, **put_in}, tuple(sorted(keys, key=dot_natural_key)), tuple(put_in))
