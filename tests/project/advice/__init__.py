@@ -38,10 +38,15 @@ Steps = Generator[Callable[[], object], str, None]
 CASES: dict[str, tuple[tuple[str, ...], Callable[[Place], Steps], type[Exception]]] = {}
 
 
-def advice(*texts: str, error: type[Exception] = PatcherError) -> Callable[[Callable[[Place], Steps]], None]:
+def advice(
+    *texts: str, error: type[Exception] = PatcherError, name: str = ""
+) -> Callable[[Callable[[Place], Steps]], None]:
+    """Put a function into the table, by default under its own name."""
+
     def add(function: Callable[[Place], Steps]) -> None:
-        assert function.__name__ not in CASES, function.__name__
-        CASES[function.__name__] = (texts, function, error)
+        key = name or function.__name__
+        assert key not in CASES, key
+        CASES[key] = (texts, function, error)
 
     return add
 

@@ -75,14 +75,12 @@ def calls(said: str) -> str:
 def case_of(name: str, text: str, *ways: tuple[list[Edit], Callable[[Any], bool]]) -> None:
     """A file of `tests/codegen/cases`, what its error advises, and for each way to follow that whether it arrives."""
 
+    @advice(text, name=f"error_{name}")
     def steps(at: Place) -> Steps:
         case = cases.read(f"error_{name}")
         yield lambda: made(at, case)
         for edits, arrives in ways:
             assert arrives(made(at, case, edited(case.config, *edits))), edits
-
-    steps.__name__ = f"error_{name}"
-    advice(text)(steps)
 
 
 BINDING_CLASSES = (

@@ -133,14 +133,12 @@ MODULES = {
 
 
 def module_case(name: str, text: str, wrong: str, right: str) -> None:
+    @advice(text, name=name)
     def steps(at: Place) -> Steps:
         with own_module(at, wrong) as module:
             yield lambda: file_of(Patcher({"LlamaMLP": module.Mine}))
         with own_module(at, right) as module:
             assert arrives(at, Patcher({"LlamaMLP": module.Mine}))
-
-    steps.__name__ = name
-    advice(text)(steps)
 
 
 for _name, _case in MODULES.items():
@@ -288,14 +286,12 @@ FUSIONS: dict[str, tuple[str, list[Any]]] = {
 
 
 def fusion_case(name: str, text: str, fusions: list[Any]) -> None:
+    @advice(text, name=name)
     def steps(at: Place) -> Steps:
         yield lambda: file_of(Patcher(fusions=fusions))
         model = load(at.llama, Patcher(fusions=fusions))
         assert len(report(model).fused) == len(fusions)
         assert same(model, at.llama)
-
-    steps.__name__ = name
-    advice(text)(steps)
 
 
 for _name, _fusion in FUSIONS.items():
