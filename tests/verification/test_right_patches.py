@@ -1,4 +1,4 @@
-"""Patches that compute the same in another way: `patcher.verify` passes them."""
+"""Patches that compute the same in another order pass at every stage, and leave nothing unchecked that can be."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.verification.right_patches import RIGHT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_patch_passes(name: str, dtype: torch.dtype) -> None:
-    """Every stage, each of which was checked."""
     found = verify(*RIGHT[name], dtype=dtype)
+
     assert found.failures == ()
     assert {stage.name for stage in found.stages if not stage.checked} <= {"windows", "generation"}
     (precision,) = [dict(stage.figures) for stage in found.stages if stage.name == "precision"]

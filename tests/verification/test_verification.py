@@ -53,6 +53,7 @@ from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
 from patcher.verification.inputs import NoInputsError, chosen_passes
 from patcher.verification.numerics import first_difference
 from patcher.verification.processors import processed, processor_of
+from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import JOINED, OWN, JoinedMLP, With
 from tests.support.tiny import (
     build_tiny,
@@ -112,9 +113,8 @@ STAGES = "load outputs arguments recorded windows precision generation gradients
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 def test_offloaded_weights_of_one_model_are_not_those_of_another(llama: Path, tmp_path: Path) -> None:
     """Each model that is loaded on the way writes its own: under the same names, and some in another type."""
-    parts = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
-    device_map = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
-    found = verify(llama, Patcher(fusions=["qkv", "gate_up"]), device_map=device_map, offload_folder=tmp_path)
+    options = {"device_map": DEVICE_MAPS["a layer on disk"], "offload_folder": tmp_path}
+    found = verify(llama, Patcher(fusions=["qkv", "gate_up"]), **options)
     found.raise_on_failure()
     assert {stage.name for stage in found.stages if not stage.checked} == {"windows", "gradients", "training"}
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from patcher import VerificationError, verify
-from tests.verification.wrong_patches import WRONG
+from tests.verification.wrong_patches import WRONG, Wrong
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_patch_is_seen(name: str) -> None:
-    """At one of the stages that the table says, with what the table says."""
-    wrong = WRONG[name]
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_patch_is_seen(wrong: Wrong) -> None:
     found = verify(wrong.config, wrong.patcher, **wrong.options)
+
     assert {stage.name for stage in found.stages if not stage.passed} & set(wrong.stages.split()), found
     with pytest.raises(VerificationError, match=wrong.says):
         found.raise_on_failure()
