@@ -1,0 +1,1 @@
+"""One file a subject: the columns of one section of the table."""

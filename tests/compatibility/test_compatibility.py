@@ -1,0 +1,26 @@
+"""Every cell of the table is what its column finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.compatibility.columns import Column, columns
+from tests.compatibility.page import PAGE, cells_of, page
+from tests.compatibility.rows import ROWS, Row
+from tests.support.optional import needs
+
+PAGE_CELLS = cells_of(PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("column", columns(), ids=lambda column: column.name)
+def test_the_cell_is_what_happens(column: Column, row: Row, tmp_path: Path) -> None:
+    if column.needs:
+        needs(column.needs)
+    assert column.outcome(row, tmp_path) == PAGE_CELLS[column.name, row.name]
+
+
+def test_the_page_is_as_it_is_generated() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(PAGE_CELLS, columns())
