@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from patcher.inspection.plan import Plan as Plan, plan as plan
     from patcher.inspection.report import Report as Report, report as report
     from patcher.loading import install as install
+    from patcher.loading.state_dicts import (
+        load_original_state_dict as load_original_state_dict,
+        original_state_dict as original_state_dict,
+    )
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.patcher import Patcher as Patcher
@@ -41,6 +45,8 @@ _HOMES = {
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
     "install": "patcher.loading",
+    "load_original_state_dict": "patcher.loading.state_dicts",
+    "original_state_dict": "patcher.loading.state_dicts",
     "plan": "patcher.inspection.plan",
     "report": "patcher.inspection.report",
     "verify": "patcher.verification.verify",

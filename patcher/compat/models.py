@@ -133,9 +133,14 @@ def has_adapters(model: Any) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def ties(model: PreTrainedModel) -> dict[str, str]:
+    """Parameter -> the one that it is tied to, so that it doesn't come from a checkpoint."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
 def tied_keys(model: PreTrainedModel) -> set[str]:
-    """The parameters that are tied to another one, and so don't come from a checkpoint."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
+    """The parameters that are tied to another one."""
+    return set(ties(model))
 
 
 def settle_keys(model: PreTrainedModel, info: Any) -> None:
@@ -182,8 +187,8 @@ def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
 
 def tie_partners(model: PreTrainedModel) -> set[str]:
     """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
-    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    return {*ties, *ties.values()}
+    found = ties(model)
+    return {*found, *found.values()}
 
 
 def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:

@@ -84,6 +84,11 @@ class Layout:
             )
         return replace(self, stock_shapes=tuple(tuple(each.shape) for each in found.values() if each is not None))
 
+    def below(self, prefix: str) -> Self:
+        """The layout with names that have a prefix taken away."""
+        stock, fused = (tuple(name.removeprefix(prefix) for name in names) for names in (self.stock, self.fused))
+        return replace(self, stock=stock, fused=fused)
+
     def fused_shapes(self) -> list[torch.Size]:
         """The shapes of the fused parameters."""
         stock = [torch.empty(shape, device="meta") for shape in self.stock_shapes]

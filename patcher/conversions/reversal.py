@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key
 from patcher.conversions.tracing import ConversionTrace, LayerTrace
@@ -38,17 +38,23 @@ def reverse_conversions(
         for entry in trace.entries:
             if not any(name in state_dict for name in entry.produced):
                 continue  # a state dict of a part of the model
-            restored.update(_reverse_layer(trace, entry, rest, model))
+            restored.update(reverse_layer(trace.transform, entry, rest, model))
     return restored, rest
 
 
-def _reverse_layer(
-    trace: ConversionTrace, entry: LayerTrace, state_dict: dict[str, torch.Tensor], model: nn.Module
+def reverse_layer(
+    transform: WeightTransform, entry: LayerTrace, state_dict: dict[str, torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
+    """Take what one conversion has made for one layer out of a state dict, and apart.
+
+    Raises:
+        PatchedWeightsError: an operation has no reverse, a tensor is missing or has changed its shape.
+    """
+
     def fail(reason: str, cause: Exception | None = None) -> PatchedWeightsError:
         error = PatchedWeightsError(
             f"{', '.join(entry.produced)} can't be saved in the original format: {reason}.\n"
-            f"It was made by {describe(trace.transform)}.\n"
+            f"It was made by {describe(transform)}.\n"
             "Give its operations a `reverse_op` that inverts them, or save the runtime layout yourself with "
             "`safetensors.torch.save_model(model, ...)`."
         )
@@ -56,7 +62,7 @@ def _reverse_layer(
         return error
 
     collected: dict[str, Any] = {}
-    targets = trace.transform.target_patterns
+    targets = transform.target_patterns
     for name, (pattern, shape, dtype) in entry.produced.items():
         tensor = state_dict.pop(name, None)
         if tensor is None:
@@ -79,7 +85,7 @@ def _reverse_layer(
                     collected,
                     source_patterns=[target for target in targets if target in collected] or list(collected),
                     # In the order in which they were written, as on the way in: the checkpoint's order is another.
-                    target_patterns=[name for name in trace.transform.source_patterns if name in entry.sources],
+                    target_patterns=[name for name in transform.source_patterns if name in entry.sources],
                     full_layer_name=entry.target,
                     model=model,
                     config=getattr(model, "config", None),

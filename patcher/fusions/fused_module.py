@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from patcher.compat.models import is_initialized, mark_initialized
+from patcher.conversions.either_layout import read_either_layout
 from patcher.conversions.fused_weights import FUSED, FusedWeights
 from patcher.conversions.layouts import Layout, Rows, named_parameter
 from patcher.conversions.transforms import is_alone
@@ -215,6 +216,8 @@ def view_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def _carry(module: nn.Module, weights: FusedWeights) -> None:
+    if FUSED not in module.__dict__:
+        read_either_layout(module)
     module.__dict__[FUSED] = weights
 
 

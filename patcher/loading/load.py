@@ -34,8 +34,10 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
 from patcher.fusions.base import Fusion
 from patcher.loading.checks import Diagnostics
+from patcher.loading.converted_weights import carry_conversions
 from patcher.loading.initial_values import ParameterTraits
 from patcher.loading.record import PatchRecord, Replaced, keep_record
+from patcher.loading.stock_parameters import follow_state_dicts
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
@@ -325,6 +327,9 @@ def finish(load: Constructed) -> None:
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     keep_record(load.models, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
+    follow_state_dicts(load.models)
+    if isinstance(load, Loaded):
+        carry_conversions(load.model, load.record, [item.trace for item in load.traced], load.record.conversions)
     diagnostics.warn()
 
 
@@ -333,4 +338,5 @@ def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     construction.matched, record, outermost, models = _seen(construction, model)
     ParameterTraits.of(model, outermost)
     keep_record(models, record)
+    follow_state_dicts(models)
     construction.forget()

@@ -143,7 +143,7 @@ def plan_saving(
 def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
     # Not patched, by nothing that may be in force around us either; and built once.
     stock = functools.cache(lambda: skeleton(record.model_class, model.config))
-    conversions = record.conversions if record.read else _conversions_from_scratch(model, record, stock)
+    conversions = record.conversions if record.read else conversions_from_scratch(model, record, stock)
     order: dict[str, int] = {}
     if record.dropped or any(item.entries for item in conversions if isinstance(item, ConversionTrace)):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
@@ -153,14 +153,18 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
     return SavePlan(model, record, True, conversions, order)
 
 
-def _conversions_from_scratch(
-    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel]
+def conversions_from_scratch(
+    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
 ) -> tuple[ConversionTrace | WeightTransform, ...]:
     """The conversions of a model that was made without a checkpoint: those that loading one would have run.
 
     The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
     what they would have joined.
+
+    Args:
+        stock: gives the model as transformers has it, on the meta device.
     """
+    stock = stock or functools.cache(lambda: skeleton(record.model_class, model.config))
     conversions = stock_conversions_from_scratch(stock())
     checkpoint = stock_revert(stock(), dict(stock().state_dict()))
     fusions = record.fusion_transforms

@@ -1,0 +1,248 @@
+"""State dicts in either layout: a module that was fused or converted reads the tensors of transformers too.
+
+What a module needs for that it carries itself, so it does so wherever it goes: copied, pickled, in another model.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from patcher.compat.conversions import copy_transform
+from patcher.compat.models import named_modules
+from patcher.conversions.fused_weights import fused_weights, is_quantized
+from patcher.conversions.layouts import Layout, named_parameter
+from patcher.conversions.reversal import reverse_layer
+from patcher.conversions.tracing import LayerTrace
+from patcher.conversions.transforms import by_itself, single
+
+#: On a module whose weights conversions have made: its `ConvertedWeights`.
+CONVERTED = "_patcher_converted"
+
+
+@dataclass(frozen=True)
+class Converted(Layout):
+    """What a conversion of a patcher has made for one module.
+
+    Attributes:
+        transform: the conversion.
+        done: what it did in the load, in the names of that model.
+        config: that of the model, which operations look at.
+    """
+
+    transform: Any = None
+    done: LayerTrace = field(default_factory=lambda: LayerTrace("", {}, {}, []))
+    config: Any = None
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        converter = copy_transform(self.transform)
+        converter.operations = copy.deepcopy(self.done.operations)
+        keys = [(key, pattern) for pattern, sources in self.done.sources.items() for key, _ in sources]
+        for (key, pattern), tensor in zip(keys, tensors, strict=True):
+            converter.add_tensor(self.done.target, key, pattern, tensor)
+        made = converter.convert(self.done.target, model=self._model, config=self.config)
+        return [single(made[name]) for name in self.done.produced]
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made = dict(zip(self.done.produced, tensors, strict=True))
+        restored = reverse_layer(self.transform, self.done, made, self._model)
+        return [restored[key] for sources in self.done.sources.values() for key, _ in sources]
+
+    def fused_shapes(self) -> list[torch.Size]:
+        return [shape for _, shape, _ in self.done.produced.values()]
+
+    @property
+    def _model(self) -> Any:
+        """The model as operations look at it."""
+        produced = self.done.produced
+
+        def get_parameter(name: str) -> torch.Tensor:
+            return torch.empty(produced[name][1], device="meta")
+
+        return SimpleNamespace(config=self.config, get_parameter=get_parameter)
+
+
+@dataclass(frozen=True)
+class ConvertedWeights:
+    """The layouts of a module whose class is a user's, and whose weights conversions have made."""
+
+    layouts: tuple[Layout, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConvertedWeights:
+        return self
+
+    def __reduce__(self) -> Any:
+        return (_unpickled, (self.layouts,))
+
+
+def _unpickled(layouts: tuple[Layout, ...]) -> ConvertedWeights:
+    importlib.import_module("patcher").install()  # so that the model saves there as it does here
+    return ConvertedWeights(layouts)
+
+
+def converted_weights(module: nn.Module) -> ConvertedWeights | None:
+    """What a module of a user's class carries, None if no conversion has made its weights."""
+    return module.__dict__.get(CONVERTED)
+
+
+def carry_converted(module: nn.Module, layouts: Sequence[Layout]) -> None:
+    """Have a module carry how conversions have made its weights."""
+    before = converted_weights(module)
+    if before is None:
+        read_either_layout(module)
+    module.__dict__[CONVERTED] = ConvertedWeights(tuple(layouts))
+
+
+def layouts_of(module: nn.Module) -> tuple[Layout, ...]:
+    """Which parameters of a module have become which, by fusions and by conversions."""
+    fused, converted = fused_weights(module), converted_weights(module)
+    return (*(fused.layouts if fused else ()), *(converted.layouts if converted else ()))
+
+
+def modules_with_layouts(model: nn.Module) -> list[tuple[str, nn.Module, tuple[Layout, ...]]]:
+    """(path, module, its layouts) of each module whose parameters are others than in transformers."""
+    return [(path, module, found) for path, module in named_modules(model) if (found := layouts_of(module))]
+
+
+def read_either_layout(module: nn.Module) -> None:
+    """Have `load_state_dict` take the parameters of transformers for a module that carries its layouts."""
+    module.register_load_state_dict_pre_hook(_join_parts)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
+
+
+#: Whether the state dict that is being loaded is known to be in the layout of transformers.
+_ORIGINAL: ContextVar[bool] = ContextVar("patcher_original_layout", default=False)
+#: In the metadata of a state dict, where a module says that its parameters lie as the patched module has them.
+_MARK = "patcher"
+
+
+@contextmanager
+def in_original_layout() -> Iterator[None]:
+    """Names that both layouts have are meant as those of transformers in state dicts that are loaded in the block."""
+    token = _ORIGINAL.set(True)
+    try:
+        yield
+    finally:
+        _ORIGINAL.reset(token)
+
+
+def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    if any(map(_ambiguous, layouts_of(module))):
+        local_metadata[_MARK] = True
+
+
+def _ambiguous(layout: Layout) -> list[str]:
+    """The names of parameters that have the same shape in both layouts."""
+    fused = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+    return [name for name, shape in zip(layout.stock, layout.stock_shapes, strict=True) if fused.get(name) == shape]
+
+
+def _join_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Put the parameters of a module into a state dict, in the place of those of transformers that it has.
+
+    What doesn't fit is said as torch says it.
+    """
+    assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    for layout in layouts_of(module):
+        if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
+            if not local_metadata.get(_MARK):
+                error_msgs.append(
+                    f"{prefix}{unclear[0]} has the same name and shape before and after {layout}, and the state dict "
+                    "doesn't say which it is. For the layout of transformers use patcher.load_original_state_dict("
+                    "model, state_dict); for that of the patched model the state dict that its state_dict() gave."
+                )
+            continue
+        parts = _take_parts(layout, prefix, state_dict)
+        if not parts:
+            continue
+        if both := [name for name in layout.fused if f"{prefix}{name}" in state_dict]:
+            error_msgs.append(
+                f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made of "
+                "the other: which is meant can't be known. Take one of them out. Where a tool has filled in what the "
+                "model has (set_model_state_dict of torch.distributed.checkpoint with full_state_dict=True), use "
+                "patcher.load_original_state_dict(model, state_dict)."
+            )
+            continue
+        fitting = {}
+        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+            if name not in parts:
+                missing_keys.append(f"{prefix}{name}")
+            elif parts[name].shape == shape:
+                fitting[name] = parts[name]
+            else:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
+                    f"checkpoint, the shape in current model is {torch.Size(shape)}."
+                )
+        current = {name: named_parameter(module, name) for name in layout.fused}
+        made: Mapping[str, Any] = current
+        if fitting:
+            try:
+                made = _fused(layout, fitting, current, assign)
+            except Exception as error:  # of a layout or an operation: said with the others, as torch does
+                error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
+        # A parameter that stays what it is isn't missing: the parts are, or an error says why.
+        state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
+
+
+def _take_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters of transformers that a state dict has for a layout, which are taken out of it."""
+    found: dict[str, torch.Tensor] = {}
+    fused_shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+    for name in layout.stock:
+        value = state_dict.get(f"{prefix}{name}")
+        if value is None or (name in fused_shapes and value.shape == fused_shapes[name] and not _ORIGINAL.get()):
+            continue  # a name that both have
+        found[name] = state_dict.pop(f"{prefix}{name}")
+    return found
+
+
+@torch.no_grad()
+def _fused(
+    layout: Layout, parts: Mapping[str, torch.Tensor], current: Mapping[str, nn.Parameter | None], assign: bool
+) -> dict[str, torch.Tensor]:
+    """The parameters of a module with the values of some or all of their parts.
+
+    Raises:
+        ValueError: they can't be told.
+    """
+    for name, parameter in current.items():
+        if parameter is None or (is_quantized(parameter) and not isinstance(parameter, DTensor)):
+            kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"
+            raise ValueError(f"{name} is {kind}. Load the model again with from_pretrained(..., patcher=...)")
+    tensors = dict(parts)
+    if absent := [name for name in layout.stock if name not in parts]:
+        whole = [parameter.detach() for parameter in current.values() if parameter is not None]
+        kinds = {(part.dtype, part.device) for part in parts.values()}
+        if whole[0].is_meta or (assign and kinds != {(whole[0].dtype, whole[0].device)}):
+            raise ValueError(
+                f"the values of {', '.join(absent)} aren't there in the type and on the device of the others. Give "
+                "all parts of a tensor in one state dict, or leave out assign=True"
+            )
+        rest = dict(zip(layout.stock, layout.separate(whole), strict=True))
+        tensors = {name: parts[name].to(whole[0].device) if name in parts else rest[name] for name in layout.stock}
+    elif assign and len({part.dtype for part in parts.values()}) > 1:
+        raise ValueError("with assign=True the parts of one tensor need one dtype")
+    made = layout.fuse([tensors[name].detach() for name in layout.stock])
+    if assign:  # nothing else may lie in the storage of a parameter
+        made = [by_itself(tensor) for tensor in made]
+    return dict(zip(layout.fused, made, strict=True))

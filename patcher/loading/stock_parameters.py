@@ -1,0 +1,151 @@
+"""A state dict of a model under the names that its parameters have in transformers.
+
+Between a checkpoint and these lie the conversions of transformers: renamings, experts that are stacked. A load runs
+them; `load_state_dict` doesn't, so it takes a checkpoint's own names only if they are those of parameters. Of a
+patched model it takes all, because tools save it with `save_pretrained` and read that with `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
+
+from patcher.compat.conversions import (
+    copy_transform,
+    key_renamer,
+    stock_conversions,
+    stock_conversions_from_scratch,
+    stock_revert,
+)
+from patcher.compat.models import ModelView, state_tensors
+from patcher.conversions.either_layout import modules_with_layouts
+from patcher.conversions.groups import made_by_name
+from patcher.conversions.selection import select_conversions
+from patcher.loading.converted_weights import carry_untraced
+from patcher.loading.parts import StockParameters
+from patcher.loading.record import record_of
+from patcher.patterns import inside
+from patcher.spec.patcher import Patcher
+
+
+def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a model as transformers has it, on the meta device."""
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state_tensors(model).items()}
+    for path, _, layouts in modules_with_layouts(model):
+        prefix = inside(path)
+        for layout in layouts:
+            for name in layout.fused:
+                shapes.pop(f"{prefix}{name}", None)
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+                shapes[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+    return shapes
+
+
+def stock_values(model: nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The values of some parameters of transformers, as a model has them now."""
+    own = state_tensors(model)
+    found = {name: own[name].detach() for name in names if name in own}
+    for path, _, layouts in modules_with_layouts(model):
+        prefix = inside(path)
+        for layout in layouts:
+            stock = [f"{prefix}{name}" for name in layout.stock]
+            if not names.keys().isdisjoint(stock):
+                with torch.no_grad():
+                    values = layout.separate([own[f"{prefix}{name}"].detach() for name in layout.fused])
+                found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
+    return found
+
+
+def follow_state_dicts(models: Iterable[tuple[str, PreTrainedModel]]) -> None:
+    """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
+    for _, model in models:
+        model.register_load_state_dict_pre_hook(_name_as_parameters)  # type: ignore[no-untyped-call]
+
+
+def _name_as_parameters(
+    model: PreTrainedModel,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Put parameters of transformers into a state dict, in the place of the tensors of a checkpoint that make them.
+
+    What a state dict has only some tensors of, keeps its values where it has none.
+    """
+    found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    if state_tensors(model).keys() >= found.keys():
+        return
+    carry_untraced(model)
+    shapes = stock_shapes(model)
+    known = shapes.keys() | state_tensors(model).keys()
+    given = {name: state_dict[key] for name, key in found.items() if name not in known}
+    if not given or not all(isinstance(value, torch.Tensor) for value in given.values()):
+        return
+    record = record_of(model)
+    patchers = record.patchers if record is not None else ()
+    made, taken, absent = converted_to_parameters(
+        model, given, shapes, patchers, lambda names: stock_values(model, names)
+    )
+    if twice := sorted(f"{prefix}{name}" for name in made if f"{prefix}{name}" in state_dict):
+        error_msgs.append(
+            f"{twice[0]} is in the state dict, and so is {prefix}{taken[0]}, of which it is made: which is meant "
+            "can't be known. Take one of them out."
+        )
+        return
+    missing_keys += [f"{prefix}{key}" for key in absent]
+    for name in taken:
+        del state_dict[found[name]]
+    state_dict.update({f"{prefix}{name}": tensor for name, tensor in made.items()})
+
+
+@torch.no_grad()
+def converted_to_parameters(
+    model: PreTrainedModel,
+    given: Mapping[str, torch.Tensor],
+    shapes: dict[str, torch.Tensor],
+    patchers: Iterable[Patcher] = (),
+    values: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """The parameters of transformers that tensors of a checkpoint make, those that were taken, and those that lack.
+
+    Args:
+        shapes: the state dict of the model as transformers has it, on the meta device.
+        patchers: whose filters drop conversions.
+        values: gives those of parameters by their names, to take from them what lacks; without it nothing is made
+            of what isn't complete.
+    """
+    view: Any = ModelView(model, get_parameter=shapes.__getitem__, state_dict=lambda: shapes)
+    conversions = select_conversions(stock_conversions(model), patchers).kept
+    rename = key_renamer(conversions)
+    names: dict[str, torch.Tensor] = {}
+    takes: dict[str, list[str]] = {}
+    for key in given:
+        renamed, taker, _ = rename(key)
+        makes = made_by_name(taker, renamed) if isinstance(taker, WeightConverter) else [renamed]
+        if all(name in shapes for name in makes):
+            names |= {name: shapes[name] for name in makes}
+            takes.setdefault(renamed, []).append(key)
+    taken = [key for keys in takes.values() for key in keys]
+    reverse = select_conversions(stock_conversions_from_scratch(model), patchers).kept
+    expected = stock_revert(view, dict(names), [copy_transform(each) for each in reverse])
+    checkpoint, absent = {key: given[key] for key in taken}, [key for key in expected if key not in given]
+    if not expected.keys() >= set(taken):  # names of an older release: what else there would be isn't known
+        absent = []
+    elif absent and values is None:
+        return {}, [], []
+    elif absent and values is not None:
+        whole = stock_revert(view, values(names), [copy_transform(each) for each in reverse])
+        checkpoint |= {key: whole[key] for key in absent}
+    parts = StockParameters(model, shapes, names.keys(), conversions).parts(checkpoint)
+    if parts.lacking or parts.failed or parts.twice:
+        return {}, [], []
+    return {name: part.source[...] for name, part in parts.found.items()}, taken, absent
