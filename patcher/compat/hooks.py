@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import transformers
+from accelerate.utils import modeling as accelerate_modeling  # type: ignore[import-untyped]
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
@@ -50,6 +51,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "write weights": (modeling_utils, "safe_save_file", ("filename",)),
     "upload": (PreTrainedModel, "_upload_modified_files", ("working_dir", "repo_id", "token")),
     "save config": (PretrainedConfig, "save_pretrained", ("save_directory",)),
+    "read into a model": (accelerate_modeling, "load_state_dict", ("checkpoint_file", "device_map")),
     "give back": (modeling_utils, "revert_weight_conversion", ("model", "state_dict")),
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }

@@ -74,7 +74,7 @@ class FusedWeights:
         for layout in self.layouts:
             found = [tensors[name] for name in layout.fused if name in tensors]
             if not found:
-                continue  # a state dict of a part of the model
+                continue  # a state dict of a part of the model, or one in the layout of transformers
             if len(found) < len(layout.fused):
                 absent = next(name for name in layout.fused if name not in tensors)
                 raise _cannot(f"{prefix}{absent}", "it is missing in the state dict")
@@ -95,12 +95,15 @@ class FusedWeights:
     def _check_names(self, path: str, tensors: Iterable[str]) -> None:
         names = set(tensors)
         fused, prefix = self.fused, inside(path)
-        for name in sorted(self.stock & names - fused):
-            raise _cannot(
-                f"{prefix}{name}",
-                f"{', '.join(sorted(fused)[:2])} of a fused module stands for it, and both are there. Assign layers "
-                "to a fused module by its attributes, or take the fusions off with Patcher().apply(model)",
-            )
+        for layout in self.layouts:
+            for name in layout.stock if not names.isdisjoint(layout.fused) else ():
+                if name in names and name not in layout.fused:
+                    raise _cannot(
+                        f"{prefix}{name}",
+                        f"{', '.join(layout.fused[:2])} of a fused module stands for it, and both are there. Assign "
+                        "layers to a fused module by its attributes, or take the fusions off with "
+                        "Patcher().apply(model)",
+                    )
         owners = tuple({f"{owner}." for name in fused if (owner := name.rpartition(".")[0])})
         for name in sorted(names - fused - set(self.names)):
             if name.startswith(owners):

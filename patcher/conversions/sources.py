@@ -17,7 +17,7 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.transforms import single
+from patcher.conversions.transforms import by_itself, single
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -132,7 +132,9 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
 
     def run() -> dict[int, torch.Tensor]:
         with torch.no_grad():
-            return dict(enumerate(layout.fuse([source[...] for source in sources])))
+            made = layout.fuse([source[...] for source in sources])
+        # What shares a storage, tools that save take for tied.
+        return {number: by_itself(tensor) for number, tensor in enumerate(made)}
 
     group = Computation(run)
     dtype = dtype_of(sources[0])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import key_renamer, with_model_prefix
 from patcher.compat.models import named_modules, state_tensors
-from patcher.conversions.either_layout import Converted, carry_converted, converted_weights
+from patcher.conversions.either_layout import Converted, carry_converted, converted_weights, modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
 from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.loading.record import PatchRecord, record_of
@@ -89,7 +90,15 @@ def _names_in_transformers(
     return found
 
 
-def carry_untraced(model: PreTrainedModel) -> None:
+def layouts_in(model: nn.Module) -> list[tuple[str, nn.Module, tuple[Layout, ...]]]:
+    """(path, module, its layouts) of each module of a model whose parameters are others than in transformers."""
+    for _, part in named_modules(model):
+        if isinstance(part, PreTrainedModel):
+            _carry_untraced(part)
+    return modules_with_layouts(model)
+
+
+def _carry_untraced(model: PreTrainedModel) -> None:
     """Do it for a model that was made without a checkpoint, whose conversions haven't run, once that is asked for."""
     record = record_of(model)
     if record is None or record.read or any(converted_weights(module) for _, module in named_modules(model)):

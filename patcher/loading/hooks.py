@@ -41,7 +41,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading import pipeline_hooks as pipelines, saving_hooks as saving
+from patcher.loading import accelerate_hooks as accelerate, pipeline_hooks as pipelines, saving_hooks as saving
 from patcher.loading.checks import Diagnostics
 from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -423,6 +423,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "save config": saving.save_config,
     "write weights": saving.write_weights,
     "upload": saving.upload,
+    "read into a model": accelerate.read_checkpoint,
     "give back": _revert,
     "record outputs": install_output_hooks,
     "load for a pipeline": pipelines.load_model,

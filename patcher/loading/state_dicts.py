@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from patcher.compat.models import named_modules, ties
 from patcher.conversions.either_layout import converted_weights, in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.loading.converted_weights import carry_untraced
+from patcher.loading.converted_weights import layouts_in
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_parameters import converted_to_parameters
 from patcher.patterns import inside
@@ -46,19 +46,9 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         PatchedWeightsError: something in it can't be given back.
     """
-    patched = list(_patched(model))
-    for _, part, _ in patched:
-        carry_untraced(part)
-    result = separated(fused_modules(model), _gathered(model))
-    for path, module in named_modules(model):
-        if (converted := converted_weights(module)) is not None:
-            prefix = inside(path)
-            for layout in converted.layouts:
-                found = [result.pop(f"{prefix}{name}") for name in layout.fused]
-                result |= {
-                    f"{prefix}{name}": part for name, part in zip(layout.stock, layout.separate(found), strict=True)
-                }
-    for path, part, record in patched:
+    layouts_in(model)
+    result = _unconverted(model, separated(fused_modules(model), _gathered(model)))
+    for path, part, record in _patched(model):
         prefix = inside(path)
         own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
         result = {key: value for key, value in result.items() if not key.startswith(prefix)}
@@ -126,6 +116,27 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     if any(value.is_meta for value in state_dict.values()):
         state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
     return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state_dict.items()}
+
+
+def _unconverted(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with what conversions have made taken apart, in the place of the first that each has made."""
+    place = {name: number for number, name in enumerate(state_dict)}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    taken: set[str] = set()
+    for path, module in named_modules(model):
+        converted = converted_weights(module)
+        for layout in converted.layouts if converted is not None else ():
+            stock, fused = ([f"{inside(path)}{name}" for name in names] for names in (layout.stock, layout.fused))
+            taken.update(fused)
+            values = layout.separate([state_dict[name] for name in fused])
+            parts[min(fused, key=place.__getitem__)] = dict(zip(stock, values, strict=True))
+    result: dict[str, torch.Tensor] = {}
+    for name, value in state_dict.items():
+        if name in parts:
+            result |= parts[name]
+        elif name not in taken:
+            result[name] = value
+    return result
 
 
 def _as_in_transformers(

@@ -26,7 +26,7 @@ from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.groups import made_by_name
 from patcher.conversions.selection import select_conversions
-from patcher.loading.converted_weights import carry_untraced
+from patcher.loading.converted_weights import layouts_in
 from patcher.loading.parts import StockParameters
 from patcher.loading.record import record_of
 from patcher.patterns import inside
@@ -36,7 +36,7 @@ from patcher.spec.patcher import Patcher
 def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of a model as transformers has it, on the meta device."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state_tensors(model).items()}
-    for path, _, layouts in modules_with_layouts(model):
+    for path, _, layouts in layouts_in(model):
         prefix = inside(path)
         for layout in layouts:
             for name in layout.fused:
@@ -84,7 +84,6 @@ def _name_as_parameters(
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     if state_tensors(model).keys() >= found.keys():
         return
-    carry_untraced(model)
     shapes = stock_shapes(model)
     known = shapes.keys() | state_tensors(model).keys()
     given = {name: state_dict[key] for name, key in found.items() if name not in known}
@@ -97,8 +96,8 @@ def _name_as_parameters(
     )
     if twice := sorted(f"{prefix}{name}" for name in made if f"{prefix}{name}" in state_dict):
         error_msgs.append(
-            f"{twice[0]} is in the state dict, and so is {prefix}{taken[0]}, of which it is made: which is meant "
-            "can't be known. Take one of them out."
+            f"The state dict has {twice[0]}, and tensors of a checkpoint that make it, under names as "
+            f"{prefix}{taken[0]}: which is meant can't be known. Take one of them out."
         )
         return
     missing_keys += [f"{prefix}{key}" for key in absent]

@@ -11,6 +11,7 @@ It says how the two compare; an error of ours that it raises is a refusal, any o
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,8 @@ class Column:
     def outcome(self, row: Row, folder: Path) -> str:
         """The text of the cell. `folder` is empty."""
         try:
-            return self.cell(row, folder)
+            with warnings.catch_warnings():  # a cell may ignore those that the library says of itself
+                return self.cell(row, folder)
         except PatcherError as error:
             return refused(error)
 

@@ -46,6 +46,10 @@ class Row:
         """The patched model, in eval mode."""
         return self.stock(patcher=self.patcher, **options)
 
+    def from_config(self, **options: Any) -> Any:
+        """The model from its config, with weights that transformers initialises."""
+        return self._auto_class.from_config(self.config(), **options)
+
     def inputs(self) -> dict[str, Any]:
         """Arguments of `forward`."""
         return tiny_inputs(self.config())

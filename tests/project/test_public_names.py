@@ -13,7 +13,8 @@ import patcher
 NAMES = """
     ClassDiff CodegenError Diff Fusion InvalidPatcherError PatchConflictError PatchConstructionError
     PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report Resolution Stage
-    UnmatchedPatchError Verification VerificationError __version__ diff fingerprint install plan report verify
+    UnmatchedPatchError Verification VerificationError __version__ diff fingerprint install
+    load_original_state_dict original_state_dict plan report verify
 """.split()
 MODULES = ["codegen", "errors", "fusions", "monkey_patching", "presets"]
 

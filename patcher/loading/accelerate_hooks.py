@@ -1,0 +1,38 @@
+"""What stands at the place where accelerate reads a checkpoint into a model that is already built.
+
+`load_checkpoint_in_model` with a device map writes tensor by tensor, by the names that the model has: no hook of a
+module is asked. Users bind it before anything is hooked, so the hook is in what it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from patcher.compat.models import state_tensors
+from patcher.errors import InvalidPatcherError, calling_frame
+from patcher.loading.converted_weights import layouts_in
+from patcher.patterns import compress
+
+
+def read_checkpoint(stock: Callable[..., Any], checkpoint_file: Any, device_map: Any = None, **kwargs: Any) -> Any:
+    """Refuse a checkpoint in the layout of transformers for a model that has another one.
+
+    Without a device map it goes through `load_state_dict`, which takes either.
+
+    Raises:
+        InvalidPatcherError: with what to write instead.
+    """
+    tensors = stock(checkpoint_file, device_map=device_map, **kwargs)
+    model = calling_frame(("patcher.",)).f_locals.get("model")
+    if device_map is None or not isinstance(model, nn.Module) or not layouts_in(model):
+        return tensors
+    if others := sorted(tensors.keys() - state_tensors(model).keys()):
+        raise InvalidPatcherError(
+            f"{checkpoint_file} is in the layout of transformers, and load_checkpoint_in_model with device_map= goes "
+            f"by the names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., "
+            "patcher=..., device_map=...), which converts and dispatches."
+        )
+    return tensors
