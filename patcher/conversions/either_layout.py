@@ -179,7 +179,7 @@ def _join_parts(
                 f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made of "
                 "the other: which is meant can't be known. Take one of them out. Where a tool has filled in what the "
                 "model has (set_model_state_dict of torch.distributed.checkpoint with full_state_dict=True), use "
-                "patcher.load_original_state_dict(model, state_dict)."
+                "patcher.load_original_state_dict(model, state_dict), with a state dict that has not been filled in."
             )
             continue
         fitting = {}

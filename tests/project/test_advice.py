@@ -26,6 +26,7 @@ from tests.project.advice import (
     generated_sources,
     loads,
     models,
+    state_dicts,
     values,
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -35,6 +36,7 @@ TABLES = (
     values,
     families,
     loads,
+    state_dicts,
     models,
     checkpoints,
     construction,
@@ -62,6 +64,7 @@ NO_ADVICE = {
     "make a pipeline": "a place of the hook",
     "load for a pipeline": "a place of the hook",
     "give back": "a place of the hook",
+    "read into a model": "a place of the hook",
     "get keys values items": "names of methods",
     "load outputs arguments recorded windows precision generation gradients training save reload": "names of stages",
     "call {} ({}), {}": "the name of an output",
