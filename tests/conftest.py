@@ -41,6 +41,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where everything is installed that a test could need, a test that is skipped is a hole."""
+    reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("PATCHER_TESTS_SKIP_NONE") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("PATCHER_TESTS_SKIP_NONE is set, and tests were skipped.", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 

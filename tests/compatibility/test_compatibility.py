@@ -9,7 +9,6 @@ import pytest
 from tests.compatibility.columns import Column, columns
 from tests.compatibility.page import PAGE, cells_of, page
 from tests.compatibility.rows import ROWS, Row
-from tests.support.optional import needs
 
 PAGE_CELLS = cells_of(PAGE.read_text(encoding="utf-8"))
 
@@ -18,7 +17,7 @@ PAGE_CELLS = cells_of(PAGE.read_text(encoding="utf-8"))
 @pytest.mark.parametrize("column", columns(), ids=lambda column: column.name)
 def test_the_cell_is_what_happens(column: Column, row: Row, tmp_path: Path) -> None:
     if column.needs:
-        needs(column.needs)
+        pytest.importorskip(column.needs)
     assert column.outcome(row, tmp_path) == PAGE_CELLS[column.name, row.name]
 
 

@@ -1,0 +1,39 @@
+"""The commands of CI: they are there, they parse, and the weekly workflow calls one of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [path for path in sorted((ROOT / ".ci").iterdir()) if not path.suffix]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda path: path.name)
+def test_a_command_can_be_run(command: Path) -> None:
+    assert os.access(command, os.X_OK)
+    subprocess.run(["bash", "-n", str(command)], check=True)
+
+
+def test_a_command_says_what_it_lacks() -> None:
+    done = subprocess.run([str(ROOT / ".ci" / "suite")], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "which transformers: a version, oldest, or main" in done.stderr
+
+
+def test_the_main_branch_of_transformers_is_tried_every_week() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "transformers-main.yml").read_text(encoding="utf-8"))
+    (when,) = workflow[True]["schedule"]  # `on` is a word for true
+    assert when["cron"].split()[2:4] == ["*", "*"]
+    assert when["cron"].split()[4].isdigit()
+    (job,) = workflow["jobs"].values()
+    (command,) = (step["run"] for step in job["steps"] if "run" in step)
+    assert command == ".ci/suite main"
+    (branch,) = (
+        line for line in (ROOT / ".ci" / "suite").read_text().splitlines() if line.strip().startswith("main)")
+    )
+    assert "git+https://github.com/huggingface/transformers'" in branch
