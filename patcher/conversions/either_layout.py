@@ -97,10 +97,10 @@ def converted_weights(module: nn.Module) -> ConvertedWeights | None:
 
 def carry_converted(module: nn.Module, layouts: Sequence[Layout]) -> None:
     """Have a module carry how conversions have made its weights."""
-    before = converted_weights(module)
-    if before is None:
-        read_either_layout(module)
+    is_new = converted_weights(module) is None
     module.__dict__[CONVERTED] = ConvertedWeights(tuple(layouts))
+    if is_new:
+        read_either_layout(module)
 
 
 def layouts_of(module: nn.Module) -> tuple[Layout, ...]:
@@ -117,7 +117,8 @@ def modules_with_layouts(model: nn.Module) -> list[tuple[str, nn.Module, tuple[L
 def read_either_layout(module: nn.Module) -> None:
     """Have `load_state_dict` take the parameters of transformers for a module that carries its layouts."""
     module.register_load_state_dict_pre_hook(_join_parts)  # type: ignore[no-untyped-call]
-    module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
+    if any(map(_ambiguous, layouts_of(module))):
+        module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
 
 
 #: Whether the state dict that is being loaded is known to be in the layout of transformers.
@@ -137,8 +138,7 @@ def in_original_layout() -> Iterator[None]:
 
 
 def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    if any(map(_ambiguous, layouts_of(module))):
-        local_metadata[_MARK] = True
+    local_metadata[_MARK] = True
 
 
 def _ambiguous(layout: Layout) -> list[str]:

@@ -216,9 +216,10 @@ def view_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 
 def _carry(module: nn.Module, weights: FusedWeights) -> None:
-    if FUSED not in module.__dict__:
-        read_either_layout(module)
+    is_new = FUSED not in module.__dict__
     module.__dict__[FUSED] = weights
+    if is_new:
+        read_either_layout(module)
 
 
 def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, nn.Parameter]:

@@ -101,9 +101,23 @@ def _name_as_parameters(
         )
         return
     missing_keys += [f"{prefix}{key}" for key in absent]
+    unmade = {name: value for name, value in given.items() if name not in taken}
+    checkpoint = _unconverted(model, unmade, patchers) if unmade else {}
+    if checkpoint.keys() <= known:
+        made |= checkpoint
+        taken += unmade
     for name in taken:
         del state_dict[found[name]]
     state_dict.update({f"{prefix}{name}": tensor for name, tensor in made.items()})
+
+
+def _unconverted(
+    model: PreTrainedModel, given: Mapping[str, torch.Tensor], patchers: Iterable[Patcher]
+) -> dict[str, torch.Tensor]:
+    """What transformers converts, as a checkpoint has it: for modules whose conversions a filter has dropped."""
+    dropped = select_conversions(stock_conversions_from_scratch(model), patchers).dropped
+    view: Any = ModelView(model, get_parameter=given.__getitem__)
+    return stock_revert(view, dict(given), [copy_transform(each) for each, _ in dropped])
 
 
 @torch.no_grad()

@@ -18,8 +18,9 @@ from transformers.core_model_loading import Transpose, WeightConverter, WeightRe
 from patcher import Patcher, load_original_state_dict, original_state_dict
 from patcher.conversions.either_layout import modules_with_layouts
 from tests.compatibility.rows import ROWS, Row
+from tests.support.beside import LINEAR_EXPERTS
 from tests.support.comparing import logits
-from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config
+from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_qwen2_moe_config
 
 BY_NAME = {row.name.strip("`"): row for row in ROWS}
 rows = pytest.mark.parametrize("row", ROWS, ids=list(BY_NAME))
@@ -293,3 +294,17 @@ def test_a_compiled_model_and_a_module_around_take_either_layout() -> None:
         wrapped.load_state_dict({f"{prefix}{key}": value for key, value in stock.state_dict().items()})
         assert same_weights(model, stock)
         assert list(original_state_dict(wrapped)) == [f"{prefix}{key}" for key in stock.state_dict()]
+
+
+def test_parameters_that_a_filter_leaves_as_the_checkpoint_has_them(tmp_path: Path) -> None:
+    folder = save_tiny(tiny_qwen2_moe_config(), tmp_path)
+    model, stock = (AutoModelForCausalLM.from_pretrained(folder, patcher=each) for each in (LINEAR_EXPERTS, None))
+    found, expected = original_state_dict(model), stock.state_dict()
+    new = [key for key in model.state_dict() if key.endswith(".offset")]
+    assert list(found) == [*expected, *new]
+    other = build_tiny(tiny_qwen2_moe_config(), seed=1).state_dict()
+    assert model.load_state_dict(other, strict=False) == (new, [])
+    assert all(torch.equal(original_state_dict(model)[key], other[key]) for key in other)
+    one = "model.layers.0.mlp.experts.gate_up_proj"
+    assert model.load_state_dict({one: expected[one]}, strict=False).unexpected_keys == []
+    assert torch.equal(original_state_dict(model)[one], expected[one])
