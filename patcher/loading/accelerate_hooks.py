@@ -13,7 +13,7 @@ from torch import nn
 
 from patcher.compat.models import state_tensors
 from patcher.errors import InvalidPatcherError, calling_frame
-from patcher.loading.converted_weights import layouts_in
+from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import compress
 
 

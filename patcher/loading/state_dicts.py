@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, ties
-from patcher.conversions.either_layout import converted_weights, in_original_layout
+from patcher.conversions.converted_weights import converted_weights
+from patcher.conversions.either_layout import in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.loading.converted_weights import layouts_in
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_parameters import converted_to_parameters
+from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 

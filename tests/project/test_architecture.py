@@ -53,7 +53,7 @@ TO_COME = {"training"}
 #: what a pickle runs where it is read, which installs the hook.
 LATE = {
     ("patcher.conversions.fused_weights", "_unpickled"),
-    ("patcher.conversions.either_layout", "_unpickled"),
+    ("patcher.conversions.converted_weights", "_unpickled"),
     ("patcher.loading.record", "_unpickled"),
     ("patcher", "__getattr__"),
     ("patcher.spec.patcher", "Patcher.applied"),

@@ -11,7 +11,8 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import key_renamer, with_model_prefix
 from patcher.compat.models import named_modules, state_tensors
-from patcher.conversions.either_layout import Converted, carry_converted, converted_weights, modules_with_layouts
+from patcher.conversions.converted_weights import Converted, converted_weights
+from patcher.conversions.either_layout import carry_converted, modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
 from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.loading.record import PatchRecord, record_of
