@@ -1,4 +1,4 @@
-"""What a module of a user's class carries whose weights conversions have made: how they are read in the other layout."""
+"""What a module of a user's class carries whose weights conversions have made: how either layout becomes the other."""
 
 from __future__ import annotations
 
