@@ -40,6 +40,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
+    "device map": (modeling_utils, "_get_device_map", ("model", "device_map")),
     "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
     "report keys": (modeling_utils, "log_state_dict_report", ("model", "loading_info")),
     "finish": (PreTrainedModel, "_finalize_model_loading", ("model", "load_config", "loading_info")),

@@ -43,6 +43,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherE
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading import accelerate_hooks as accelerate, pipeline_hooks as pipelines, saving_hooks as saving
 from patcher.loading.checks import Diagnostics
+from patcher.loading.device_maps import for_patched_model
 from patcher.loading.initial_values import InitialValues, keeping_computed
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
@@ -290,6 +291,12 @@ def _conversion_mapping(
     return adapted_to_quantizer(hf_quantizer, conversions, model)
 
 
+def _device_map(stock: Stock, model: PreTrainedModel, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let a map name the parameters of the stock model."""
+    found, load = stock(model, device_map, *args, **kwargs), _LOAD.get()
+    return for_patched_model(load, found) if isinstance(load, Selected) and load.model is model else found
+
+
 def _convert_and_load(
     stock: Stock, model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -416,6 +423,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "conversions": _conversion_mapping,
     "conversions of others": _conversions_of,
     "conversions of adapters": _conversions_of,
+    "device map": _device_map,
     "read": _convert_and_load,
     "report keys": _report_keys,
     "finish": _finalize,
