@@ -49,6 +49,8 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "save_pretrained",
         ("save_directory", "state_dict", "variant", "save_original_format", "distributed_checkpoint"),
     ),
+    "weights to save": (modeling_utils, "remove_tied_weights_from_state_dict", ("state_dict", "model")),
+    "read offloaded weight": (modeling_utils, "load_offloaded_parameter", ("model", "param_name")),
     "write weights": (modeling_utils, "safe_save_file", ("filename",)),
     "upload": (PreTrainedModel, "_upload_modified_files", ("working_dir", "repo_id", "token")),
     "save config": (PretrainedConfig, "save_pretrained", ("save_directory",)),

@@ -138,6 +138,12 @@ def ties(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
+def is_saved_as_offloaded(model: Any) -> bool:
+    """Whether transformers saves a model as one of which some weights may be on the disk: shard by shard."""
+    places = getattr(model, "hf_device_map", {}).values()
+    return "cpu" in places or "disk" in places
+
+
 def tied_keys(model: PreTrainedModel) -> set[str]:
     """The parameters that are tied to another one."""
     return set(ties(model))

@@ -1,7 +1,7 @@
 """Device maps that name what a patched model has under another name, or no longer by itself.
 
-A map for the stock model says where `self_attn.q_proj` goes; a fused layer holds it as rows of one weight. What all parts
-of a layer agree on holds for the layer. transformers takes no notice of a name that the model lacks.
+A map for the stock model says where `self_attn.q_proj` goes; a fused layer holds it as rows of one weight. What all
+parts of a layer agree on holds for the layer. transformers takes no notice of a name that the model lacks.
 """
 
 from __future__ import annotations

@@ -403,7 +403,9 @@ def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -
 
 
 def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
-    plan = saving.SAVING.get()
+    plan, offloaded = saving.SAVING.get(), saving.OFFLOADED.get()
+    if offloaded is not None and offloaded.plan.model is model:
+        return offloaded.original(state_dict)
     if record_of(model) is None and not fused_modules(model):
         return stock(model, state_dict)
     if plan is not None and plan.model is model:
@@ -429,6 +431,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "finish": _finalize,
     "save": saving.save_pretrained,
     "save config": saving.save_config,
+    "weights to save": saving.weights_to_save,
+    "read offloaded weight": saving.read_offloaded_weight,
     "write weights": saving.write_weights,
     "upload": saving.upload,
     "read into a model": accelerate.read_checkpoint,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
 from patcher.compat.models import ModelView, has_adapters
-from patcher.conversions.fused_weights import fused_modules, separated
+from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.simulation import simulate
@@ -26,6 +26,21 @@ from patcher.loading.expert_names import named_as_in_checkpoint
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
+
+
+@dataclass(frozen=True, eq=False)
+class TakenApart:
+    """A state dict of which ours is undone, and what transformers has done is not.
+
+    Attributes:
+        rest: what has the names that it has in the model of transformers.
+        restored: what a conversion of ours gave back: its names are those from before all converters.
+        as_they_are: what has its name in the checkpoint.
+    """
+
+    rest: dict[str, torch.Tensor]
+    restored: dict[str, torch.Tensor] = field(default_factory=dict)
+    as_they_are: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,27 +70,54 @@ class SavePlan:
         Raises:
             PatchedWeightsError: something in it can't be given back.
         """
-        fused = fused_modules(self.model)
+        return self.named(self.taken_apart(state_dict, fused_modules(self.model)))
+
+    def taken_apart(
+        self, state_dict: Mapping[str, torch.Tensor], fused: Iterable[tuple[str, nn.Module, FusedWeights]]
+    ) -> TakenApart:
+        """What ours have joined, apart again; the conversions of transformers are still to be reversed.
+
+        Args:
+            fused: the fused modules that the state dict is of.
+
+        Raises:
+            PatchedWeightsError: something in it can't be given back.
+        """
         moved: dict[str, str] = {}
         for path, _, carried in fused:
             # Experts that are quantized, where the checkpoint has names for each.
             moved |= named_as_in_checkpoint(path, carried, state_dict, self._reverted)
         as_they_are = {name: state_dict[key] for key, name in moved.items()}
         state_dict = {key: value for key, value in state_dict.items() if key not in moved}
-        return self._reverted(separated(fused, state_dict)) | as_they_are
+        return replace(self._without_traces(separated(fused, state_dict)), as_they_are=as_they_are)
+
+    def named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
+        """The checkpoint of what has been taken apart: the conversions of transformers are reversed."""
+        return self._named(parts) | parts.as_they_are
 
     def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The checkpoint of a state dict in the layout of transformers."""
+        return self._named(self._without_traces(state_dict))
+
+    def _view(self, state_dict: Mapping[str, torch.Tensor]) -> Any:
+        """The model for operations, which look at parameters: some of them it has in another form."""
 
         def get_parameter(name: str) -> torch.Tensor:
-            # Operations look at parameters, some of which the model has in another form.
             return state_dict[name] if name in state_dict else self.model.get_parameter(name)
 
-        model: Any = ModelView(self.model, get_parameter=get_parameter)
-        if self.record is None:
-            return stock_revert(model, dict(state_dict))
+        return ModelView(self.model, get_parameter=get_parameter)
+
+    def _without_traces(self, state_dict: Mapping[str, torch.Tensor]) -> TakenApart:
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
-        restored, rest = reverse_conversions(traces, state_dict, model)
+        restored, rest = reverse_conversions(traces, state_dict, self._view(state_dict))
+        return TakenApart(rest, restored)
+
+    def _named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
+        rest, restored = parts.rest, parts.restored
+        model = self._view(rest)
+        if self.record is None:
+            return stock_revert(model, rest)
+        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         reversible: list[Any] = []
         for item in self.conversions:
             if not isinstance(item, ConversionTrace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
+from patcher.compat.models import has_adapters, is_saved_as_offloaded
 from patcher.conversions.fused_weights import fused_modules
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
+from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.saving import SavePlan, plan_saving
 
@@ -23,6 +26,8 @@ Stock = Callable[..., Any]
 
 #: What this thread is saving, and how.
 SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
+#: Its weights, if it is saved shard by shard because some of them are on the disk.
+OFFLOADED: ContextVar[OffloadedWeights | None] = ContextVar("patcher_offloaded", default=None)
 #: The names of the files of weights that the save in this thread has written so far.
 _WRITTEN: ContextVar[set[str] | None] = ContextVar("patcher_written", default=None)
 
@@ -45,12 +50,10 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     if in_layout:
         given["variant"] = VARIANT
     written: set[str] = set()
-    tokens = SAVING.set(plan), _WRITTEN.set(written)
-    try:
+    with ExitStack() as stack:
+        for variable, value in ((SAVING, plan), (OFFLOADED, None), (_WRITTEN, written)):
+            stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
         result = stock(*arguments.args, **arguments.kwargs)
-    finally:
-        SAVING.reset(tokens[0])
-        _WRITTEN.reset(tokens[1])
     remove_others(given["save_directory"], written)
     return result
 
@@ -60,6 +63,31 @@ def _converts(record: PatchRecord) -> bool:
     return any(
         patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in record.patchers
     )
+
+
+def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What transformers makes shards of: of offloaded models it reads one shard after the other, and reverses that."""
+    found, plan = stock(state_dict, model, *args, **kwargs), SAVING.get()
+    if (
+        plan is None
+        or plan.model is not model
+        or not plan.original_format
+        or has_adapters(model)
+        or not is_saved_as_offloaded(model)
+    ):
+        return found
+    weights = OffloadedWeights(plan, found)
+    OFFLOADED.set(weights)
+    return weights.in_stock_layout
+
+
+def read_offloaded_weight(stock: Stock, model: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+    weights = OFFLOADED.get()
+
+    def read(name: str) -> Any:
+        return stock(model, name, *args, **kwargs)
+
+    return read(param_name) if weights is None else weights.read(param_name, read)
 
 
 def write_weights(stock: Stock, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
