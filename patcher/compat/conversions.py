@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.integrations import deepspeed
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick
@@ -206,6 +207,18 @@ def follow_earlier_imports() -> None:
 def partitions_parameters() -> bool:
     """Whether DeepSpeed ZeRO-3 is on, for which a load goes a way of its own."""
     return bool(deepspeed.is_deepspeed_zero3_enabled())  # type: ignore[no-untyped-call]
+
+
+def reads_gguf_by_name(quantizer: Any) -> bool:
+    """Whether what reads a GGUF file gives tensors with the names and values of the stock model."""
+    return not quantizer.supported  # what it has conversions for it calls so
+
+
+def reads_plain_tensors(quantizer: Any) -> bool:
+    """Whether a load meets tensors of the shapes of parameters, rather than parts of quantized ones."""
+    if quantizer is None or not quantizer.pre_quantized:
+        return True
+    return isinstance(quantizer, GgufHfQuantizer) and reads_gguf_by_name(quantizer)
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from accelerate.utils import modeling as accelerate_modeling  # type: ignore[imp
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import output_capturing
 
 from patcher.errors import PatcherError
@@ -40,6 +41,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
+    "read GGUF": (GgufHfQuantizer, "get_state_dict", ("checkpoint_file", "model")),
     "device map": (modeling_utils, "_get_device_map", ("model", "device_map")),
     "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
     "report keys": (modeling_utils, "log_state_dict_report", ("model", "loading_info")),

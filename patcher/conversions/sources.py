@@ -47,7 +47,7 @@ class JoinedRows:
     def get_shape(self) -> list[int]:
         return [sum(self._sizes), *self._tail]
 
-    def get_dtype(self) -> Any:
+    def get_dtype(self) -> str:
         return dtype_of(self.parts[0])
 
     @property
@@ -75,7 +75,7 @@ class Computed:
 
     __slots__ = ("_dtype", "_group", "_name", "_shape")
 
-    def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: Any) -> None:
+    def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: str) -> None:
         self._group = group
         self._name = name
         self._shape = shape
@@ -85,7 +85,7 @@ class Computed:
     def get_shape(self) -> list[int]:
         return list(self._shape)
 
-    def get_dtype(self) -> Any:
+    def get_dtype(self) -> str:
         return self._dtype
 
     @property
@@ -120,9 +120,16 @@ class Computation:
             return self._left.pop(name)
 
 
-def dtype_of(source: Any) -> Any:
-    """What a source says of its dtype: a torch.dtype, or the name that safetensors has for it."""
-    return source.get_dtype() if hasattr(source, "get_dtype") else source.dtype
+def dtype_of(source: Any) -> str:
+    """The name that safetensors has for the dtype of a source, as the slices of its files say it: F32, BF16, I64."""
+    if hasattr(source, "get_dtype"):
+        name: str = source.get_dtype()
+        return name
+    dtype: torch.dtype = source.dtype
+    kind = (
+        "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
+    )
+    return f"{kind}{8 * dtype.itemsize}"
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.conversions import adapted_to_quantizer, copy_transform, follow_earlier_imports
+from patcher.compat.conversions import (
+    adapted_to_quantizer,
+    copy_transform,
+    follow_earlier_imports,
+    reads_gguf_by_name,
+)
 from patcher.compat.hooks import HOOKED, HOOKED_LATE, LATE_HOME, check, check_seam, when_imported
 from patcher.compat.models import as_stock, original_class
 from patcher.construction.class_rules import ClassRules
@@ -52,6 +57,7 @@ from patcher.loading.load import (
     Loaded,
     Request,
     Selected,
+    check_gguf,
     check_supported,
     construct,
     finish,
@@ -64,6 +70,7 @@ from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import original_state_dict
 from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
+from patcher.resolution.resolution import skeleton
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -291,6 +298,17 @@ def _conversion_mapping(
     return adapted_to_quantizer(hf_quantizer, conversions, model)
 
 
+def _read_gguf(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have a GGUF file read under the names that the stock model has: it goes by what it finds in the model."""
+    load = _LOAD.get()
+    if type(load) is Constructed:
+        by_name = reads_gguf_by_name(self)
+        check_gguf(load, by_name=by_name, architecture=load.model_class.__name__)
+        if by_name:
+            model = skeleton(load.record.model_class, model.config)
+    return stock(self, checkpoint_file, model, *args, **kwargs)
+
+
 def _device_map(stock: Stock, model: PreTrainedModel, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     """Let a map name the parameters of the stock model."""
     found, load = stock(model, device_map, *args, **kwargs), _LOAD.get()
@@ -425,6 +443,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "conversions": _conversion_mapping,
     "conversions of others": _conversions_of,
     "conversions of adapters": _conversions_of,
+    "read GGUF": _read_gguf,
     "device map": _device_map,
     "read": _convert_and_load,
     "report keys": _report_keys,

@@ -122,23 +122,39 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
             "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
-    if not any(
-        entry.patcher.filtered_weight_conversion_patterns
-        or entry.patcher.extra_weight_conversions
-        or entry.patcher.fusions
-        for entry in entries
-    ):
+    if not any(map(_converts, entries)):
         return
-    asked = [
-        name for name in ("gguf_file", "tp_plan", "tp_size", "distributed_config", "device_mesh") if options.get(name)
-    ]
+    asked = [name for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh") if options.get(name)]
     if distributed_checkpoint(path, options):
         asked.append(f"the distributed checkpoint in {path}")
     if asked:
-        how = " (with quantization_config=GgufConfig(dequantize=True))" if "gguf_file" in asked else ""
         raise InvalidPatcherError(
             f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not "
-            f"supported. Load the model without the patcher{how}, save it with save_pretrained, and load that with it."
+            "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
+        )
+
+
+def _converts(entry: InForce) -> bool:
+    patcher = entry.patcher
+    return bool(patcher.filtered_weight_conversion_patterns or patcher.extra_weight_conversions or patcher.fusions)
+
+
+def check_gguf(load: Request, *, by_name: bool, architecture: str) -> None:
+    """Raise for a GGUF file that the conversions of a load can't be applied to.
+
+    Args:
+        by_name: whether transformers reads it under the names of the stock model. Of newer architectures it makes
+            these by conversions, which take the place of all others.
+
+    Raises:
+        InvalidPatcherError: with what can be done instead.
+    """
+    if not by_name and any(map(_converts, load.in_force)):
+        raise InvalidPatcherError(
+            f"A patcher with weight conversions was asked for together with a GGUF file of {architecture}, which "
+            "transformers reads by conversions of its own; that is not supported. Load the model without the patcher "
+            "(with quantization_config=GgufConfig(dequantize=True)), save it with save_pretrained, and load that with "
+            "it."
         )
 
 

@@ -22,7 +22,6 @@ from patcher.loading.saving import SavePlan, TakenApart
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
-
 #: What the names of parts begin with that aren't called as in the stock model: of these some may be in use there.
 _RESTORED, _AS_IT_IS = "restored:", "as it is:"
 

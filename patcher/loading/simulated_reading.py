@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from patcher.compat.conversions import copy_transform, is_stock_operation
+from patcher.compat.conversions import copy_transform, is_stock_operation, reads_plain_tensors
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import trace_of, with_trace
@@ -52,8 +52,7 @@ def dry_run_reading(selected: Selected, load_config: Any, checkpoint: Mapping[st
 
 def can_be_simulated(load_config: Any) -> bool:
     """Whether names and shapes say what a load will come to: not so of the parts of weights that are quantized."""
-    quantizer = load_config.hf_quantizer
-    return quantizer is None or not quantizer.pre_quantized
+    return reads_plain_tensors(load_config.hf_quantizer)
 
 
 def simulate_reading(
