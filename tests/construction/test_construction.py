@@ -307,7 +307,6 @@ def test_a_patched_load_imports_nothing(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"gguf_file": "model.gguf"}, "gguf_file"),
         ({"tp_plan": "auto"}, "tp_plan"),
         ({"tp_size": 2}, "tp_size"),
         ({"device_mesh": object()}, "device_mesh"),
