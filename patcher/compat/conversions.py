@@ -197,6 +197,11 @@ def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransfo
     model.__dict__["_weight_conversions"] = conversions
 
 
+def has_used_conversions(model: PreTrainedModel) -> bool:
+    """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
+    return vars(model).get("_weight_conversions") is not None
+
+
 def follow_earlier_imports() -> None:
     """Let peft ask the hook for conversions if it was imported before, with the function under a name of its own."""
     peft = sys.modules.get("peft.utils.transformers_weight_conversion")

@@ -375,8 +375,9 @@ def _from_config(
 def _init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
     if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs take whatever they are given
         raise InvalidPatcherError(
-            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what loads "
-            "or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= and so on."
+            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what "
+            "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
+            "and so on."
         )
     construction = current_construction() or begin_by_hand(self)
     if construction is not None and not construction.is_skeleton and construction.root in (None, self):

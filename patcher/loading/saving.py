@@ -12,7 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert, was_used
+from patcher.compat.conversions import (
+    dot_natural_key,
+    has_used_conversions,
+    stock_conversions_from_scratch,
+    stock_revert,
+    was_used,
+)
 from patcher.compat.models import ModelView, has_adapters
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
@@ -183,6 +189,9 @@ def plan_saving(
 
 
 def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
+    if record.read and not record.traces and not has_used_conversions(model):
+        # What has read the file took back the conversions of it: the checkpoint is that of a model made here.
+        record = replace(record, read=False, conversions=())
     # Not patched, by nothing that may be in force around us either; and built once.
     stock = functools.cache(lambda: skeleton(record.model_class, model.config))
     conversions = record.conversions if record.read else conversions_from_scratch(model, record, stock)

@@ -173,9 +173,7 @@ def test_names_that_nothing_has_are_passed_over_as_stock_does(llama: Path, tmp_p
 
 def test_the_name_of_a_weight_that_was_dropped_is_passed_over(llama: Path, tmp_path: Path) -> None:
     asked = Patcher({"LlamaMLP": Without}, dropped_weights="up_proj")
-    with pytest.warns(
-        UserWarning, match=r"do not match any submodules in the model: .*0\.mlp\.up_proj'"
-    ):
+    with pytest.warns(UserWarning, match=r"do not match any submodules in the model: .*0\.mlp\.up_proj'"):
         model = load(llama, asked, of_stock(llama, "up_proj", "layers.1"), offload_folder=tmp_path)
     assert model.model.layers[1].mlp.gate_proj.weight.is_meta
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Concatenate,
+    EncoderDecoderModel,
+    GgufConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralForCausalLM,
     TorchAoConfig,
     WeightConverter,
     pipeline,
 )
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from patcher import Patcher, PatcherWarning
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.gguf_files import write_qwen35_gguf
+from tests.support.offloaded import places
 from tests.support.replacements import JOIN, JOINED, JoinedAttention, JoinedMLP, With, joining
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_tokenizer
+from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_llava_config, tiny_tokenizer
 
 OWN = Patcher({"LlamaMLP": OwnMLP})
 PARTS = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -252,7 +262,7 @@ def first_keys(folder: Path) -> torch.Tensor:
 # --- what is not supported -----------------------------------------------------------------------------------------
 
 
-@advice("Load the model without the patcher{}, save it with save_pretrained, and load that with it.")
+@advice("Load the model without the patcher, save it with save_pretrained, and load that with it.")
 def a_device_mesh(at: Place) -> Steps:
     yield lambda: load(at.llama, Patcher(fusions="qkv"), tp_plan="auto")
     load(at.llama).save_pretrained(at.tmp / "again")
@@ -286,6 +296,64 @@ def a_new_weight_on_the_disk(at: Place) -> Steps:
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     yield lambda: load(at.llama, patcher, device_map=places)
     load(at.llama, patcher, device_map=places, offload_folder=str(at.tmp / "disk"))
+
+
+@advice("Name these modules in it, {}, each with one device, in the place of {}.")
+def a_map_that_parts_a_joined_layer(at: Place) -> Steps:
+    patcher, stock = Patcher(fusions="qkv"), load(at.llama)
+    device_map = places(stock, lambda path: path == "model.layers.1.self_attn.q_proj")
+    options = {"offload_folder": str(at.tmp / "disk")}
+    said = yield lambda: load(at.llama, patcher, device_map=device_map, **options)
+    named, instead = re.search(r"in it, (\S+), each with one device, in the place of (.*)\.$", said).groups()  # type: ignore[union-attr]
+    right = {key: place for key, place in device_map.items() if key not in instead.split(", ")} | {named: "disk"}
+    model = load(at.llama, patcher, device_map=right, **options)
+    assert model.get_submodule(named).weight.is_meta
+    assert same(model, at.llama)
+
+
+@advice("Name the whole module in it: {}.")
+def a_map_that_names_what_is_gone(at: Place) -> Steps:
+    # The conversion is for checkpoints with names of their own, so that it isn't known what has become of stock's.
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if "up_proj" in key]:
+            tensors[key.replace("up_proj", "old_proj")] = tensors.pop(key)
+
+    folder = changed(at.llama, at.tmp / "old names", change)
+    patcher = Patcher({"LlamaMLP": Renamed}, extra_weight_conversions=WeightRenaming("mlp.old_proj", "mlp.upper"))
+    device_map = places(load(at.llama), lambda path: path == "model.layers.1.mlp.up_proj")
+    options = {"offload_folder": str(at.tmp / "disk")}
+    said = yield lambda: load(folder, patcher, device_map=device_map, **options)
+    module = written(said, r"the whole module in it: ('.*')\.")
+    right = {key: place for key, place in device_map.items() if ".mlp." not in key}
+    right |= {module.replace("0", number): place for number, place in (("0", "cpu"), ("1", "disk"))}
+    assert same(load(folder, patcher, device_map=right, **options), at.llama)
+
+
+@advice(
+    "Load the model without the patcher (with quantization_config=GgufConfig(dequantize=True)), save it with "
+    "save_pretrained, and load that with it."
+)
+def a_gguf_file_that_is_converted(at: Place) -> Steps:
+    write_qwen35_gguf(at.tmp / "model.gguf")
+    options: dict[str, Any] = {"gguf_file": "model.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    patcher = Patcher(fusions="gate_up")
+    yield lambda: AutoModelForCausalLM.from_pretrained(at.tmp, patcher=patcher, **options)
+    AutoModelForCausalLM.from_pretrained(at.tmp, **options).save_pretrained(at.tmp / "saved")
+    model = AutoModelForCausalLM.from_pretrained(at.tmp / "saved", patcher=patcher)
+    assert hasattr(model.model.layers[1].mlp, "gate_up_proj")
+
+
+@advice("Give it to what loads or makes a model; the parts of one that is put together take encoder_patcher=")
+def a_patcher_in_a_config(at: Place) -> Steps:
+    patcher, bert = Patcher(fusions="qkv"), at.tmp / "bert"
+    yield lambda: LlamaForCausalLM(LlamaConfig(**tiny_llama_config().to_dict() | {"patcher": patcher}))
+    model = AutoModelForCausalLM.from_config(tiny_llama_config(), patcher=patcher)
+    assert hasattr(model.model.layers[0].self_attn, "qkv_proj")
+    save_tiny(tiny_bert_config(), bert, model_class=AutoModel)
+    together = EncoderDecoderModel.from_encoder_decoder_pretrained
+    yield lambda: together(bert, bert, patcher=patcher)
+    model = together(bert, bert, encoder_patcher=patcher, decoder_patcher=patcher)
+    assert [type(module).__name__ for module in model.modules()].count("FusedBertSelfAttention") == 4
 
 
 # --- applying ------------------------------------------------------------------------------------------------------
