@@ -219,13 +219,6 @@ def reads_gguf_by_name(quantizer: Any) -> bool:
     return not quantizer.supported  # what it has conversions for it calls so
 
 
-def reads_plain_tensors(quantizer: Any) -> bool:
-    """Whether a load meets tensors of the shapes of parameters, rather than parts of quantized ones."""
-    if quantizer is None or not quantizer.pre_quantized:
-        return True
-    return isinstance(quantizer, GgufHfQuantizer) and reads_gguf_by_name(quantizer)
-
-
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:
     """Whether a load would read a checkpoint that torch.distributed has written."""
     find = getattr(modeling_utils, "get_distributed_checkpoint_dir", None)  # since 5.18

@@ -20,6 +20,7 @@ from accelerate.utils import modeling as accelerate_modeling  # type: ignore[imp
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
 from transformers.integrations import peft as peft_integration
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import output_capturing
 
@@ -38,6 +39,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "construction contexts": (PreTrainedModel, "get_init_context", ()),
     "construct": (PreTrainedModel, "__init__", ("config",)),
     "constructed": (PreTrainedModel, "post_init", ()),
+    "quantize": (HfQuantizer, "preprocess_model", ("model",)),
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
@@ -70,6 +72,8 @@ HOOKED_LATE: dict[str, tuple[str, tuple[str, ...]]] = {
 
 #: What is called or read besides.
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (HfQuantizer, "get_modules_to_not_convert", ("model", "skip_modules", "keep_in_fp32_modules")),
+    (HfQuantizer, "param_needs_quantization", ("model", "param_name")),
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
     (output_capturing, "_CAN_RECORD_REGISTRY", ()),

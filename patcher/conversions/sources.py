@@ -208,4 +208,5 @@ class _AsItIs(ConversionOps):
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        return {full_layer_name: single(*input_dict.values())}
+        # In a list, as a tensor that no conversion takes: quanto takes the first row of any other.
+        return {full_layer_name: [single(*input_dict.values())]}  # type: ignore[dict-item]

@@ -167,6 +167,8 @@ class _QuantizeEach(ConversionOps):
             value = input_dict.pop(name)
             if self._quantizer.param_needs_quantization(model, name):
                 operation = self._quantizer.get_quantize_ops()
+                # In a list, as a tensor that no conversion has made: quanto takes the first row of any other.
+                value = value if isinstance(value, list) else [value]
                 result.update(operation.convert({name: value}, full_layer_name=name, model=model, **kwargs))
             else:
                 result[name] = value

@@ -82,9 +82,9 @@ def with_fused_sources(
     if not fused:
         return FusedReading(checkpoint)
     own = state_tensors(model)
-    as_they_are = _quantized_experts(model, checkpoint, fused, own) if quantized else {}
+    as_they_are = quantized_experts(model, checkpoint, fused, own) if quantized else {}
     wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
-    stock = StockParameters(model, _stock_tensors(own, fused), wanted, conversions, unknown, simulated)
+    stock = StockParameters(model, stock_tensors(own, fused), wanted, conversions, unknown, simulated)
     parts = stock.parts({key: source for key, source in checkpoint.items() if key not in as_they_are})
     companions = _companions(parts, {path for path, *_ in fused} if quantized else set())
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
@@ -136,7 +136,7 @@ def with_fused_sources(
     return FusedReading(parts.rest, shapes, sources, keys, missing, bool(fused_already), problem)
 
 
-def _quantized_experts(
+def quantized_experts(
     model: PreTrainedModel,
     checkpoint: Mapping[str, Any],
     fused: Iterable[tuple[str, nn.Module, FusedWeights]],
@@ -166,7 +166,7 @@ def _quantized_experts(
     return found
 
 
-def _stock_tensors(
+def stock_tensors(
     own: Mapping[str, torch.Tensor], fused: Iterable[tuple[str, nn.Module, FusedWeights]]
 ) -> dict[str, torch.Tensor]:
     """The state dict of the model as transformers has it, on the meta device."""

@@ -30,7 +30,8 @@ from patcher.compat.conversions import (
     reads_gguf_by_name,
 )
 from patcher.compat.hooks import HOOKED, HOOKED_LATE, LATE_HOME, check, check_seam, when_imported
-from patcher.compat.models import as_stock, original_class
+from patcher.compat.models import as_stock, named_modules, original_class
+from patcher.compat.quantizers import settings_by_name
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import (
     Construction,
@@ -65,6 +66,7 @@ from patcher.loading.load import (
     request,
     select,
 )
+from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
 from patcher.loading.reading import read
 from patcher.loading.record import record_of
 from patcher.loading.recorders import install_output_hooks
@@ -286,6 +288,16 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
+def _preprocess(stock: Stock, self: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    construction = current_construction()
+    if construction is None or construction.root is not model:
+        return stock(self, model, *args, **kwargs)
+    built = {id(each.module) for each in construction.outermost_built}
+    replaced = [path for path, module in named_modules(model) if id(module) in built]
+    with names_of_stock(self, remade_weights(model, construction.rules.entries, replaced)):
+        return stock(self, model, *args, **kwargs)
+
+
 def _conversion_mapping(
     stock: Stock, model: PreTrainedModel, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -321,9 +333,12 @@ def _convert_and_load(
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
-    loaded, info, disk_index = read(
-        load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
-    )
+    quantizer = load_config.hf_quantizer
+    remade = remade_weights(model, load.in_force, dict(load.outermost)) if settings_by_name(quantizer) else ()
+    with settings_of_stock(quantizer, remade):
+        loaded, info, disk_index = read(
+            load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
+        )
     _LOAD.set(loaded)
     return info, disk_index
 
@@ -446,6 +461,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "construction contexts": _get_init_context,
     "construct": _init,
     "constructed": _post_init,
+    "quantize": _preprocess,
     "conversions": _conversion_mapping,
     "conversions of others": _conversions_of,
     "conversions of adapters": _conversions_of,

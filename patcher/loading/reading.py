@@ -10,12 +10,13 @@ from patcher.compat.conversions import (
     set_used_conversions,
 )
 from patcher.compat.models import named_parameters
+from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.sources import shape_of
 from patcher.conversions.tracing import ConversionTrace
 from patcher.loading.fused_sources import FusedReading
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.read_weights import check_read
-from patcher.loading.simulated_reading import can_be_simulated, dry_run_reading, fused_reading, simulate_reading
+from patcher.loading.simulated_reading import dry_run_reading, fused_reading, simulate_reading
 
 
 def read(
@@ -41,14 +42,15 @@ def read(
     if selected.dry_run is not None:
         expected = dry_run_reading(selected, load_config, checkpoint, selected.dry_run)
         return expected, expected.info, None
-    quantized = not can_be_simulated(load_config)
-    reading = fused_reading(selected, checkpoint, mapping, quantized=quantized)
-    if not quantized and (reading.problem is not None or not _fits_as_it_is(selected, reading)):
+    quantizer = load_config.hf_quantizer
+    reading = fused_reading(selected, checkpoint, mapping, quantizer)
+    # Names and shapes don't say what comes of the parts of weights that are quantized.
+    if not is_prequantized(quantizer) and (reading.problem is not None or not _fits_as_it_is(selected, reading)):
         # Raises what is wrong before anything is read.
         selected, completed, _ = simulate_reading(selected, load_config, checkpoint)
         if completed is not checkpoint:
             checkpoint = completed
-            reading = fused_reading(selected, checkpoint, mapping, quantized=quantized)
+            reading = fused_reading(selected, checkpoint, mapping, quantizer)
     if reading.problem is not None:
         raise reading.problem
     weights, conversions = reading.for_load(mapping)

@@ -8,14 +8,16 @@ from typing import Any
 
 from transformers.utils import logging
 
-from patcher.compat.conversions import copy_transform, is_stock_operation, reads_plain_tensors
+from patcher.compat.conversions import copy_transform, is_stock_operation
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
+from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.errors import PatchedWeightsError
 from patcher.loading.completion import Completion, complete
 from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
+from patcher.loading.quantized_checkpoints import check_made_quantized, check_quantized
 from patcher.loading.read_weights import check_read, shapes_of, stock_load, unknown_keys
 from patcher.patterns import compress
 
@@ -39,8 +41,7 @@ def dry_run_reading(selected: Selected, load_config: Any, checkpoint: Mapping[st
     """What the load would come to, of one that doesn't read."""
     if not asked.has_checkpoint:
         return Loaded(**vars(selected), info=ExpectedInfo(Outcome()))
-    quantized = not can_be_simulated(load_config)
-    _, _, expected = simulate_reading(selected, load_config, checkpoint, quantized=quantized)
+    _, _, expected = simulate_reading(selected, load_config, checkpoint)
     assert expected is not None
     # Take from the keys what transformers doesn't mind, as a load does at its end.
     parameters = dict(named_parameters(selected.model))
@@ -50,13 +51,8 @@ def dry_run_reading(selected: Selected, load_config: Any, checkpoint: Mapping[st
     return expected
 
 
-def can_be_simulated(load_config: Any) -> bool:
-    """Whether names and shapes say what a load will come to: not so of the parts of weights that are quantized."""
-    return reads_plain_tensors(load_config.hf_quantizer)
-
-
 def simulate_reading(
-    selected: Selected, load_config: Any, checkpoint: Mapping[str, Any], *, quantized: bool = False
+    selected: Selected, load_config: Any, checkpoint: Mapping[str, Any]
 ) -> tuple[Selected, Mapping[str, Any], Loaded | None]:
     """What the load will come to, by names and shapes.
 
@@ -69,20 +65,24 @@ def simulate_reading(
         UnmatchedPatchError: as `read`.
         PatchedWeightsError: as `read`.
     """
-    mapping = load_config.weight_mapping or []
-    alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint, quantized=quantized)
+    mapping, quantizer = load_config.weight_mapping or [], load_config.hf_quantizer
+    alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint, quantizer)
     for twice, others in outcome.twice.items():
         as_it_is = "as it is" if others[-1] == twice else f"as {others[-1]}"
         raise PatchedWeightsError(
             f"The checkpoint holds {twice} twice: {as_it_is}, and as {', '.join(others[:-1])}. Take one of them out."
         )
-    if not quantized and not selected.runtime_layout and (reading.problem is not None or selected.traced):
+    if (
+        not is_prequantized(quantizer)
+        and not selected.runtime_layout
+        and (reading.problem is not None or selected.traced)
+    ):
         completion = _completed(selected, load_config, checkpoint, outcome)
         is_strict = selected.strict or bool(completion.misfits)  # transformers raises for shapes as well
         selected = replace(selected, diagnostics=selected.diagnostics.adding(completion.error, strict=is_strict))
         if completion.initialized:
             checkpoint = completion.checkpoint
-            alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint)
+            alone, copied, reading, outcome = _simulated(selected, mapping, checkpoint, quantizer)
             if selected.dry_run is None:
                 keys = ", ".join(compress(completion.initialized))
                 logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
@@ -99,7 +99,7 @@ def _copy(item: Any) -> Any:
 
 
 def _simulated(
-    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], *, quantized: bool = False
+    selected: Selected, mapping: list[Any], checkpoint: Mapping[str, Any], quantizer: Any
 ) -> tuple[Selected, list[Any], FusedReading, Outcome]:
     """The load with copies of its conversions, these, how the checkpoint is read, and what comes of it."""
     copies = {id(item): _copy(item) for item in mapping}
@@ -110,7 +110,7 @@ def _simulated(
     )
     copied = [copies[id(item)] for item in mapping]
     shapes, unknown = shapes_of(checkpoint), unknown_keys(selected)
-    reading = fused_reading(selected, shapes, copied, unknown, quantized=quantized, simulated=True)
+    reading = fused_reading(selected, shapes, copied, quantizer, unknown, simulated=True)
     rest = shapes_of(reading.rest)
     outcome = simulate(selected.model, copied, rest, unknown, sources=reading.shapes, going_on=True)
     outcome.routes += reading.routes()
@@ -147,12 +147,21 @@ def fused_reading(
     selected: Selected,
     checkpoint: Mapping[str, Any],
     mapping: list[Any],
+    quantizer: Any,
     unknown: frozenset[str] = frozenset(),
     *,
-    quantized: bool,
     simulated: bool = False,
 ) -> FusedReading:
     """How the checkpoint is read by a model with fused modules."""
     if selected.runtime_layout:
         return FusedReading(checkpoint, fused_already=True)
-    return with_fused_sources(selected.model, checkpoint, mapping, unknown, quantized=quantized, simulated=simulated)
+    checks = keeps_quantized(quantizer)
+    if checks and (problem := check_quantized(selected, checkpoint, mapping)):
+        return FusedReading(checkpoint, problem=problem)
+    quantized = is_prequantized(quantizer)
+    reading = with_fused_sources(
+        selected.model, checkpoint, mapping, unknown, quantized=quantized, simulated=simulated
+    )
+    if checks and reading.problem is None:
+        reading = replace(reading, problem=check_made_quantized(selected, checkpoint, reading))
+    return reading
