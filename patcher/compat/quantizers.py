@@ -30,6 +30,11 @@ def keeps_quantized(quantizer: Any) -> bool:
     return is_prequantized(quantizer) and not getattr(quantizer.quantization_config, "dequantize", False)
 
 
+def is_of_quantizer(operation: Any) -> bool:
+    """Whether an operation of a conversion is one that a quantizer has added, to make its own of what is read."""
+    return getattr(operation, "hf_quantizer", None) is not None
+
+
 def is_named(pattern: str, name: str) -> bool:
     """Whether an entry of a quantizer's list of what to leave alone names a layer or a parameter."""
     return not should_convert_module(name, [pattern])

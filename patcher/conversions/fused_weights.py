@@ -63,11 +63,13 @@ class FusedWeights:
             PatchedWeightsError: the module has been changed so that they can't be given back.
         """
         prefix, result = inside(path), {}
-        for name in (name for layout in self.layouts for name in layout.fused if name in tensors):
-            if is_quantized(tensors[name]):
+        owners = {name.rpartition(".")[0]: name for name in tensors}
+        for name in (name for layout in self.layouts for name in layout.fused):
+            value = tensors.get(name, tensors.get(owners.get(name, "")))  # some hold `weight._data` in its place
+            if value is not None and (name not in tensors or is_quantized(value)):
                 raise _cannot(
                     f"{prefix}{name}",
-                    f"it is quantized ({type(tensors[name]).__name__} of {tensors[name].dtype}), its companions "
+                    f"it is quantized ({type(value).__name__} of {value.dtype}), its companions "
                     "can't be split (if only fusions made this layout, save_original_format=False saves it as it is)",
                 )
         self._check_names(path, tensors)

@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, key_renamer, stock_revert
 from patcher.compat.models import ModelView
+from patcher.compat.quantizers import is_of_quantizer
 from patcher.conversions.groups import Alike, Group, made_by_name
 from patcher.conversions.sources import Computation, Computed, dtype_of, on_meta
 from patcher.conversions.tracing import trace_of
@@ -111,11 +112,13 @@ class StockParameters:
     def _take(self, group: Group, alike: Alike, parts: Parts) -> None:
         """Put the parts that a converter makes to the others, if any of them is wanted."""
         if self.wanted.isdisjoint(made_by_name(group.converter, group.first)):
+            if any(is_of_quantizer(operation) for operation in group.converter.operations):
+                return  # it makes what its patterns say, and writes to the parameters of the model on its way
             # It may still make one, under a name that its patterns don't tell.
             try:
                 empty = {key: torch.empty(shape, device="meta") for key, shape in group.shapes.items()}
                 made = {name: tensor.shape for name, tensor in _converted(group, self.view, empty).items()}
-            except Exception:  # an operation of a quantizer, which looks at layers that are fused
+            except Exception:
                 return
         else:
             try:

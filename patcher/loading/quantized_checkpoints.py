@@ -6,7 +6,7 @@ is read. What the quantizer has left alone is taken as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from patcher.compat.conversions import key_renamer
@@ -39,7 +39,10 @@ def check_quantized(
         trace = None if taker is None else trace_of(taker)
         return name in wanted or (trace is not None and id(trace.transform) in added)
 
-    return _refused(_quantized_keys((key for key in checkpoint if key not in as_they_are), checkpoint, is_taken))
+    left = [key for key in checkpoint if key not in as_they_are]
+    return _refused(
+        "it has these quantized, of which the patcher makes others", _quantized_keys(left, checkpoint, is_taken)
+    )
 
 
 def check_made_quantized(
@@ -48,12 +51,13 @@ def check_made_quantized(
     """What is wrong with a load that would read a weight in full precision for a layer that a quantizer has made."""
     fused, own = fused_modules(selected.model), state_tensors(selected.model)
     as_they_are = {target for target, _ in quantized_experts(selected.model, checkpoint, fused, own).values()}
-    return _refused(
+    keys = [
         key
         for target, (keys, _) in reading.keys.items()
         if target in own and target not in as_they_are and is_quantized(own[target])
         for key in keys
-    )
+    ]
+    return _refused("it has these in full precision, of which the patcher makes layers that are quantized then", keys)
 
 
 def _quantized_keys(keys: Iterable[str], checkpoint: Mapping[str, Any], is_taken: Callable[[str], bool]) -> list[str]:
@@ -71,19 +75,19 @@ def _quantized_keys(keys: Iterable[str], checkpoint: Mapping[str, Any], is_taken
     ]
 
 
-def _has_quantized(layer: str, held: Collection[str], checkpoint: Mapping[str, Any]) -> bool:
+def _has_quantized(layer: str, held: list[str], checkpoint: Mapping[str, Any]) -> bool:
     if any(key not in (f"{layer}.weight", f"{layer}.bias") for key in held):
         return True
     dtype = dtype_of(checkpoint[held[0]]) if held[0].endswith(".weight") else None
     return dtype.startswith(_BYTES) if isinstance(dtype, str) else dtype is not None and dtype.itemsize == 1
 
 
-def _refused(keys: Iterable[str]) -> PatchedWeightsError | None:
+def _refused(what: str, keys: Iterable[str]) -> PatchedWeightsError | None:
     listed = compress(keys)
     if not listed:
         return None
     lines = "".join(f"  {key}\n" for key in listed[:5])
     return PatchedWeightsError(
-        f"The checkpoint is quantized, and the patcher makes other weights of some that are in it:\n{lines}"
+        f"The checkpoint is quantized, and {what}:\n{lines}"
         "Fuse the full-precision checkpoint, and quantize that while it loads."
     )

@@ -20,6 +20,7 @@ from patcher.compat.conversions import (
     was_used,
 )
 from patcher.compat.models import ModelView, has_adapters
+from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
@@ -70,6 +71,12 @@ class SavePlan:
         """Those in whose layout the weights are saved, none in the original format."""
         return () if self.original_format or self.record is None else tuple(self.record.fusions)
 
+    @property
+    def _is_quantized_by_the_load(self) -> bool:
+        """Whether the quantizer that would read the file has quantized what no file has had: it takes stacks then."""
+        quantizer = getattr(self.model, "hf_quantizer", None)
+        return quantizer is not None and not is_prequantized(quantizer)
+
     def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as the unpatched model would save it.
 
@@ -90,8 +97,8 @@ class SavePlan:
             PatchedWeightsError: something in it can't be given back.
         """
         moved: dict[str, str] = {}
-        for path, _, carried in fused:
-            # Experts that are quantized, where the checkpoint has names for each.
+        for path, _, carried in fused if not self._is_quantized_by_the_load else ():
+            # Experts that a tool has quantized, where the checkpoint has names for each.
             moved |= named_as_in_checkpoint(path, carried, state_dict, self._reverted)
         as_they_are = {name: state_dict[key] for key, name in moved.items()}
         state_dict = {key: value for key, value in state_dict.items() if key not in moved}
