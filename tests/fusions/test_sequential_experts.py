@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import inspect
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -453,20 +452,10 @@ def test_quantizers_quantize_every_expert(config: PretrainedConfig, name: str, t
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(**inputs).logits
     error = (listed(**inputs).logits - exact).pow(2).mean().sqrt() / exact.std()
     assert error < (0.5 if "4 bits" in name else 0.2)
-    if config.model_type == "gpt_oss":  # its checkpoint knows no experts, only stacks
-        with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj\.weight.* is quantized"):
-            listed.save_pretrained(tmp_path / "saved")
-        assert not (tmp_path / "saved").exists()
-        return
-    original = load_file(tmp_path / "model.safetensors").keys()
-    listed.save_pretrained(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors").keys()
-    # The names that the checkpoint has, for what the quantizer has put beside the weights too.
-    layers = {re.sub(r"\.(weight|bias)$", "", key) for key in original}
-    assert all(any(key.startswith(f"{layer}.") for layer in layers) for key in saved)
-    assert all(any(key.startswith(f"{layer}.") for key in saved) for layer in layers)
-    with pytest.raises(PatchedWeightsError, match=r"The checkpoint is quantized.*\n.*experts"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved", patcher=LISTED)
+    # Under the names that a checkpoint may have for each expert, stock would take the weights of none of them.
+    with pytest.raises(PatchedWeightsError, match=r"experts\.0\.gate_proj\.weight.* is quantized"):
+        listed.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_model_with_lists_can_be_pickled(tmp_path: Path) -> None:

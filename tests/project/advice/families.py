@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from patcher import Patcher
-from patcher.fusions import Fusion, Layout, Rows
+from patcher.fusions import QKV, Fusion, Layout, Rows
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.loads import changed
 from tests.project.advice.models import command
@@ -115,10 +119,7 @@ def a_root_that_is_no_model(at: Place) -> Steps:
     assert same(load(at.llama, Patcher({"LlamaForCausalLM": Model})), at.llama)
 
 
-@advice(
-    "Fuse the full-precision checkpoint, and quantize that while it loads.",
-    "If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.",
-)
+@advice("Fuse the full-precision checkpoint, and quantize that while it loads.")
 def a_checkpoint_that_is_quantized(at: Place) -> Steps:
     config = BitsAndBytesConfig(load_in_8bit=True)
     load(at.llama, quantization_config=config).save_pretrained(at.tmp / "int8")
@@ -128,6 +129,66 @@ def a_checkpoint_that_is_quantized(at: Place) -> Steps:
         yield lambda folder=folder: load(folder, Patcher(fusions="qkv"))  # type: ignore[misc]
     model = load(at.llama, Patcher(fusions="qkv"), quantization_config=config)
     assert type(model.model.layers[0].self_attn.qkv_proj).__name__ == "Linear8bitLt"
+
+
+@advice("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
+def a_checkpoint_that_would_be_dequantized(at: Place) -> Steps:
+    def halved(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("_proj.weight")]:
+            tensors[f"{key}_scale_inv"] = torch.ones([size // 16 for size in tensors[key].shape])
+            tensors[key] = tensors[key].to(torch.float8_e4m3fn)
+
+    folder = changed(at.llama, at.tmp / "float8", halved)
+    config = AutoConfig.from_pretrained(at.llama)
+    blocks = {"weight_block_size": [16, 16], "activation_scheme": "dynamic", "dequantize": True}
+    config.quantization_config = {"quant_method": "fp8", "fmt": "e4m3"} | blocks
+    config.save_pretrained(folder)
+    load(folder)
+    yield lambda: load(folder, Patcher(fusions="qkv"))
+    load(at.llama, Patcher(fusions="qkv"), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@advice("Name all of them alike, or name what holds them here ({}), or leave these modules out of the patcher.")
+def parts_of_which_a_quantizer_shall_leave_one_alone(at: Place) -> Steps:
+    def left_alone(names: list[str], fusion: Any = "qkv") -> set[str]:
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=[*names, "lm_head"])
+        model = load(at.llama, Patcher(fusions=fusion), quantization_config=config)
+        return {path for path, module in model.named_modules() if type(module) is nn.Linear and path != "lm_head"}
+
+    said = yield lambda: left_alone(["0.self_attn.k_proj"])
+    found = re.search(r"holds them here \((.*?)\)", said)
+    assert found
+    layer = {"model.layers.0.self_attn.qkv_proj"}
+    assert left_alone([f"0.self_attn.{name}_proj" for name in "qkv"]) == layer
+    assert left_alone([f"0.self_attn.{found[1]}"]) == layer
+    assert left_alone(["0.self_attn.k_proj"], QKV(modules="model.layers.1.**")) == {"model.layers.0.self_attn.k_proj"}
+
+
+class NamesConfig(QuantizationConfigMixin):
+    def __init__(self, **settings: Any) -> None:
+        self.quant_method: Any = "names"
+        self.settings = settings
+
+
+class NamesQuantizer(HfQuantizer):
+    """Has a way of its own to look for names."""
+
+    is_trainable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+@advice("Leave such names out of quantization_config, or these modules out of the patcher.")
+def a_name_for_a_quantizer_that_nobody_knows(at: Place) -> Steps:
+    AUTO_QUANTIZER_MAPPING["names"], AUTO_QUANTIZATION_CONFIG_MAPPING["names"] = NamesQuantizer, NamesConfig
+    try:
+        yield lambda: load(at.llama, Patcher(fusions="qkv"), quantization_config=NamesConfig(bits={"k_proj": 4}))
+        assert same(load(at.llama, Patcher(fusions="qkv"), quantization_config=NamesConfig()), at.llama)
+        config = NamesConfig(bits={"k_proj": 4})
+        assert same(load(at.llama, Patcher(fusions="gate_up"), quantization_config=config), at.llama)
+    finally:
+        del AUTO_QUANTIZER_MAPPING["names"], AUTO_QUANTIZATION_CONFIG_MAPPING["names"]
 
 
 @advice("prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: ")
