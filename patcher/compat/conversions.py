@@ -19,7 +19,6 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.integrations import deepspeed
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick

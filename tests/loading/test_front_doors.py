@@ -22,7 +22,6 @@ from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
 from tests.support.checkpoints import saved
 from tests.support.comparing import logits
 from tests.support.gguf_files import write_gguf, write_qwen35_gguf
-from tests.support.optional import needs
 from tests.support.replacements import JOINED, With
 from tests.support.tiny import build_tiny, save_tiny, tiny_bert_config, tiny_llama_config, tiny_tokenizer
 
@@ -41,7 +40,7 @@ def of_gguf(folder: Path, patcher: Patcher | None = None, **options: Any) -> Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("asked", [BOTH, JOINED | Patcher(fusions="qkv")], ids=["fusions", "a conversion"])
 def test_quantized_files_are_read_as_stock_reads_them(asked: Patcher, dtype: torch.dtype, tmp_path: Path) -> None:
-    gguf = needs("gguf")
+    gguf = pytest.importorskip("gguf")
     model = build_tiny(tiny_llama_config(tie_word_embeddings=True))
     write_gguf(model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
     stock, patched = of_gguf(tmp_path, dtype=dtype), of_gguf(tmp_path, asked, dtype=dtype)
@@ -61,7 +60,7 @@ def test_quantized_files_are_read_as_stock_reads_them(asked: Patcher, dtype: tor
     ids=["a fusion", "a conversion", "a filter"],
 )
 def test_files_that_are_read_by_conversions_are_refused(asked: Patcher, tmp_path: Path) -> None:
-    needs("gguf")
+    pytest.importorskip("gguf")
     write_qwen35_gguf(tmp_path / "model.gguf")
     text = "a GGUF file of Qwen3_5ForCausalLM, which transformers reads by conversions of its own"
     with pytest.raises(InvalidPatcherError, match=text):
@@ -69,7 +68,7 @@ def test_files_that_are_read_by_conversions_are_refused(asked: Patcher, tmp_path
 
 
 def test_a_class_mapping_alone_follows_such_a_file(tmp_path: Path) -> None:
-    needs("gguf")
+    pytest.importorskip("gguf")
     write_qwen35_gguf(tmp_path / "model.gguf")
     patched = of_gguf(tmp_path, Patcher({"Qwen3_5MLP": type("OwnMLP", (Qwen3_5MLP,), {})}))
     stock = of_gguf(tmp_path)
@@ -78,7 +77,7 @@ def test_a_class_mapping_alone_follows_such_a_file(tmp_path: Path) -> None:
 
 
 def test_what_a_gguf_file_lacks_is_said(tmp_path: Path) -> None:
-    needs("gguf")
+    pytest.importorskip("gguf")
     write_gguf(build_tiny(tiny_llama_config()), tmp_path / "model.gguf")
     with pytest.raises(PatchedWeightsError, match=r"Not in the checkpoint.*\n.*mlp\.adapter"):
         of_gguf(tmp_path, Patcher({"LlamaMLP": With}))
@@ -110,7 +109,7 @@ def test_parts_of_a_model_that_is_put_together_take_a_patcher_each(tmp_path: Pat
 
 
 def test_sentence_transformers_take_a_patcher_in_model_kwargs_only(tmp_path: Path) -> None:
-    library = needs("sentence_transformers")
+    library = pytest.importorskip("sentence_transformers")
     save_tiny(tiny_bert_config(), tmp_path, model_class=AutoModel)
     tiny_tokenizer().save_pretrained(tmp_path)
     asked = Patcher(fusions="qkv")

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
-
-from tests.support.optional import needs
 
 #: Makes a config that leaves some layers alone; without a list the quantizer decides.
 Quantizer = Callable[..., Any]
@@ -53,7 +52,7 @@ def quanto_int4(skip: Sequence[str] | None = None) -> Any:
 
 def without_a_compiler() -> None:
     """Have quanto unpack 4 bits by what its own function in Python does: otherwise it compiles one for a minute."""
-    needs("optimum.quanto")
+    pytest.importorskip("optimum.quanto")
     from optimum.quanto.library.extensions import get_extension
 
     def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
