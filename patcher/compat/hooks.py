@@ -63,11 +63,18 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
-#: The same of a module that takes long to import: hooked when somebody imports it. Names are found below the module.
-LATE_HOME = "transformers.pipelines"
-HOOKED_LATE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "load for a pipeline": ("load_model", ("model", "config")),
-    "make a pipeline": ("Pipeline.__init__", ("model",)),
+#: The same of modules that take long to import: hooked when somebody imports them. Names are found below the module.
+HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "transformers.pipelines": {
+        "load for a pipeline": ("load_model", ("model", "config")),
+        "make a pipeline": ("Pipeline.__init__", ("model",)),
+    },
+    "transformers.trainer_utils": {"shards": ("load_sharded_checkpoint", ("model", "folder", "strict"))},
+    "transformers.trainer": {
+        "shards of a trainer": ("load_sharded_checkpoint", ("model", "folder", "strict")),
+        "optimizer of a trainer, saved": ("Trainer._save_optimizer_and_scheduler", ("output_dir",)),
+        "optimizer of a trainer, loaded": ("Trainer._load_optimizer_and_scheduler", ("checkpoint",)),
+    },
 }
 
 #: What is called or read besides.

@@ -16,7 +16,7 @@ from patcher.compat.conversions import copy_transform
 from patcher.conversions.layouts import Layout
 from patcher.conversions.reversal import reverse_layer
 from patcher.conversions.tracing import LayerTrace
-from patcher.conversions.transforms import single
+from patcher.conversions.transforms import describe, single
 
 #: On a module whose weights conversions have made: its `ConvertedWeights`.
 CONVERTED = "_patcher_converted"
@@ -52,6 +52,9 @@ class Converted(Layout):
 
     def fused_shapes(self) -> list[torch.Size]:
         return [shape for _, shape, _ in self.done.produced.values()]
+
+    def __str__(self) -> str:
+        return describe(self.transform)
 
     @property
     def _model(self) -> Any:

@@ -29,7 +29,7 @@ from patcher.compat.conversions import (
     follow_earlier_imports,
     reads_gguf_by_name,
 )
-from patcher.compat.hooks import HOOKED, HOOKED_LATE, LATE_HOME, check, check_seam, when_imported
+from patcher.compat.hooks import HOOKED, HOOKED_LATE, check, check_seam, when_imported
 from patcher.compat.models import as_stock, named_modules, original_class
 from patcher.compat.quantizers import settings_by_name
 from patcher.construction.class_rules import ClassRules
@@ -47,7 +47,12 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading import accelerate_hooks as accelerate, pipeline_hooks as pipelines, saving_hooks as saving
+from patcher.loading import (
+    accelerate_hooks as accelerate,
+    pipeline_hooks as pipelines,
+    saving_hooks as saving,
+    trainer_hooks as trainers,
+)
 from patcher.loading.checks import Diagnostics
 from patcher.loading.device_maps import for_patched_model
 from patcher.loading.initial_values import InitialValues, keeping_computed
@@ -109,7 +114,8 @@ def install() -> None:
         for place, (owner, name, _) in HOOKED.items():
             _hook(owner, name, _HOOKS[place])
         follow_earlier_imports()
-        when_imported(LATE_HOME, _hook_late)
+        for home in HOOKED_LATE:
+            when_imported(home, _hook_late)
         _installed = True
 
 
@@ -121,7 +127,7 @@ def _hook(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def _hook_late(module: ModuleType) -> None:
-    for place, (path, parameters) in HOOKED_LATE.items():
+    for place, (path, parameters) in HOOKED_LATE[module.__name__].items():
         parents, _, name = path.rpartition(".")
         owner = getattr(module, parents) if parents else module
         check_seam(owner, name, parameters)
@@ -452,7 +458,7 @@ def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     return original_state_dict(model, state_dict)  # type: ignore[arg-type]
 
 
-# What stands at each place that `HOOKED` names.
+# What stands at each place that `HOOKED` and `HOOKED_LATE` name.
 _HOOKS: dict[str, Callable[..., Any]] = {
     "load": _from_pretrained,
     "find weights": _find_weights,
@@ -481,4 +487,8 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "record outputs": install_output_hooks,
     "load for a pipeline": pipelines.load_model,
     "make a pipeline": pipelines.make_pipeline,
+    "shards": trainers.load_shards,
+    "shards of a trainer": trainers.load_shards,
+    "optimizer of a trainer, saved": trainers.save_optimizer,
+    "optimizer of a trainer, loaded": trainers.load_optimizer,
 }

@@ -49,7 +49,7 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     layouts_in(model)
     result = _unconverted(model, separated(fused_modules(model), _gathered(model)))
-    for path, part, record in _patched(model):
+    for path, part, record in patched_models(model):
         prefix = inside(path)
         own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
         result = {key: value for key, value in result.items() if not key.startswith(prefix)}
@@ -101,7 +101,7 @@ def load_original_state_dict(
     return result
 
 
-def _patched(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
+def patched_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel, PatchRecord]]:
     """(path, model, record) of each patched model, but for those inside of others."""
     around: list[str] = []
     for path, part in named_modules(model):

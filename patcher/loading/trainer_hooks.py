@@ -1,0 +1,149 @@
+"""What stands at the places where `Trainer` takes up a run again: the shards of a model, the state of its optimizer.
+
+A model in one file it gives to `load_state_dict`, which needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
+from patcher.errors import PatchedWeightsError
+from patcher.loading.record import record_of
+from patcher.loading.saving import original_state_dict
+from patcher.loading.state_dicts import patched_models
+from patcher.loading.stock_parameters import stock_shapes
+from patcher.loading.traced_layouts import layouts_in
+from patcher.patterns import compress, inside
+from patcher.resolution.resolution import skeleton
+
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
+
+#: Beside the state of an optimizer, which knows its parameters by their places only: what these were.
+PARAMETERS_FILE = "patcher_optimizer.json"
+
+
+def load_shards(stock: Stock, model: Any, folder: Any, strict: bool = True, *args: Any, **kwargs: Any) -> Any:
+    """Load shards, and say truly what was missing: transformers compares their names with those of the model itself.
+
+    Raises:
+        RuntimeError: with strict=True, of keys that are missing or unexpected, after the others are loaded.
+    """
+    if not isinstance(model, PreTrainedModel) or (record_of(model) is None and not layouts_in(model)):
+        return stock(model, folder, strict, *args, **kwargs)
+    layouts = _layouts_of_names(model)
+    known = dict.fromkeys(name for names in layouts for name in names)
+    found = stock(ModelView(model, state_dict=lambda: known), folder, False, *args, **kwargs)
+    absent = set(found.missing_keys)
+    missing = min(([name for name in names if name in absent] for names in layouts), key=len)
+    if strict and (missing or found.unexpected_keys):
+        said = [
+            f"{head} key(s): {', '.join(compress(keys))}."
+            for head, keys in (("Missing", missing), ("Unexpected", found.unexpected_keys))
+            if keys
+        ]
+        raise RuntimeError("\n".join((f"Error(s) in loading state_dict for {type(model).__name__}", *said)))
+    return type(found)(missing, found.unexpected_keys)
+
+
+def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
+    """The names that shards may have: those of the checkpoint, of the parameters of transformers, of its own."""
+    own = state_tensors(model)
+    layouts = [[*own], [*stock_shapes(model)]]
+    with suppress(PatchedWeightsError):  # of weights that can't be given back, so they are in no checkpoint either
+        layouts.insert(0, [*original_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
+    tied = tied_keys(model)
+    return [[name for name in names if name not in tied] for names in layouts]
+
+
+def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note beside the optimizer of a patched model which parameters its state belongs to."""
+    result = stock(self, output_dir, *args, **kwargs)
+    if self.args.should_save:
+        file = Path(output_dir, PARAMETERS_FILE)
+        if _is_patched(self.model):
+            file.write_text(json.dumps({"parameters": _trained(self.model)}, indent=2), encoding="utf-8")
+        else:
+            file.unlink(missing_ok=True)  # of another run
+    return result
+
+
+def load_optimizer(stock: Stock, self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse the state of an optimizer whose parameters lay otherwise.
+
+    torch compares how many there are, and some of its kernels go by their memory alone.
+
+    Raises:
+        PatchedWeightsError: the run was another patcher's, or a stock one.
+    """
+    if checkpoint is not None and any(
+        path.name.startswith(("optimizer", "global_step")) for path in Path(checkpoint).iterdir()
+    ):
+        _check_parameters(self.model, Path(checkpoint))
+    return stock(self, checkpoint, *args, **kwargs)
+
+
+def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
+    here = _trained(model)
+    noted = checkpoint / PARAMETERS_FILE
+    if noted.exists():
+        there = json.loads(noted.read_text(encoding="utf-8"))["parameters"]
+    else:
+        there = _as_in_transformers(model, here)
+    if list(there.items()) == list(here.items()):
+        return
+    differing = [
+        [name for name, how in one.items() if other.get(name) != how] or [*one]
+        for one, other in ((there, here), (here, there))
+    ]
+    lists = [", ".join(found[:4] + ["..."] * (len(found) > 4)) for found in map(compress, differing)]
+    made = next((f" ({here[name]})" for name in differing[1] if here.get(name)), "")
+    raise PatchedWeightsError(
+        f"The state of the optimizer in {checkpoint} goes by position, and is that of other parameters.\n"
+        f"  there: {lists[0]}\n  here: {lists[1]}{made}\n"
+        "Load the model with the patcher of that run, without one if it had none. Or begin with a new "
+        f'optimizer: load the weights with from_pretrained("{checkpoint}", patcher=...), and call train() without '
+        "resume_from_checkpoint=."
+    )
+
+
+def _as_in_transformers(model: nn.Module, here: Mapping[str, str]) -> dict[str, str]:
+    """What a run of the stock model would have trained of what this one trains; adapters are taken as they are."""
+    parts = {
+        f"{inside(path)}{name}"
+        for path, _, layouts in layouts_in(model)
+        for layout in layouts
+        if any(f"{inside(path)}{fused}" in here for fused in layout.fused)
+        for name in layout.stock
+    }
+    as_they_are = {name for name, how in here.items() if not how}
+    names = [
+        f"{inside(path)}{name}"
+        for path, part, record in patched_models(model)
+        for name, _ in named_parameters(skeleton(record.model_class, part.config))
+    ]
+    names = [name for name in names if name in as_they_are or name in parts]
+    return dict.fromkeys([*names, *(name for name in here if name in as_they_are)], "")
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return any(record_of(part) is not None for _, part in named_modules(model)) or bool(layouts_in(model))
+
+
+def _trained(model: nn.Module) -> dict[str, str]:
+    """The parameters that are trained, in their order, and how those of another layout were made."""
+    made = {
+        f"{inside(path)}{name}": str(layout)
+        for path, _, layouts in layouts_in(model)
+        for layout in layouts
+        for name in layout.fused
+    }
+    return {name: made.get(name, "") for name, value in model.named_parameters() if value.requires_grad}
