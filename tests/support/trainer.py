@@ -1,18 +1,29 @@
-"""Short runs of `Trainer` on tiny models: a dropout, a few steps, checkpoints between."""
+"""Short runs of `Trainer` on tiny models: a few steps, a checkpoint after half of them."""
 
 from __future__ import annotations
 
+import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from patcher import original_state_dict
 from tests.support.tiny import tiny_inputs
 
 #: Steps of a whole run. Half of them lie before the checkpoint that is resumed from.
 STEPS = 4
+MIDDLE = f"checkpoint-{STEPS // 2}"
+#: Each checkpoint is worse than the one before, so that the best isn't the model as it is at the end.
+FIRST_IS_BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": STEPS // 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "order",
+    "greater_is_better": False,
+}
 
 
 def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
@@ -30,19 +41,22 @@ def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
         "report_to": [],
         "disable_tqdm": True,
     }
-    data = batches(model)
-    return Trainer(
+    data, order = batches(model), count()
+    made = Trainer(
         model=model,
         args=TrainingArguments(**settings | arguments),
         train_dataset=data,  # type: ignore[arg-type]
         eval_dataset=data[:2],  # type: ignore[arg-type]
         data_collator=lambda items: items[0],
+        compute_metrics=lambda _: {"order": next(order)},
     )
+    made.remove_callback(PrinterCallback)
+    return made
 
 
-def batches(model: PreTrainedModel, count: int = 8) -> list[dict[str, Any]]:
+def batches(model: PreTrainedModel, number: int = 8) -> list[dict[str, Any]]:
     """Arguments of `forward`, with labels, each another."""
-    found = [tiny_inputs(model.config, seed=seed) for seed in range(count)]
+    found = [tiny_inputs(model.config, seed=seed) for seed in range(number)]
     return [each | {"labels": each["input_ids"].clone()} for each in found]
 
 
@@ -54,7 +68,7 @@ def trained(model: PreTrainedModel, folder: Path, resume: Path | None = None, **
 
 
 def losses(run: Trainer) -> list[torch.Tensor]:
-    """The loss of each step that this run has made."""
+    """The loss of each step, those before a resume too."""
     return [torch.tensor(line["loss"]) for line in run.state.log_history if "loss" in line]
 
 
@@ -62,3 +76,16 @@ def weights(run: Trainer) -> dict[str, torch.Tensor]:
     """The weights at the end, under the names of transformers."""
     assert run.model is not None
     return original_state_dict(run.model)
+
+
+def in_shards(checkpoint: Path, folder: Path, model: PreTrainedModel) -> Path:
+    """The checkpoint of a run with its weights in many files, as a large model has them.
+
+    Args:
+        model: the class and the layout that the weights are loaded into in between.
+    """
+    shutil.copytree(checkpoint, folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return folder

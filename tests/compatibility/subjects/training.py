@@ -1,0 +1,85 @@
+"""`Trainer`, on a patched and on the stock model: a run that is taken up again equals the one that never stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from patcher import original_state_dict
+from tests.compatibility.columns import column
+from tests.compatibility.outcomes import compared, worst
+from tests.compatibility.rows import Row
+from tests.support.trainer import FIRST_IS_BEST, MIDDLE, in_shards, losses, trained, weights
+
+SUBJECT = "Trainer"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that was never interrupted, and the folder with its checkpoints."""
+
+    folder: TemporaryDirectory[str]
+    losses: list[torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def middle(self) -> Path:
+        return Path(self.folder.name, MIDDLE)
+
+
+@cache
+def whole(row: Row, *, patched: bool) -> Whole:
+    folder = TemporaryDirectory()
+    run = trained(row.patched() if patched else row.stock(), Path(folder.name))
+    return Whole(folder, losses(run), weights(run))
+
+
+def _resumed(row: Row, folder: Path, checkpoint: Path) -> str:
+    expected = whole(row, patched=True)
+    run = trained(row.patched(), folder, checkpoint)
+    assert compared([losses(run), weights(run)], [expected.losses, expected.weights], rounding=0) == "exact"
+    stock = whole(row, patched=False)
+    return compared([losses(run), weights(run)], [stock.losses, stock.weights])
+
+
+@column(SUBJECT, "`Trainer`, resumed")
+def resumed(row: Row, folder: Path) -> str:
+    return _resumed(row, folder, whole(row, patched=True).middle)
+
+
+@column(SUBJECT, "resumed from shards")
+def resumed_from_shards(row: Row, folder: Path) -> str:
+    middle = whole(row, patched=True).middle
+    return _resumed(row, folder, in_shards(middle, folder / MIDDLE, _of(row, middle, patched=True)))
+
+
+@column(SUBJECT, "`load_best_model_at_end`")
+def best_model(row: Row, folder: Path) -> str:
+    run = trained(row.patched(), folder, **FIRST_IS_BEST)
+    assert run.state.best_model_checkpoint == str(folder / MIDDLE)
+    itself = compared(weights(run), original_state_dict(_of(row, folder / MIDDLE, patched=True)), rounding=0)
+    return worst(
+        itself, compared(weights(run), _of(row, whole(row, patched=False).middle, patched=False).state_dict())
+    )
+
+
+@column(SUBJECT, "a run of the stock model, resumed")
+def resumed_run_of_stock(row: Row, folder: Path) -> str:
+    stock = whole(row, patched=False)
+    run = trained(row.patched(), folder, stock.middle)
+    return compared([losses(run), weights(run)], [stock.losses, stock.weights])
+
+
+def _of(row: Row, checkpoint: Path, *, patched: bool) -> Any:
+    """A model with the weights of a checkpoint of a run."""
+    model_class = type(row.stock())
+    return (
+        model_class.from_pretrained(checkpoint, patcher=row.patcher)
+        if patched
+        else model_class.from_pretrained(checkpoint)
+    )
