@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from patcher import Patcher, load_original_state_dict, original_state_dict
@@ -308,3 +308,28 @@ def test_parameters_that_a_filter_leaves_as_the_checkpoint_has_them(tmp_path: Pa
     one = "model.layers.0.mlp.experts.gate_up_proj"
     assert model.load_state_dict({one: expected[one]}, strict=False).unexpected_keys == []
     assert torch.equal(original_state_dict(model)[one], expected[one])
+
+
+def test_a_tensor_that_no_layer_has_a_place_for_is_unexpected_and_changes_nothing() -> None:
+    row = BY_NAME["sequential_experts"]
+    model, checkpoint = row.patched(), load_file(row.folder / "model.safetensors")
+    before = original_state_dict(model)
+    layer = "model.layers.1.block_sparse_moe.experts"
+    given = {key: torch.zeros_like(value) for key, value in checkpoint.items() if key.startswith(layer)}
+    given[f"{layer}.4.w1.weight"] = given[f"{layer}.0.w1.weight"].clone()  # there are four
+    found = model.load_state_dict(given, strict=False)
+    assert f"{layer}.4.w1.weight" in found.unexpected_keys
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    assert torch.equal(original_state_dict(model)[stack], before[stack])
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*experts\.4\.w1\.weight"):
+        model.load_state_dict({**checkpoint, **given})
+
+
+def test_renamed_weights_of_a_checkpoint_without_the_head(tmp_path: Path) -> None:
+    config = tiny_llama_config(tie_word_embeddings=True)
+    save_tiny(config, tmp_path, model_class=LlamaModel)
+    model, stock = (LlamaForCausalLM.from_pretrained(tmp_path, patcher=each) for each in (TRANSPOSED, None))
+    assert same_weights(model, stock)
+    other = build_tiny(config, seed=1)
+    model.load_state_dict(other.state_dict())
+    assert same_weights(model, other)
