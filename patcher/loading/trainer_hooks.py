@@ -100,10 +100,10 @@ def _check_parameters(model: nn.Module, checkpoint: Path) -> None:
         there = _as_in_transformers(model, here)
     if list(there.items()) == list(here.items()):
         return
-    differing = [
-        [name for name, how in one.items() if other.get(name) != how] or [*one]
-        for one, other in ((there, here), (here, there))
-    ]
+    both = ((there, here), (here, there))
+    differing = [[name for name, how in one.items() if other.get(name) != how] for one, other in both]
+    if not any(differing):
+        differing = [[name for name, at in zip(one, other, strict=True) if name != at] for one, other in both]
     lists = [", ".join(found[:4] + ["..."] * (len(found) > 4)) for found in map(compress, differing)]
     made = next((f" ({here[name]})" for name in differing[1] if here.get(name)), "")
     raise PatchedWeightsError(

@@ -40,7 +40,7 @@ class Row:
 
     def stock(self, **options: Any) -> Any:
         """The stock model, in eval mode."""
-        return self._auto_class.from_pretrained(self.folder, **options)
+        return self.load(self.folder, **options)
 
     def patched(self, **options: Any) -> Any:
         """The patched model, in eval mode."""
@@ -49,6 +49,10 @@ class Row:
     def from_config(self, **options: Any) -> Any:
         """The model from its config, with weights that transformers initialises."""
         return self._auto_class.from_config(self.config(), **options)
+
+    def load(self, folder: Path, **options: Any) -> Any:
+        """A model from another folder than `folder`."""
+        return self._auto_class.from_pretrained(folder, **options)
 
     def inputs(self) -> dict[str, Any]:
         """Arguments of `forward`."""

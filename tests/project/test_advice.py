@@ -40,6 +40,7 @@ TABLES = (
     models,
     checkpoints,
     construction,
+    trainers,
     generated_files,
     generated_names,
     generated_sources,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from patcher import original_state_dict
@@ -78,14 +80,13 @@ def weights(run: Trainer) -> dict[str, torch.Tensor]:
     return original_state_dict(run.model)
 
 
-def in_shards(checkpoint: Path, folder: Path, model: PreTrainedModel) -> Path:
-    """The checkpoint of a run with its weights in many files, as a large model has them.
-
-    Args:
-        model: the class and the layout that the weights are loaded into in between.
-    """
+def in_shards(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint of a run with its weights in two files, what is joined never all in one."""
     shutil.copytree(checkpoint, folder)
+    tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 3
+    places = {key: f"model-{number % 2 + 1:05}-of-00002.safetensors" for number, key in enumerate(tensors)}
+    for name in set(places.values()):
+        save_file({key: value for key, value in tensors.items() if places[key] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 
 from patcher import original_state_dict
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import compared, worst
+from tests.compatibility.outcomes import EXACT, compared
 from tests.compatibility.rows import Row
 from tests.support.trainer import FIRST_IS_BEST, MIDDLE, in_shards, losses, trained, weights
 
@@ -42,7 +41,7 @@ def whole(row: Row, *, patched: bool) -> Whole:
 def _resumed(row: Row, folder: Path, checkpoint: Path) -> str:
     expected = whole(row, patched=True)
     run = trained(row.patched(), folder, checkpoint)
-    assert compared([losses(run), weights(run)], [expected.losses, expected.weights], rounding=0) == "exact"
+    assert compared([losses(run), weights(run)], [expected.losses, expected.weights], rounding=0) == EXACT
     stock = whole(row, patched=False)
     return compared([losses(run), weights(run)], [stock.losses, stock.weights])
 
@@ -54,18 +53,16 @@ def resumed(row: Row, folder: Path) -> str:
 
 @column(SUBJECT, "resumed from shards")
 def resumed_from_shards(row: Row, folder: Path) -> str:
-    middle = whole(row, patched=True).middle
-    return _resumed(row, folder, in_shards(middle, folder / MIDDLE, _of(row, middle, patched=True)))
+    return _resumed(row, folder, in_shards(whole(row, patched=True).middle, folder / MIDDLE))
 
 
 @column(SUBJECT, "`load_best_model_at_end`")
 def best_model(row: Row, folder: Path) -> str:
     run = trained(row.patched(), folder, **FIRST_IS_BEST)
     assert run.state.best_model_checkpoint == str(folder / MIDDLE)
-    itself = compared(weights(run), original_state_dict(_of(row, folder / MIDDLE, patched=True)), rounding=0)
-    return worst(
-        itself, compared(weights(run), _of(row, whole(row, patched=False).middle, patched=False).state_dict())
-    )
+    itself = original_state_dict(row.load(folder / MIDDLE, patcher=row.patcher))
+    assert compared(weights(run), itself, rounding=0) == EXACT
+    return compared(weights(run), row.load(whole(row, patched=False).middle).state_dict())
 
 
 @column(SUBJECT, "a run of the stock model, resumed")
@@ -73,13 +70,3 @@ def resumed_run_of_stock(row: Row, folder: Path) -> str:
     stock = whole(row, patched=False)
     run = trained(row.patched(), folder, stock.middle)
     return compared([losses(run), weights(run)], [stock.losses, stock.weights])
-
-
-def _of(row: Row, checkpoint: Path, *, patched: bool) -> Any:
-    """A model with the weights of a checkpoint of a run."""
-    model_class = type(row.stock())
-    return (
-        model_class.from_pretrained(checkpoint, patcher=row.patcher)
-        if patched
-        else model_class.from_pretrained(checkpoint)
-    )
