@@ -16,17 +16,17 @@ Quantizer = Callable[..., Any]
 
 
 def bnb_int8(skip: Sequence[str] | None = None) -> Any:
-    needs("bitsandbytes")
+    pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
 
 
 def bnb_nf4(skip: Sequence[str] | None = None) -> Any:
-    needs("bitsandbytes")
+    pytest.importorskip("bitsandbytes")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skip)
 
 
 def torchao_int8(skip: Sequence[str] | None = None) -> Any:
-    needs("torchao")
+    pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
 
     # It looks for names of parameters, from their beginning: `q_proj` alone would name nothing, in stock as well.
@@ -35,19 +35,19 @@ def torchao_int8(skip: Sequence[str] | None = None) -> Any:
 
 
 def torchao_dynamic(skip: Sequence[str] | None = None) -> Any:
-    needs("torchao")
+    pytest.importorskip("torchao")
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
     return TorchAoConfig(Int8DynamicActivationInt8WeightConfig(), modules_to_not_convert=skip)
 
 
 def quanto_int8(skip: Sequence[str] | None = None) -> Any:
-    needs("optimum.quanto")
+    pytest.importorskip("optimum.quanto")
     return QuantoConfig(weights="int8", modules_to_not_convert=skip)
 
 
 def quanto_float8(skip: Sequence[str] | None = None) -> Any:
-    needs("optimum.quanto")
+    pytest.importorskip("optimum.quanto")
     return QuantoConfig(weights="float8", modules_to_not_convert=skip)
 
 
