@@ -27,6 +27,7 @@ from tests.project.advice import (
     loads,
     models,
     state_dicts,
+    trainers,
     values,
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
