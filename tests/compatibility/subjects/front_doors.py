@@ -34,7 +34,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 @column(SUBJECT, "`SentenceTransformer`", needs="sentence_transformers")
 def sentence_transformer(row: Row, folder: Path) -> str:
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import Pooling, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     if row.has_images:
         return NOT_APPLICABLE
