@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import index
 from typing import Any
 
@@ -38,19 +38,24 @@ class ListedExperts(nn.Module):
         In training they do, so that their gradients are zero and not None: optimizers then treat them like the part of
         a stack that got no token, and processes that train together use the same parameters in the same order. Layers
         that are sharded one by one are gathered by all processes or by none, whatever the tokens of each.
+
+        In an exported program they do, since it has no loop that depends on the data.
         """
+        if torch.compiler.is_exporting():
+            return True
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return True
         return any(hasattr(parameter, "placements") for parameter in self.parameters())
 
-    def experts_to_run(self, hit: torch.Tensor) -> torch.Tensor:
-        """The numbers of the experts that run, in the form of `hit`, the numbers of those that have tokens.
+    def experts_to_run(self, hit: torch.Tensor) -> Iterable[int | torch.Tensor]:
+        """The numbers of the experts that run, of the numbers of those that have tokens.
 
-        On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time.
+        On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time; and with no
+        operation of its own where there is nothing to do, which would be a graph of its own for `torch.compile`.
         """
-        if not self.every_expert_runs():
-            return hit if hit.device.type == "cpu" else hit.cpu()  # no operation where there is nothing to do
-        return torch.arange(len(self), device="cpu").view(-1, *[1] * (hit.dim() - 1))
+        if self.every_expert_runs():
+            return range(len(self))
+        return hit if hit.device.type == "cpu" else hit.cpu()
 
     def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.

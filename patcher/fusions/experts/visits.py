@@ -55,29 +55,55 @@ def _tested(node: cst.If) -> ast.expr:
     return ast.parse(code_of(node.test).strip(), mode="eval").body
 
 
-class _InTraining(cst.CSTTransformer):
+class _OfNumbers(cst.CSTTransformer):
+    """A loop that runs over the numbers of experts themselves, in whatever tensors the model's own has them."""
+
     def __init__(self, this: str, loop: ExpertLoop) -> None:
         super().__init__()
         self._this = this
+        self._loop = loop
+
+    def leave_SimpleStatementLine(  # noqa: N802
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        match ast.parse(code_of(original_node).strip()).body:
+            case [ast.Assign(targets=[ast.Name(id=name)])] if name in self._loop.numbers:
+                if name == self._loop.target:
+                    return cst.RemoveFromParent()
+                assigned = cst.parse_statement(f"{name} = {self._loop.target}")
+                return updated_node.with_changes(body=cst.ensure_type(assigned, cst.SimpleStatementLine).body)
+        return updated_node
+
+
+class _InTraining(_OfNumbers):
+    def __init__(self, this: str, loop: ExpertLoop) -> None:
+        super().__init__(this, loop)
         self._hit = loop.choice.hit if loop.choice else ""
+        self._mask = f"{loop.choice.mask}[{loop.target}]" if loop.choice else ""
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
         if not _is_over(original_node, self._hit):
             return updated_node
-        return updated_node.with_changes(iter=cst.parse_expression(f"{self._this}.experts_to_run({self._hit})"))
+        numbers = f"{self._this}.experts_to_run({self._hit}.flatten())"
+        return updated_node.with_changes(iter=cst.parse_expression(numbers))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:  # noqa: N802
         if not without_rows(_tested(original_node)):
             return updated_node
-        test = f"{code_of(updated_node.test)} and not {self._this}.every_expert_runs()"
+        # In this order: whether there are rows isn't known while a program is exported.
+        test = f"not {self._this}.every_expert_runs() and {code_of(updated_node.test)}"
         return updated_node.with_changes(test=cst.parse_expression(test))
 
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        # A number gives the mask of one expert without the dimension that a tensor of one number gives it.
+        if self._mask and code_of(original_node) == f"{self._mask}.squeeze(0)":
+            return cst.ensure_type(updated_node.func, cst.Attribute).value
+        return updated_node
 
-class _WithAllTokens(cst.CSTTransformer):
+
+class _WithAllTokens(_OfNumbers):
     def __init__(self, this: str, loop: ExpertLoop, choice: TokenChoice, weights: str) -> None:
-        super().__init__()
-        self._this = this
-        self._loop = loop
+        super().__init__(this, loop)
         self._choice = choice
         self._name = weights
         self._weight = f"{weights}[:, {loop.target}, None]"
@@ -117,15 +143,7 @@ class _WithAllTokens(cst.CSTTransformer):
                 return cst.RemoveFromParent()
             case [ast.Assign(targets=[ast.Tuple(elts=[_, ast.Name(id=name)])])] if name == choice.token:
                 return cst.RemoveFromParent()
-            case [ast.Assign(targets=[ast.Name(id=name)])] if name in self._loop.numbers:
-                if name == self._loop.target:
-                    return cst.RemoveFromParent()
-                return updated_node.with_changes(
-                    body=cst.ensure_type(
-                        cst.parse_statement(f"{name} = {self._loop.target}"), cst.SimpleStatementLine
-                    ).body
-                )
-        return updated_node
+        return super().leave_SimpleStatementLine(original_node, updated_node)
 
     def leave_Subscript(  # noqa: N802
         self, original_node: cst.Subscript, updated_node: cst.Subscript
