@@ -63,7 +63,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
-#: The same of modules that take long to import: hooked when somebody imports them. Names are found below the module.
+#: The same of modules that not everybody imports: hooked when somebody does. Names are found below the module.
 HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "transformers.pipelines": {
         "load for a pipeline": ("load_model", ("model", "config")),
@@ -75,6 +75,7 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "optimizer of a trainer, saved": ("Trainer._save_optimizer_and_scheduler", ("output_dir",)),
         "optimizer of a trainer, loaded": ("Trainer._load_optimizer_and_scheduler", ("checkpoint",)),
     },
+    "transformers.exporters.utils": {"patches of exporters": ("patch_attributes", ("patches",))},
 }
 
 #: What is called or read besides.

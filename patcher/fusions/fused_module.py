@@ -59,6 +59,13 @@ def fused_class_of(fusion: Fusion, module: nn.Module) -> type[nn.Module]:
     return fused_class(fusion, original_of(module), fusion.recipe(module))
 
 
+def fused_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
+    """(fused, original) of the rewritten classes that have been made."""
+    with _lock:
+        made = [(fused, original) for original, found in _classes.items() for fused in found.values()]
+    return [(fused, original) for fused, original in made if issubclass(fused, FusedModule)]
+
+
 @dataclass(frozen=True)
 class MadeClass:
     """A class that a family has made, as it is pickled: not by its name, which another process doesn't know."""

@@ -107,6 +107,9 @@ class ProjectionView:
         self._write(self.bias, value)
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
+        whole = self._whole
+        if torch.compiler.is_exporting() and type(whole) is nn.Linear and not more_than_a_weight_and_bias(whole):
+            return nn.functional.linear(features, self.weight, self.bias)  # a program keeps what it is shown
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
         # Code of the original goes on with it as with a projection's result, which is contiguous.
         result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size).contiguous()

@@ -20,7 +20,8 @@ import __future__
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -146,7 +147,15 @@ def compile_subclass(
     cls.__module__ = module.__name__
     cls._rewritten = MappingProxyType(sources)
     setattr(module, name, cls)
+    # `sys.modules[cls.__module__]` has what it has for the class that the methods come from.
+    module.__getattr__ = partial(_name_of, namespace, full)  # type: ignore[method-assign]
     return cls
+
+
+def _name_of(namespace: Mapping[str, Any], module: str, name: str) -> Any:
+    if name.startswith("__") or name not in namespace:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return namespace[name]
 
 
 def class_text(name: str, bases: str, docstring: str, members: Iterable[str]) -> str:

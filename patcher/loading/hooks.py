@@ -49,6 +49,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherE
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading import (
     accelerate_hooks as accelerate,
+    exporter_hooks as exporters,
     pipeline_hooks as pipelines,
     saving_hooks as saving,
     trainer_hooks as trainers,
