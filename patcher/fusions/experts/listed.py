@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import index
 from typing import Any
 
@@ -46,16 +46,6 @@ class ListedExperts(nn.Module):
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return True
         return any(hasattr(parameter, "placements") for parameter in self.parameters())
-
-    def experts_to_run(self, hit: torch.Tensor) -> Iterable[int | torch.Tensor]:
-        """The numbers of the experts that run, of the numbers of those that have tokens.
-
-        On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time; and with no
-        operation of its own where there is nothing to do, which would be a graph of its own for `torch.compile`.
-        """
-        if self.every_expert_runs():
-            return range(len(self))
-        return hit if hit.device.type == "cpu" else hit.cpu()
 
     def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.

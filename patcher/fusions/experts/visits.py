@@ -12,7 +12,7 @@ from patcher.source.trees import code_of
 
 
 def visiting_all_in_training(source: str, this: str, loop: ExpertLoop) -> str:
-    """The source of a forward whose loop visits the experts that `experts_to_run` says."""
+    """The source of a forward whose loop visits every expert where `every_expert_runs` says so."""
     module = cst.parse_module(source).visit(_InTraining(this, loop))
     return _with_incomplete(module, this, loop).code
 
@@ -84,7 +84,9 @@ class _InTraining(_OfNumbers):
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
         if not _is_over(original_node, self._hit):
             return updated_node
-        numbers = f"{self._this}.experts_to_run({self._hit}.flatten())"
+        # Here, and in no method: one that is given a tensor and gives it back is a graph of its own for torch.compile.
+        # On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time.
+        numbers = f"range(len({self._this})) if {self._this}.every_expert_runs() else {self._hit}.flatten().cpu()"
         return updated_node.with_changes(iter=cst.parse_expression(numbers))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:  # noqa: N802
