@@ -120,8 +120,7 @@ class MixtralExperts(ListedExperts, nn.Module):
             expert_mask = expert_mask.permute(2, 1, 0)
             expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
 
-        for expert_idx in self.experts_to_run(expert_hit):
-            expert_idx = expert_idx[0]
+        for expert_idx in range(len(self)) if self.every_expert_runs() else expert_hit.flatten().cpu():
             if expert_idx == self.num_experts:
                 continue
             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
