@@ -492,4 +492,5 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "shards of a trainer": trainers.load_shards,
     "optimizer of a trainer, saved": trainers.save_optimizer,
     "optimizer of a trainer, loaded": trainers.load_optimizer,
+    "patches of exporters": exporters.patch_attributes,
 }
