@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.patcher import Patcher as Patcher
+    from patcher.training.optimizer_state import (
+        load_original_optimizer_state_dict as load_original_optimizer_state_dict,
+        original_optimizer_state_dict as original_optimizer_state_dict,
+    )
+    from patcher.training.parts import Part as Part, fused_parameters as fused_parameters
     from patcher.verification.comparing import Stage as Stage
     from patcher.verification.verify import Verification as Verification, verify as verify
 
@@ -36,6 +41,7 @@ _HOMES = {
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
     "Fusion": "patcher.fusions.base",
+    "Part": "patcher.training.parts",
     "Patcher": "patcher.spec.patcher",
     "Plan": "patcher.inspection.plan",
     "Report": "patcher.inspection.report",
@@ -44,8 +50,11 @@ _HOMES = {
     "Verification": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
+    "fused_parameters": "patcher.training.parts",
     "install": "patcher.loading",
+    "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
     "load_original_state_dict": "patcher.loading.state_dicts",
+    "original_optimizer_state_dict": "patcher.training.optimizer_state",
     "original_state_dict": "patcher.loading.state_dicts",
     "plan": "patcher.inspection.plan",
     "report": "patcher.inspection.report",

@@ -48,7 +48,7 @@ ORDER = (
     "cli",
 )
 #: Rooms whose place is known and that nobody has needed yet.
-TO_COME = {"training"}
+TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
 #: what a pickle runs where it is read, which installs the hook.
 LATE = {

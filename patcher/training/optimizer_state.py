@@ -1,0 +1,235 @@
+"""The state of an optimizer in the layout of transformers: of a patched model, and into the optimizer of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from patcher.errors import InvalidPatcherError, PatchedWeightsError
+from patcher.training.elementwise import not_elementwise, only_moves_values
+from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options
+from patcher.training.names import Names, Unit
+
+#: Where fusions stay as they are.
+_SAME = "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)"
+
+
+def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """The state that an optimizer would have beside the model of transformers, by the names of its parameters.
+
+    ```python
+    import torch
+    from transformers import AutoModelForCausalLM
+    from patcher import Patcher, load_original_optimizer_state_dict, original_optimizer_state_dict, original_state_dict
+
+    repo = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = AutoModelForCausalLM.from_pretrained(repo, patcher=Patcher(fusions=["qkv", "gate_up"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+
+    # the run goes on without fusions
+    stock = AutoModelForCausalLM.from_pretrained(repo)
+    stock.load_state_dict(original_state_dict(model))
+    other = torch.optim.AdamW(stock.parameters(), lr=1e-5)
+    load_original_optimizer_state_dict(stock, other, original_optimizer_state_dict(model, optimizer))
+    ```
+
+    It has the form of `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`, and its names, those of
+    the stock model. Unlike that it makes no step where none has been made. What is sharded over processes is gathered:
+    each process has to call this.
+
+    Args:
+        model: any module, also one around a patched model, as `DistributedDataParallel` is.
+        optimizer: of its parameters, or of some of them. What fusions and conversions have made has to be trained
+            value by value, as Adam, SGD and their like do.
+
+    Raises:
+        InvalidPatcherError: the optimizer isn't known to do so, or a conversion does more than move values.
+        PatchedWeightsError: parts of an original parameter are trained differently.
+    """
+    optimizer, names = _checked(model, optimizer)
+    packed = optimizer.state_dict()
+    own = [names.own[id(parameter)] for parameter in _parameters(optimizer)]
+    groups = [{**group, PARAMS: [own[number] for number in group[PARAMS]]} for group in packed["param_groups"]]
+    state = {own[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
+    moves = [
+        Move(unit.fused, unit.stock, tuple(unit.layout.fused_shapes()), unit.layout.separate)
+        for unit in names.units_with(own)
+    ]
+    return moved(groups, state, moves, "the optimizer")
+
+
+def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state in the layout of transformers: the inverse of `original_optimizer_state_dict`.
+
+    ```python
+    from patcher import load_original_optimizer_state_dict, load_original_state_dict
+
+    saved = torch.load("checkpoint.pt")  # of a run with other fusions, or without
+    load_original_state_dict(model, saved["model"])
+    load_original_optimizer_state_dict(model, optimizer, saved["optimizer"])
+    ```
+
+    Options of the groups are taken from the state, as `torch.optim.Optimizer.load_state_dict` does; here groups are
+    told by the parameters that they hold. All is checked before anything is loaded.
+
+    Args:
+        model: as in `original_optimizer_state_dict`, with any fusions or none.
+        optimizer: as there.
+        state: what that has given, or `get_optimizer_state_dict` for a stock model.
+
+    Raises:
+        InvalidPatcherError: as in `original_optimizer_state_dict`.
+        PatchedWeightsError: the state is of other parameters or groups, or parts of one parameter were trained
+            differently, so that they can't be joined.
+    """
+    optimizer, names = _checked(model, optimizer)
+    parameters = {names.own[id(parameter)]: parameter for parameter in _parameters(optimizer)}
+    units = names.units_with(parameters)
+    groups, values = _read(state, names)
+    _check_parameters(parameters, units, {*values, *(name for group in groups for name in group[PARAMS])})
+    moves = [Move(unit.stock, unit.fused, unit.layout.stock_shapes, unit.layout.fuse) for unit in units]
+    found = moved(groups, values, moves, "the state")
+    own = [[names.own[id(parameter)] for parameter in group[PARAMS]] for group in optimizer.param_groups]
+    numbers = {name: number for number, name in enumerate(parameters)}
+    if not not_elementwise(optimizer):
+        for name, entries in found["state"].items():
+            check_shapes(name, entries, parameters[name].shape, "the state")
+    optimizer.load_state_dict(
+        {
+            "state": {
+                numbers[name]: {key: _like(value, parameters[name]) for key, value in entries.items()}
+                for name, entries in found["state"].items()
+            },
+            "param_groups": [
+                {**options(group), PARAMS: [numbers[name] for name in members]}
+                for members, group in zip(own, _matched(own, found["param_groups"]), strict=True)
+            ],
+        }
+    )
+
+
+def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimizer, Names]:
+    """The optimizer itself, and the names of its parameters.
+
+    Raises:
+        InvalidPatcherError: what it does isn't known to be the same for parts.
+        PatchedWeightsError: it has parameters that the model hasn't.
+    """
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    names = Names.of(model)
+    parameters = _parameters(optimizer)
+    if strange := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names.own]:
+        raise PatchedWeightsError(
+            f"{len(strange)} of the {len(parameters)} parameters of the optimizer aren't in the model, the first of "
+            f"them {strange[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
+        )
+    own = [names.own[id(parameter)] for parameter in parameters]
+    units = names.units_with(own)
+    if unknown := [
+        name for name in (*own, *(name for unit in units for name in unit.stock)) if name in names.unexplained
+    ]:
+        raise InvalidPatcherError(
+            f"{listed(unknown)} of the model stand for {listed(names.unexplained[unknown[0]])} of transformers, and "
+            f"no conversion of the patcher tells how. {_SAME}."
+        )
+    changed = [unit for unit in units if not unit.is_renaming]
+    if changed and (reason := not_elementwise(optimizer)):
+        raise InvalidPatcherError(
+            f"{type(optimizer).__name__} {reason}, so its state for {listed(changed[0].fused)} isn't that for "
+            f"{listed(changed[0].stock)}. {_SAME}."
+        )
+    judged: dict[Any, bool] = {}
+    for unit in changed:
+        # One conversion makes the weights of many layers.
+        key = (id(getattr(unit.layout, "transform", unit.layout)), unit.layout.stock_shapes)
+        if key not in judged:
+            judged[key] = only_moves_values(unit.layout)
+        if not judged[key]:
+            raise InvalidPatcherError(
+                f"{unit.layout} does more than move values, so the state for {listed(unit.fused)} isn't that for "
+                f"{listed(unit.stock)}. {_SAME}."
+            )
+    return optimizer, names
+
+
+# --- what is loaded ------------------------------------------------------------------------------------------------
+
+
+def _read(state: Mapping[str, Any], names: Names) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    """The groups and the state of what is to be loaded; what has several names under the first.
+
+    Raises:
+        PatchedWeightsError: it is in another form.
+    """
+    groups = state.get("param_groups")
+    members = [name for group in groups or () for name in group[PARAMS]]
+    if (
+        groups is None
+        or "state" not in state
+        or not all(isinstance(name, str) for name in (*members, *state["state"]))
+    ):
+        raise PatchedWeightsError(
+            "The state doesn't list the names of parameters, as that of original_optimizer_state_dict(model, "
+            f"optimizer) does. What optimizer.state_dict() gives has none. {_SAME}."
+        )
+    return (
+        [{**group, PARAMS: [names.first.get(name, name) for name in group[PARAMS]]} for group in groups],
+        {names.first.get(name, name): value for name, value in state["state"].items()},
+    )
+
+
+def _check_parameters(own: Iterable[str], units: Iterable[Unit], given: set[str]) -> None:
+    stock = {name: unit.stock for unit in units for name in unit.fused}
+    wanted = {part for name in own for part in stock.get(name, (name,))}
+    if wanted != given:
+        missing, unknown = (listed(sorted(names)) or "none" for names in (wanted - given, given - wanted))
+        raise PatchedWeightsError(
+            f"The state is of other parameters than the optimizer, in the layout of transformers: {missing} are the "
+            f"optimizer's alone, {unknown} the state's alone. Make the optimizer of the parameters that were trained; "
+            "where only some of those were that one parameter is made of now, load the model without the fusion or "
+            "conversion that joins them."
+        )
+
+
+def _matched(own: list[list[str]], groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups in the order of those of the optimizer.
+
+    Raises:
+        PatchedWeightsError: they hold other parameters.
+    """
+    left, result = list(groups), []
+    for number, names in enumerate(own):
+        match = next((group for group in left if set(group[PARAMS]) == set(names)), None)
+        if match is None:
+            nearest = max(groups, key=lambda group: len(set(group[PARAMS]) & set(names)))
+            raise PatchedWeightsError(
+                f"Group {number} of the optimizer holds other parameters than any group of the state. The nearest has "
+                f"not {listed(sorted(set(names) - set(nearest[PARAMS]))) or 'less'}, and "
+                f"{listed(sorted(set(nearest[PARAMS]) - set(names))) or 'nothing'} besides. Make the groups of the "
+                "optimizer as they were."
+            )
+        left.remove(match)
+        result.append(match)
+    return result
+
+
+def _like(value: Any, parameter: nn.Parameter) -> Any:
+    """A value that is the optimizer's own, and sharded as its parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.detach().clone()
+
+
+def _parameters(optimizer: optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
