@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -52,14 +53,16 @@ def not_elementwise(optimizer: optim.Optimizer) -> str:
         found = next((reason for base in cls.__mro__ if (reason := REASONS.get(base.__name__))), "")
         return found or "isn't known to treat each value by itself"
     for derived in cls.__mro__[: cls.__mro__.index(known)]:
-        own = {name for name in vars(derived) if hasattr(known, name) and not _is_about_the_class(name)}
-        if own:
+        if own := {name for name in vars(derived) if _is_overridden(derived, known, name)}:
             return f"has {', '.join(sorted(own))} of its own, so it isn't known to treat each value by itself"
     return ""
 
 
-def _is_about_the_class(name: str) -> bool:
-    return name == "__init__" or (name.startswith("__") and name.endswith("__") and name != "__setstate__")
+def _is_overridden(derived: type, known: type, name: str) -> bool:
+    """Whether a class has another method than the one that is known; torch puts a wrapper around `step`."""
+    if not hasattr(known, name) or (name.startswith("__") and name != "__setstate__"):
+        return False
+    return inspect.unwrap(getattr(derived, name)) is not inspect.unwrap(getattr(known, name))
 
 
 def only_moves_values(layout: Layout) -> bool:

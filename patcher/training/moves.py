@@ -33,8 +33,18 @@ class Move:
 
 
 @torch.no_grad()
-def moved(groups: list[dict[str, Any]], state: Mapping[Any, Any], moves: Iterable[Move], where: str) -> dict[str, Any]:
+def moved(
+    groups: list[dict[str, Any]],
+    state: Mapping[Any, Any],
+    moves: Iterable[Move],
+    where: str,
+    order: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """Groups and state with some parameters in the place of those that they are made of.
+
+    Args:
+        where: what they are of, for errors.
+        order: the places that parameters have in groups, if not those of what they are made of.
 
     Raises:
         PatchedWeightsError: those are trained differently.
@@ -53,10 +63,17 @@ def moved(groups: list[dict[str, Any]], state: Mapping[Any, Any], moves: Iterabl
             values[name] = {key: _whole(value) for key, value in found.items()} if isinstance(found, dict) else found
     result = []
     for group in groups:
-        changed = {**group, PARAMS: [new for name in group[PARAMS] for new in becomes.get(name, (name,))]}
+        given = group.get(GIVEN_NAMES, group[PARAMS])
+        pairs = [
+            (new, new if name in becomes else called)
+            for name, called in zip(group[PARAMS], given, strict=True)
+            for new in becomes.get(name, (name,))
+        ]
+        if becomes and order is not None:
+            pairs.sort(key=lambda pair: order.get(pair[0], len(order)))
+        changed = {**group, PARAMS: [new for new, _ in pairs]}
         if GIVEN_NAMES in group:
-            pairs = zip(group[PARAMS], group[GIVEN_NAMES], strict=True)
-            changed[GIVEN_NAMES] = [new for name, given in pairs for new in becomes.get(name, (given,))]
+            changed[GIVEN_NAMES] = [called for _, called in pairs]
         result.append(changed)
     ordered = {name: values.pop(name) for group in result for name in group[PARAMS] if name in values}
     return {"state": {**ordered, **values}, "param_groups": result}

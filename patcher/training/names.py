@@ -13,7 +13,7 @@ from patcher.compat.models import named_parameters
 from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
-from patcher.loading.converted_weights import carry_untraced
+from patcher.loading.traced_layouts import layouts_in
 from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
 from patcher.patterns import inside
@@ -52,12 +52,14 @@ class Names:
         first: each name -> the first of the same parameter.
         units: those that are made of others.
         unexplained: those that transformers hasn't, and stand for others of which no conversion tells.
+        order: the names of transformers -> their places among its parameters; what it hasn't comes last.
     """
 
     own: Mapping[int, str]
     first: Mapping[str, str]
     units: tuple[Unit, ...]
     unexplained: Mapping[str, list[str]]
+    order: Mapping[str, int]
 
     @classmethod
     def of(cls, model: nn.Module) -> Names:
@@ -77,29 +79,33 @@ class Names:
             name = _bare(model, path)
             first[name] = own.setdefault(id(parameter), name)
         patched = list(patched_models(model))
-        for _, part, _ in patched:
-            carry_untraced(part)
         units: dict[int, tuple[str, list[Unit]]] = {}
-        for path, module, layouts in modules_with_layouts(model):
+        for path, module, layouts in layouts_in(model):
             prefix = inside(_bare(model, path))
-            made = [
+            found = [
                 Unit(layout, *(tuple(f"{prefix}{name}" for name in side) for side in (layout.fused, layout.stock)))
                 for layout in layouts
             ]
-            units.setdefault(id(module), (prefix, made))  # of a module at several paths the first
-        every = tuple(unit for _, made in units.values() for unit in made)
+            units.setdefault(id(module), (prefix, found))  # of a module at several paths the first
+        every = tuple(unit for _, found in units.values() for unit in found)
         originals = first.keys() - {name for unit in every for name in unit.fused}
         originals |= {name for unit in every for name in unit.stock}
         unexplained: dict[str, list[str]] = {}
+        order: dict[str, int] = {}
         for path, part, record in patched:
             prefix = inside(_bare(model, path))
-            stock = {f"{prefix}{name}" for name, _ in named_parameters(skeleton(record.model_class, part.config))}
-            absent = stock - originals
-            strange = originals - stock - {f"{prefix}{name}" for name in record.new_weights}
+            skeletons = named_parameters(skeleton(record.model_class, part.config))
+            stock = {f"{prefix}{name}": None for name, _ in skeletons}
+            order |= {name: len(order) + place for place, name in enumerate(stock)}
+            absent = stock.keys() - originals
+            strange = originals - stock.keys() - {f"{prefix}{name}" for name in record.new_weights}
             for owner in _made_elsewhere(record, prefix, (prefix for prefix, _ in units.values())) if absent else ():
                 if left := [name for name in absent if name.startswith(owner)]:
                     unexplained |= {name: sorted(left) for name in strange if name.startswith(owner)}
-        return cls(own, first, every, unexplained)
+        made = {name: unit.stock for unit in every for name in unit.fused}
+        others = dict.fromkeys(part for name in first for part in made.get(name, (name,)) if part not in order)
+        order |= {name: len(order) + place for place, name in enumerate(others)}
+        return cls(own, first, every, unexplained, order)
 
     def units_with(self, names: Iterable[str]) -> list[Unit]:
         """The units that have some of these parameters."""

@@ -63,7 +63,7 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
         Move(unit.fused, unit.stock, tuple(unit.layout.fused_shapes()), unit.layout.separate)
         for unit in names.units_with(own)
     ]
-    return moved(groups, state, moves, "the optimizer")
+    return moved(groups, state, moves, "the optimizer", names.order)
 
 
 def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -207,18 +207,24 @@ def _matched(own: list[list[str]], groups: list[dict[str, Any]]) -> list[dict[st
         PatchedWeightsError: they hold other parameters.
     """
     left, result = list(groups), []
-    for number, names in enumerate(own):
-        match = next((group for group in left if set(group[PARAMS]) == set(names)), None)
+    for number, members in enumerate(own):
+        match = next((group for group in left if set(group[PARAMS]) == set(members)), None)
         if match is None:
-            nearest = max(groups, key=lambda group: len(set(group[PARAMS]) & set(names)))
+            nearest = max(groups, key=lambda group: len(set(group[PARAMS]) & set(members)))
             raise PatchedWeightsError(
                 f"Group {number} of the optimizer holds other parameters than any group of the state. The nearest has "
-                f"not {listed(sorted(set(names) - set(nearest[PARAMS]))) or 'less'}, and "
-                f"{listed(sorted(set(nearest[PARAMS]) - set(names))) or 'nothing'} besides. Make the groups of the "
+                f"not {listed(sorted(set(members) - set(nearest[PARAMS]))) or 'less'}, and "
+                f"{listed(sorted(set(nearest[PARAMS]) - set(members))) or 'nothing'} besides. Make the groups of the "
                 "optimizer as they were."
             )
         left.remove(match)
         result.append(match)
+    if left:
+        names = listed(name for group in left for name in group[PARAMS]) or "nothing"
+        raise PatchedWeightsError(
+            f"The optimizer has {len(own)} groups, and the state {len(groups)}, with {names} in those that are left. "
+            "Make the groups of the optimizer as they were."
+        )
     return result
 
 

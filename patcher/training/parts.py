@@ -10,7 +10,7 @@ from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.either_layout import Converted, modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
-from patcher.loading.converted_weights import carry_untraced
+from patcher.loading.traced_layouts import layouts_in
 from patcher.loading.state_dicts import patched_models
 from patcher.patterns import inside
 
@@ -66,9 +66,7 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
     Raises:
         InvalidPatcherError: a conversion joins parameters otherwise than one behind the other.
     """
-    for _, part, _ in patched_models(model):
-        carry_untraced(part)
-    by_module = {id(module): (path, layouts) for path, module, layouts in reversed(modules_with_layouts(model))}
+    by_module = {id(module): (path, layouts) for path, module, layouts in reversed(layouts_in(model))}
     known = {name for name, _ in model.named_parameters()}
     found: dict[str, tuple[Part, ...]] = {}
     for path, layouts in by_module.values():

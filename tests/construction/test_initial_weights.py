@@ -1,0 +1,98 @@
+"""The same seed gives the weights of stock, bit for bit: by fusions always, by a class if it draws as stock does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, CLIPVisionConfig
+
+from patcher import Patcher, original_state_dict
+from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS
+from tests.support.replacements import OWN
+from tests.support.tiny import (
+    build_tiny,
+    tiny_bert_config,
+    tiny_jamba_config,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen2_moe_config,
+    tiny_qwen2_vl_config,
+)
+
+CLIP = CLIPVisionConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+)
+CASES = [
+    pytest.param(tiny_llama_config(), Patcher(fusions=["qkv", "gate_up"]), id="Llama"),
+    pytest.param(
+        # sizes that aren't multiples of 16, up to which torch draws otherwise
+        tiny_llama_config(
+            hidden_size=36,
+            intermediate_size=50,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
+        Patcher(fusions=["qkv", "gate_up"]),
+        id="Llama, tied, odd sizes",
+    ),
+    pytest.param(tiny_mixtral_config(), Patcher(fusions=["qkv", "sequential_experts"]), id="Mixtral"),
+    pytest.param(tiny_qwen2_moe_config(), Patcher(fusions=["gate_up", "sequential_experts"]), id="Qwen2-MoE"),
+    pytest.param(tiny_jamba_config(), Patcher(fusions=["qkv", "gate_up"]), id="Jamba"),
+    pytest.param(tiny_qwen2_vl_config(), Patcher(fusions=["qkv", "gate_up", "patch_embeddings"]), id="Qwen2-VL"),
+    pytest.param(tiny_bert_config(), Patcher(fusions="qkv"), id="BERT"),
+    pytest.param(CLIP, Patcher(fusions=["qkv", "patch_embeddings"]), id="CLIP"),
+    pytest.param(tiny_llama_config(), OWN, id="a class of the same layers"),
+]
+
+
+def same_bits(model: nn.Module, stock: nn.Module) -> bool:
+    found, expected = original_state_dict(model), stock.state_dict()
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def drawn(make: Any) -> tuple[Any, torch.Tensor]:
+    """What is made of one seed, and what is drawn after it."""
+    torch.manual_seed(3)
+    return make(), torch.rand(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_from_config(config: Any, patcher: Patcher, dtype: torch.dtype) -> None:
+    model_class: Any = AutoModel if config is CLIP else type(build_tiny(config))
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    stock, after = drawn(lambda: make(config, dtype=dtype))
+    model, later = drawn(lambda: make(config, dtype=dtype, patcher=patcher))
+    assert same_bits(model, stock)
+    assert torch.equal(later, after)
+
+
+@pytest.mark.parametrize(("config", "patcher"), CASES)
+def test_by_hand(config: Any, patcher: Patcher) -> None:
+    model_class: Any = type(AutoModel.from_config(config) if config is CLIP else build_tiny(config))
+    stock, after = drawn(lambda: model_class(config))
+    with patcher.applied():
+        model, later = drawn(lambda: model_class(config))
+    assert same_bits(model, stock)
+    assert torch.equal(later, after)
+
+
+@pytest.mark.parametrize(
+    ("config", "patcher"), [(tiny_llama_config(), FUSED_QKV), (tiny_qwen2_moe_config(), LINEAR_EXPERTS)]
+)
+def test_a_class_that_draws_otherwise_is_given_them_by_apply(config: Any, patcher: Patcher) -> None:
+    """What a replacement draws is its own; the weights of stock are those of a stock model, patched in memory."""
+    stock, _ = drawn(lambda: AutoModelForCausalLM.from_config(config))
+    model, _ = drawn(lambda: AutoModelForCausalLM.from_config(config, patcher=patcher))
+    found = original_state_dict(model)
+    assert not all(torch.equal(found[name], value) for name, value in stock.state_dict().items())
+
+    applied, _ = drawn(lambda: patcher.apply(AutoModelForCausalLM.from_config(config)))
+    found = original_state_dict(applied)
+    assert all(torch.equal(found[name], value) for name, value in stock.state_dict().items())
