@@ -28,6 +28,7 @@ from tests.project.advice import (
     models,
     state_dicts,
     trainers,
+    training,
     values,
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -46,6 +47,7 @@ TABLES = (
     generated_names,
     generated_sources,
     generated_models,
+    training,
 )
 
 #: How advice begins, behind the end of a sentence or of a part of one.

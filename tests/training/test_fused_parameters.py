@@ -16,6 +16,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from patcher import InvalidPatcherError, Part, Patcher, fused_parameters, original_state_dict
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import FUSED_QKV
+from tests.support.interleaved import TURNS
 from tests.support.replacements import OWN, JoinedMLP, OwnMLP
 from tests.support.tiny import (
     build_tiny,
@@ -25,7 +26,6 @@ from tests.support.tiny import (
     tiny_llama_config,
     tiny_qwen2_moe_config,
 )
-from tests.training.test_optimizer_state import TURNS
 
 
 def check(model: nn.Module) -> dict[str, tuple[Part, ...]]:
@@ -134,7 +134,7 @@ def test_a_model_without_a_checkpoint_and_wrappers() -> None:
 
     around = nn.Sequential(model, nn.Linear(2, 2))
     assert list(check(around)) == [f"0.{name}"]
-    assert [part.name for part in fused_parameters(around)[f"0.{name}"]][0].startswith("0.model.layers.0.self_attn.q")
+    assert fused_parameters(around)[f"0.{name}"][0].name == "0.model.layers.0.self_attn.q_proj.weight"
     assert list(check(model.model.layers[0])) == ["self_attn.qkv_proj.weight"]
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import AlbertConfig, AutoModelForCausalLM, AutoModelForMaskedLM, ConversionOps
-from transformers.core_model_loading import WeightConverter
+from transformers import AlbertConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from patcher import (
     InvalidPatcherError,
-    PatchedWeightsError,
     Patcher,
     fused_parameters,
     load_original_optimizer_state_dict,
@@ -28,10 +24,12 @@ from patcher import (
 from patcher.training.elementwise import ELEMENTWISE
 from tests.compatibility.outcomes import EXACT, compared
 from tests.compatibility.rows import ROWS, Row
-from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, JoinedAlbertAttention, joined
-from tests.support.replacements import JOINED, JoinedMLP
+from tests.support.beside import FUSED_QKV, JoinedAlbertAttention, joined
+from tests.support.interleaved import TURNS
+from tests.support.processes import one_process
+from tests.support.replacements import JOINED
 from tests.support.resuming import outcome, resumed, train, uninterrupted
-from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 QKV, GATE_UP, STOCK = Patcher(fusions="qkv"), Patcher(fusions="gate_up"), Patcher()
 CONFIG = tiny_llama_config(
@@ -277,15 +275,6 @@ def test_a_layer_that_is_shared_has_one_state() -> None:
     assert_close(resumed(patched, stock.eval(), adamw, inputs, (2, 2)), expected)
 
 
-@contextmanager
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def wrapped_in_ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
@@ -336,177 +325,13 @@ def test_an_optimizer_that_accelerate_has_prepared() -> None:
 # --- conversions of a user -------------------------------------------------------------------------------------------
 
 
-class TakeTurns(ConversionOps):
-    """Rows of gate and up that take turns."""
-
-    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-        gate, up = (input_dict[name] for name in source_patterns)
-        gate, up = (value[0] if isinstance(value, list) else value for value in (gate, up))
-        return {target_patterns[0]: torch.stack([gate, up], 1).flatten(0, 1)}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return GiveBack()
-
-
-class GiveBack(ConversionOps):
-    def convert(self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        return dict(zip(target_patterns, (value[0::2].clone(), value[1::2].clone()), strict=True))
-
-
-class Doubled(TakeTurns):
-    def convert(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: 2 * value for name, value in super().convert(*args, **kwargs).items()}
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return Halved()
-
-
-class Halved(GiveBack):
-    def convert(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: value / 2 for name, value in super().convert(*args, **kwargs).items()}
-
-
-class TurnsMLP(JoinedMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_up_proj(x)
-        return self.down_proj(nn.functional.silu(both[..., 0::2]) * both[..., 1::2])
-
-
-class HalvingMLP(TurnsMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_up_proj(x) / 2
-        return self.down_proj(nn.functional.silu(both[..., 0::2]) * both[..., 1::2])
-
-
-def converting(replacement: type[nn.Module], operation: ConversionOps) -> Patcher:
-    sources = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
-    conversion = WeightConverter(sources, ["mlp.gate_up_proj.weight"], operations=[operation])
-    return Patcher({"LlamaMLP": replacement}, extra_weight_conversions=conversion)
-
-
 SMALL = tiny_llama_config(num_hidden_layers=2, hidden_size=32, intermediate_size=24)
 
 
-@pytest.mark.parametrize(
-    "patcher", [converting(TurnsMLP, TakeTurns()), JOINED, FUSED_QKV], ids=["turns", "rows", "qkv"]
-)
+@pytest.mark.parametrize("patcher", [TURNS, JOINED, FUSED_QKV], ids=["turns", "rows", "qkv"])
 def test_a_conversion_that_moves_values(patcher: Patcher) -> None:
     stock = built(config=SMALL)
     expected = uninterrupted(copy.deepcopy(stock), adamw, INPUTS, 4)
     assert_close(resumed(patcher.apply(stock), stock, adamw, INPUTS, (2, 2)), expected)
     again = built(config=SMALL)
     assert_close(resumed(again, patcher.apply(built(config=SMALL)), adamw, INPUTS, (2, 2)), expected)
-
-
-def test_a_conversion_that_scales_is_refused() -> None:
-    stock = built(config=SMALL)
-    model = converting(HalvingMLP, Doubled()).apply(stock)
-    torch.testing.assert_close(model(**INPUTS).loss, stock(**INPUTS).loss)
-    with pytest.raises(InvalidPatcherError, match=r"gate_up_proj\.weight \[Converted\] does more than move values"):
-        original_optimizer_state_dict(model, adamw(model))
-    frozen = optim.AdamW(model.lm_head.parameters())  # trains nothing of it
-    assert original_optimizer_state_dict(model, frozen)["param_groups"][0]["params"] == ["lm_head.weight"]
-
-
-def test_parameters_of_a_checkpoint_that_transformers_has_not_are_refused() -> None:
-    """Where a filter has dropped the conversion that stacks them."""
-    model = built(LINEAR_EXPERTS, tiny_qwen2_moe_config())
-    with pytest.raises(InvalidPatcherError, match=r"experts.*gate_proj\.weight.* of the model stand for .*experts\."):
-        original_optimizer_state_dict(model, adamw(model))
-    attention = optim.AdamW(model.model.layers[0].self_attn.parameters())
-    assert len(original_optimizer_state_dict(model, attention)["param_groups"][0]["params"]) == 7
-
-
-# --- what can't be joined --------------------------------------------------------------------------------------------
-
-ATTENTION = "model.layers.0.self_attn."
-
-
-def state_of(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    model = built()
-    optimizer = adamw(model)
-    train(model, optimizer, INPUTS, 2)
-    state = copy.deepcopy(original_optimizer_state_dict(model, optimizer))
-    change(state)
-    return state
-
-
-def in_two_groups(state: dict[str, Any]) -> None:
-    (group,) = state["param_groups"]
-    name = f"{ATTENTION}k_proj.weight"
-    state["param_groups"].append({**group, "params": [name], "lr": 1.0, "weight_decay": 0.0})
-    group["params"].remove(name)
-
-
-def without_k(state: dict[str, Any]) -> None:
-    state["param_groups"][0]["params"].remove(f"{ATTENTION}k_proj.weight")
-    del state["state"][f"{ATTENTION}k_proj.weight"]
-
-
-REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "groups": (
-        in_two_groups,
-        r"qkv_proj\.weight is made of parameters that are in several groups of the state \(group 0 "
-        r".*q_proj\.weight, .*v_proj\.weight; group 1 .*k_proj\.weight\), which differ in lr, weight_decay\. Parts",
-    ),
-    "absent": (without_k, r"k_proj\.weight are the optimizer's alone, none the state's alone"),
-    "no state": (
-        lambda state: state["state"].pop(f"{ATTENTION}k_proj.weight"),
-        r"made of .*q_proj\.weight, of which the state has exp_avg, exp_avg_sq, step, and .*k_proj\.weight, of which "
-        r"it has no state",
-    ),
-    "steps": (
-        lambda state: state["state"][f"{ATTENTION}v_proj.weight"]["step"].add_(1),
-        r"q_proj\.weight, whose step is 2\.0 in the state, and .*v_proj\.weight, whose step is 3\.0",
-    ),
-    "shapes": (
-        lambda state: state["state"][f"{ATTENTION}q_proj.weight"].update(exp_avg=torch.zeros(3, 4)),
-        r"exp_avg of .*q_proj\.weight.* is \(3, 4\) and .* in the state, and the shape of what it is for is \(16, 16",
-    ),
-    "shapes of what isn't joined": (
-        lambda state: state["state"]["model.norm.weight"].update(exp_avg=torch.zeros(3)),
-        r"exp_avg of model\.norm\.weight is \(3,\) in the state, and the shape of what it is for is \(16,\)",
-    ),
-    "unknown": (
-        lambda state: state["param_groups"][0]["params"].append("model.other"),
-        r"none are the optimizer's alone, model\.other the state's alone",
-    ),
-    "unknown state": (lambda state: state["state"].update(other={}), r"other the state's alone"),
-    "more groups": (
-        lambda state: state["param_groups"].append({**state["param_groups"][0], "params": ["lm_head.weight"]}),
-        r"The optimizer has 1 groups, and the state 2, with lm_head\.weight in those that are left\. Make the groups",
-    ),
-    "other groups": (
-        lambda state: state["param_groups"].append(
-            {**state["param_groups"][0], "params": [state["param_groups"][0]["params"].pop()]}
-        ),
-        r"Group 0 of the optimizer holds other parameters than any group of the state.* not lm_head.*, and nothing be",
-    ),
-    "no names": (
-        lambda state: state["param_groups"][0].update(params=[0, 1, 2]),
-        r"The state doesn't list the names of parameters",
-    ),
-    "another form": (lambda state: state.pop("param_groups"), r"The state doesn't list the names of parameters"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_what_can_not_be_loaded_changes_nothing(change: Callable[[Any], object], message: str) -> None:
-    model = built(QKV)
-    optimizer = adamw(model)
-    train(model, optimizer, INPUTS, 1)
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(PatchedWeightsError, match=message):
-        load_original_optimizer_state_dict(model, optimizer, state_of(change))
-    assert_equal_states(optimizer.state_dict(), before)
-
-
-def test_parameters_that_are_not_in_the_model_are_an_error() -> None:
-    model = built(QKV)
-    other = adamw(built(QKV))
-    with pytest.raises(PatchedWeightsError, match=r"15 of the 15 parameters of the optimizer aren't in the model"):
-        original_optimizer_state_dict(model, other)
