@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 )
 
 from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.either_layout import Converted
+from patcher.conversions.converted_weights import Converted
 from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.fusions.experts.matrices import Matrices
 

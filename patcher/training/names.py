@@ -10,12 +10,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from patcher.compat.models import named_parameters
-from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
-from patcher.loading.traced_layouts import layouts_in
 from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
+from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.either_layout import Converted, modules_with_layouts
+from patcher.conversions.either_layout import Converted
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.loading.traced_layouts import layouts_in
-from patcher.loading.state_dicts import patched_models
 from patcher.patterns import inside
 
 

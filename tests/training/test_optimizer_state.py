@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import get_context
 from transformers import AlbertConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from patcher import (
@@ -28,7 +32,7 @@ from tests.support.beside import FUSED_QKV, JoinedAlbertAttention, joined
 from tests.support.interleaved import TURNS
 from tests.support.processes import one_process
 from tests.support.replacements import JOINED
-from tests.support.resuming import outcome, resumed, train, uninterrupted
+from tests.support.resuming import outcome, resumed, through_a_file, train, uninterrupted
 from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 QKV, GATE_UP, STOCK = Patcher(fusions="qkv"), Patcher(fusions="gate_up"), Patcher()
@@ -335,3 +339,44 @@ def test_a_conversion_that_moves_values(patcher: Patcher) -> None:
     assert_close(resumed(patcher.apply(stock), stock, adamw, INPUTS, (2, 2)), expected)
     again = built(config=SMALL)
     assert_close(resumed(again, patcher.apply(built(config=SMALL)), adamw, INPUTS, (2, 2)), expected)
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def sharded(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_device_mesh("cpu", (2,))
+    model, other = sharded(built(QKV, SMALL)), built(GATE_UP, SMALL)
+    optimizer = adamw(model)
+    train(model, optimizer, INPUTS, 2)
+    load_original_state_dict(other, original_state_dict(model))
+    state = through_a_file(original_optimizer_state_dict(model, optimizer))
+    resuming = adamw(sharded(other))
+    load_original_optimizer_state_dict(other, resuming, state)
+    train(other, resuming, INPUTS, 2)
+    found = outcome(other, resuming)
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_what_is_sharded_is_gathered_and_sharded_again(tmp_path: Path) -> None:
+    fork = get_context("fork")
+    processes = [fork.Process(target=_process, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert_close(torch.load(tmp_path / "found.pt"), uninterrupted(built(config=SMALL), adamw, INPUTS, 4))
