@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.either_layout import Converted
+from patcher.conversions.converted_weights import Converted
 from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.loading.traced_layouts import layouts_in

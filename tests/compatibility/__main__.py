@@ -5,10 +5,13 @@ With arguments only these columns are run, and the others stay as they are.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+os.environ["OMP_NUM_THREADS"] = "1"  # as the tests have it: more threads add in another order
 
 from tests.compatibility.columns import columns
 from tests.compatibility.page import PAGE, cells_of, page

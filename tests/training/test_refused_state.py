@@ -49,7 +49,7 @@ def test_a_conversion_that_scales_is_refused() -> None:
     stock = built(config=SMALL)
     model = SCALED.apply(stock)
     torch.testing.assert_close(model(**INPUTS).loss, stock(**INPUTS).loss)
-    with pytest.raises(InvalidPatcherError, match=r"gate_up_proj\.weight \[Converted\] does more than move values"):
+    with pytest.raises(InvalidPatcherError, match=r"gate_up_proj\.weight \[Doubled\] does more than move values"):
         original_optimizer_state_dict(model, adamw(model))
     frozen = optim.AdamW(model.lm_head.parameters())  # trains nothing of it
     assert original_optimizer_state_dict(model, frozen)["param_groups"][0]["params"] == ["lm_head.weight"]
