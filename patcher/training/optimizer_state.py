@@ -23,27 +23,29 @@ _SAME = "With the same patcher as before use optimizer.state_dict() and optimize
 def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
     """The state that an optimizer would have beside the model of transformers, by the names of its parameters.
 
-    ```python
-    import torch
-    from transformers import AutoModelForCausalLM
-    from patcher import Patcher, load_original_optimizer_state_dict, original_optimizer_state_dict, original_state_dict
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> from patcher import Patcher, load_original_optimizer_state_dict, load_original_state_dict
+    >>> from patcher import original_optimizer_state_dict, original_state_dict
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    >>> model = AutoModelForCausalLM.from_config(config, patcher=Patcher(fusions=["qkv", "gate_up"]))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    >>> optimizer.step()
+    >>> saved = original_state_dict(model), original_optimizer_state_dict(model, optimizer)
+    >>> [name for name in saved[1]["state"] if "self_attn" in name][:2]
+    ['model.layers.0.self_attn.q_proj.weight', 'model.layers.0.self_attn.k_proj.weight']
 
-    repo = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model = AutoModelForCausalLM.from_pretrained(repo, patcher=Patcher(fusions=["qkv", "gate_up"]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
+    The run goes on with other fusions, or without:
 
-    # the run goes on without fusions
-    stock = AutoModelForCausalLM.from_pretrained(repo)
-    stock.load_state_dict(original_state_dict(model))
-    other = torch.optim.AdamW(stock.parameters(), lr=1e-5)
-    load_original_optimizer_state_dict(stock, other, original_optimizer_state_dict(model, optimizer))
-    ```
+    >>> model = AutoModelForCausalLM.from_config(config)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> load_original_state_dict(model, saved[0])
+    <All keys matched successfully>
+    >>> load_original_optimizer_state_dict(model, optimizer, saved[1])
 
-    It has the form of `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict`, and its names, those of
-    the stock model. Unlike that it makes no step where none has been made. What is sharded over processes is gathered:
-    each process has to call this.
+    It has the form that `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` has for the stock
+    model. Unlike that it makes no step where none has been made. As in `optimizer.state_dict()` tensors may be those of
+    the optimizer. What is sharded over processes is gathered: each process has to call this.
 
     Args:
         model: any module, also one around a patched model, as `DistributedDataParallel` is.
@@ -69,13 +71,17 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
 def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state in the layout of transformers: the inverse of `original_optimizer_state_dict`.
 
-    ```python
-    from patcher import load_original_optimizer_state_dict, load_original_state_dict
-
-    saved = torch.load("checkpoint.pt")  # of a run with other fusions, or without
-    load_original_state_dict(model, saved["model"])
-    load_original_optimizer_state_dict(model, optimizer, saved["optimizer"])
-    ```
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> from patcher import Patcher, load_original_optimizer_state_dict
+    >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    >>> stock = AutoModelForCausalLM.from_config(config)
+    >>> state = get_optimizer_state_dict(stock, torch.optim.AdamW(stock.parameters()))
+    >>> fused = Patcher(fusions="qkv").apply(stock)
+    >>> optimizer = torch.optim.AdamW(fused.parameters())
+    >>> load_original_optimizer_state_dict(fused, optimizer, state)
+    >>> optimizer.state[fused.model.layers[0].self_attn.qkv_proj.weight]["exp_avg"].shape
+    torch.Size([192, 64])
 
     Options of the groups are taken from the state, as `torch.optim.Optimizer.load_state_dict` does; here groups are
     told by the parameters that they hold. All is checked before anything is loaded.

@@ -24,6 +24,7 @@ from patcher.fusions import Fusion, Layout
 from tests.compatibility.outcomes import EXACT, compared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.interleaved import SCALED
+from tests.support.optional import needs
 from tests.support.processes import one_process
 from tests.support.resuming import resumed, train, uninterrupted
 from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
@@ -114,8 +115,19 @@ class InHalves(Fusion):
         return Halves
 
 
+class Clamped(Cut):
+    """Moves some values, and changes others."""
+
+    def fuse(self, tensors: Any) -> list[torch.Tensor]:
+        return [part.clamp(min=0) for part in super().fuse(tensors)]
+
+
 class InNegatedHalves(InHalves):
     layout = Negated
+
+
+class InClampedHalves(InHalves):
+    layout = Clamped
 
 
 def test_a_layout_of_a_user_is_tried() -> None:
@@ -124,8 +136,11 @@ def test_a_layout_of_a_user_is_tried() -> None:
     patcher = Patcher(fusions=[InHalves()])
     compared(resumed(patcher.apply(stock), built(config=SMALL), adamw, INPUTS, (2, 2)), expected, rounding=1e-12)
 
-    model = Patcher(fusions=[InNegatedHalves()]).apply(built(config=SMALL))
-    with pytest.raises(InvalidPatcherError, match=r"weight -> upper, lower \[Negated\] does more than move values"):
+
+@pytest.mark.parametrize("fusion", [InNegatedHalves(), InClampedHalves()])
+def test_a_layout_of_a_user_that_changes_values_is_refused(fusion: Fusion) -> None:
+    model = Patcher(fusions=[fusion]).apply(built(config=SMALL))
+    with pytest.raises(InvalidPatcherError, match=r"weight -> upper, lower \[\w+\] does more than move values"):
         original_optimizer_state_dict(model, adamw(model))
 
 
@@ -135,6 +150,28 @@ def test_flat_parameters_are_refused() -> None:
         model = FullyShardedDataParallel(built(QKV), device_id=torch.device("cpu"), use_orig_params=True)
         with pytest.raises(InvalidPatcherError, match=r"FullyShardedDataParallel makes flat pieces of parameters"):
             original_optimizer_state_dict(model, adamw(model))
+
+
+def test_optimizers_of_others_are_refused_before_they_step() -> None:
+    from transformers.optimization import Adafactor
+
+    model = built(QKV)
+    parameters = list(model.parameters())
+    refused: dict[str, optim.Optimizer] = {
+        r"SparseAdam steps only where a gradient has entries": optim.SparseAdam(parameters),
+        r"LBFGS goes by the history of all parameters at once": optim.LBFGS(parameters),
+        r"Adafactor keeps averages of the rows and columns": Adafactor(parameters),
+    }
+    for message, optimizer in refused.items():
+        with pytest.raises(InvalidPatcherError, match=message):
+            original_optimizer_state_dict(model, optimizer)
+
+
+def test_quantized_state_is_refused() -> None:
+    model = built(QKV)
+    optimizer = needs("bitsandbytes").optim.AdamW8bit(model.parameters())
+    with pytest.raises(InvalidPatcherError, match="AdamW8bit may keep its state quantized"):
+        original_optimizer_state_dict(model, optimizer)
 
 
 # --- what can't be joined --------------------------------------------------------------------------------------------
