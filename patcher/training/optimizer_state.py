@@ -44,8 +44,8 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
     >>> load_original_optimizer_state_dict(model, optimizer, saved[1])
 
     It has the form that `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` has for the stock
-    model. Unlike that it makes no step where none has been made. As in `optimizer.state_dict()` tensors may be those of
-    the optimizer. What is sharded over processes is gathered: each process has to call this.
+    model. Unlike that it makes no step where none has been made. As in `optimizer.state_dict()` tensors may be the
+    optimizer's. What is sharded over processes is gathered: each process has to call this.
 
     Args:
         model: any module, also one around a patched model, as `DistributedDataParallel` is.

@@ -259,12 +259,14 @@ def test_tied_weights_have_one_state() -> None:
 
     model = built(QKV, config)
     optimizer = adamw(model)
+    train(model, optimizer, INPUTS, 1)
     state = original_optimizer_state_dict(model, optimizer)
+    before = copy.deepcopy(state)
     for group in state["param_groups"]:  # as another tool may call it
-        group["params"] = [
-            "lm_head.weight" if name == "model.embed_tokens.weight" else name for name in group["params"]
-        ]
+        group["params"] = [name.replace("model.embed_tokens", "lm_head") for name in group["params"]]
+    state["state"]["lm_head.weight"] = state["state"].pop("model.embed_tokens.weight")
     load_original_optimizer_state_dict(model, optimizer, state)
+    assert_equal_states(original_optimizer_state_dict(model, optimizer), before)
 
 
 def test_a_layer_that_is_shared_has_one_state() -> None:
