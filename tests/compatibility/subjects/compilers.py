@@ -9,11 +9,11 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import compared
+from tests.compatibility.outcomes import ROUNDING, compared, worst
 from tests.compatibility.rows import Row
 
 SUBJECT = "Compilers and exporters"
-NOR_STOCK = "no, nor is stock"
+NOR_STOCK = "not exported, nor is stock"
 
 
 @column(SUBJECT, "`torch.compile`")
@@ -23,15 +23,20 @@ def compiled(row: Row, folder: Path) -> str:
     stock = row.stock(**{"experts_implementation": "eager"} if is_loop else {})
     outputs, graphs = [], []
     for model in (row.patched(), stock):
+        part, inputs = _part(model, row)
         torch._dynamo.reset()
         counter = CompileCounter()
         with torch.no_grad():
-            outputs.append(torch.compile(model, backend=counter)(**row.inputs()).logits)
+            outputs.append(_tensors(torch.compile(part, backend=counter)(**inputs)))
         graphs.append(counter.frame_count)
     torch._dynamo.reset()
-    assert graphs[0] <= graphs[1], graphs
-    whole = "one graph" if graphs[0] == 1 else "as many graphs as stock" if graphs[0] == graphs[1] else "fewer graphs"
-    return f"{compared(*outputs)}; {whole}{', with its eager experts' if is_loop else ''}"
+    assert 0 < graphs[0] <= graphs[1], graphs
+    if graphs[0] == 1:
+        how = "one graph"
+    else:
+        how = f"{'as many' if graphs[0] == graphs[1] else 'fewer'} graphs {'as' if graphs[0] == graphs[1] else 'than'}"
+        how += " stock with eager experts" if is_loop else " stock"
+    return f"{_rounded(*outputs)}; {how}"
 
 
 @column(SUBJECT, "`torch.export`")
@@ -42,7 +47,7 @@ def exported(row: Row, folder: Path) -> str:
         return NOR_STOCK
     with torch.no_grad():
         program = torch.export.export(row.patched(), (), inputs)
-        return compared(program.module()(**inputs).logits, stock(**inputs).logits)
+        return _rounded(program.module()(**inputs).logits, stock(**inputs).logits)
 
 
 def _error_of_exporting(model: Any, inputs: dict[str, Any]) -> str:
@@ -58,7 +63,7 @@ def _error_of_exporting(model: Any, inputs: dict[str, Any]) -> str:
 def dynamo_exporter(row: Row, folder: Path) -> str:
     from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
-    model, inputs = _exported_part(row.patched(), row)
+    model, inputs = _part(row.patched(), row)
     result = DynamoExporter().export(model, inputs, DynamoConfig())  # it adds inputs
     program = getattr(result, "program", result)  # before 5.20 the program itself
     with torch.no_grad():
@@ -69,12 +74,12 @@ def dynamo_exporter(row: Row, folder: Path) -> str:
 def onnx_exporter(row: Row, folder: Path) -> str:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
-    model, inputs = _exported_part(row.patched(), row)
+    model, inputs = _part(row.patched(), row)
     return _outputs_compared(OnnxExporter().export(model, inputs, OnnxConfig())(**inputs), row)
 
 
-def _exported_part(model: Any, row: Row) -> tuple[Any, dict[str, Any]]:
-    """What is exported and its arguments: of a model that sees images the tower, as exporters make a program of it."""
+def _part(model: Any, row: Row) -> tuple[Any, dict[str, Any]]:
+    """What is run, and its arguments: of a model that sees images the tower, which exporters make a program of."""
     inputs = row.inputs()
     if not row.has_images:
         return model, inputs | {"use_cache": False}
@@ -82,8 +87,15 @@ def _exported_part(model: Any, row: Row) -> tuple[Any, dict[str, Any]]:
 
 
 def _outputs_compared(found: Any, row: Row) -> str:
-    model, inputs = _exported_part(row.stock(), row)
+    model, inputs = _part(row.stock(), row)
     with torch.no_grad():
-        expected = model(**inputs)
-    names = [name for name in ("logits", "last_hidden_state", "pooler_output") if name in expected]
-    return compared({name: found[name] for name in names}, {name: expected[name] for name in names})
+        return _rounded(_tensors(found), _tensors(model(**inputs)))
+
+
+def _rounded(found: Any, expected: Any) -> str:
+    """Never exact: whether sums of joined projections are, the CPU decides."""
+    return worst(ROUNDING, compared(found, expected))
+
+
+def _tensors(output: Any) -> dict[str, torch.Tensor]:
+    return {name: output[name] for name in ("logits", "last_hidden_state", "pooler_output") if name in output}
