@@ -38,7 +38,8 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     load_original_state_dict(model, stock.state_dict())  # and back
     ```
 
-    Weights that are offloaded, or sharded over processes, are gathered: of the latter each process has to call this.
+    Tensors share the memory of the model where they can, as in `model.state_dict()`. Weights that are offloaded, or
+    sharded over processes, are gathered: of the latter each process has to call this.
     What the patcher has added comes last. For files there is `save_pretrained`.
 
     Args:
@@ -63,9 +64,13 @@ def load_original_state_dict(
     """Load a state dict in the layout of transformers into a patched model: the inverse of `original_state_dict`.
 
     ```python
-    from patcher import load_original_state_dict
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+    from patcher import Patcher, load_original_state_dict
 
+    repo = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = AutoModelForCausalLM.from_pretrained(repo, patcher=Patcher(fusions="qkv"))
+    model.save_pretrained("out")
     load_original_state_dict(model, load_file("out/model.safetensors"))
     ```
 
