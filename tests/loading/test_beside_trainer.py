@@ -123,7 +123,6 @@ def test_a_resumed_run_is_the_one_that_never_stopped(case: Case) -> None:
     middle = case.folder / "whole" / MIDDLE
     with said() as lines:
         assert_same_run(trained(case.load(), case.folder / "resumed", middle), whole)
-        assert_same_run(trained(case.load(), case.folder / "shards", in_shards(middle, case.folder / MIDDLE)), whole)
     assert lines == []
     stock = trained(case.stock(), case.folder / "stock")
     compared([losses(whole), weights(whole)], [losses(stock), weights(stock)])

@@ -13,11 +13,23 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from patcher import original_state_dict
-from tests.support.tiny import tiny_inputs
+from tests.support.tiny import tiny_inputs, tiny_tokenizer
 
 #: Steps of a whole run. Half of them lie before the checkpoint that is resumed from.
 STEPS = 4
 MIDDLE = f"checkpoint-{STEPS // 2}"
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "save_steps": STEPS // 2,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-3,  # with less a gradient that is rounding alone would be a step of the usual length
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+}
 #: Each checkpoint is worse than the one before, so that the best isn't the model as it is at the end.
 FIRST_IS_BEST: dict[str, Any] = {
     "eval_strategy": "steps",
@@ -30,23 +42,10 @@ FIRST_IS_BEST: dict[str, Any] = {
 
 def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
     """A trainer that logs each step and saves after half of them."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "save_steps": STEPS // 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,  # with less a gradient that is rounding alone would be a step of the usual length
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
     data, order = batches(model), count()
     made = Trainer(
         model=model,
-        args=TrainingArguments(**settings | arguments),
+        args=TrainingArguments(**SETTINGS | {"output_dir": str(folder)} | arguments),
         train_dataset=data,  # type: ignore[arg-type]
         eval_dataset=data[:2],  # type: ignore[arg-type]
         data_collator=lambda items: items[0],
@@ -65,6 +64,26 @@ def batches(model: PreTrainedModel, number: int = 8) -> list[dict[str, Any]]:
 def trained(model: PreTrainedModel, folder: Path, resume: Path | None = None, **arguments: Any) -> Trainer:
     """What `trainer` gives, after `train`."""
     made = trainer(model, folder, **arguments)
+    made.train(resume_from_checkpoint=str(resume) if resume else None)
+    return made
+
+
+def fine_tuned(model: PreTrainedModel, folder: Path, resume: Path | None = None, **arguments: Any) -> Any:
+    """The same by TRL: an `SFTTrainer`, after `train`."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-untyped]
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "w2"
+    settings = SETTINGS | {"output_dir": str(folder), "per_device_train_batch_size": 2, "bf16": False}
+    data = [{"text": " ".join(f"w{(3 + 7 * row * word) % 97}" for word in range(9 + row))} for row in range(8)]
+    made = SFTTrainer(
+        model=model,
+        args=SFTConfig(**settings | arguments),
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer,
+    )
+    made.remove_callback(PrinterCallback)
     made.train(resume_from_checkpoint=str(resume) if resume else None)
     return made
 

@@ -13,7 +13,7 @@ from patcher import original_state_dict
 from tests.compatibility.columns import column
 from tests.compatibility.outcomes import EXACT, compared
 from tests.compatibility.rows import Row
-from tests.support.trainer import FIRST_IS_BEST, MIDDLE, in_shards, losses, trained, weights
+from tests.support.trainer import FIRST_IS_BEST, MIDDLE, fine_tuned, in_shards, losses, trained, weights
 
 SUBJECT = "Trainer"
 
@@ -70,3 +70,16 @@ def resumed_run_of_stock(row: Row, folder: Path) -> str:
     stock = whole(row, patched=False)
     run = trained(row.patched(), folder, stock.middle)
     return compared([losses(run), weights(run)], [stock.losses, stock.weights])
+
+
+@column(SUBJECT, "TRL's `SFTTrainer`, resumed", needs="trl")
+def fine_tuned_by_trl(row: Row, folder: Path) -> str:
+    """Its loss isn't the model's: it runs the base model, and a head of its own."""
+    whole, stock = fine_tuned(row.patched(), folder / "whole"), fine_tuned(row.stock(), folder / "stock")
+    resumed = fine_tuned(row.patched(), folder / "resumed", folder / "whole" / MIDDLE)
+    found, itself, expected = (
+        [losses(run), [line.get("mean_token_accuracy") for line in run.state.log_history], weights(run)]
+        for run in (resumed, whole, stock)
+    )
+    assert compared(found, itself, rounding=0) == EXACT
+    return compared(found, expected)
