@@ -13,12 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.optional import needs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
+    for library in ("onnx", "onnxscript", "onnxruntime") if path.stem == "export_onnx" else ():
+        needs(library)
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
