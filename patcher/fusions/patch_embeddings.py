@@ -66,7 +66,7 @@ class LinearPatchEmbedding(nn.Module):
         """That of the convolution. Modeling code reads its type to cast the input, and its shape to cut patches."""
         weight: torch.Tensor = self.linear.weight
         shape = (self.out_channels, self.in_channels, *self.kernel_size)
-        if weight.dtype.itemsize == 1 or type(weight).__module__.partition(".")[0] != "torch":
+        if weight.dtype.itemsize == 1 or not f"{type(weight).__module__}.".startswith("torch."):
             # A quantized one passes for what it was: not every kind can be seen in another shape.
             has_type = weight.is_floating_point() and weight.dtype.itemsize > 1
             dtype = weight.dtype if has_type else self._input_dtype
