@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from patcher.conversions.converted_weights import CONVERTED
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
 from patcher.verification.comparing import Comparison, Pair, Stage
@@ -115,6 +116,8 @@ def _description(layer: nn.Module) -> list[Any]:
             if tensor is not None
         ]
         for name, value in sorted(vars(module).items()):
+            if name == CONVERTED or "state_dict" in name:
+                continue  # how weights are read, not what is computed
             if name not in own:
                 found += [name, value]
             elif name not in ("_parameters", "_buffers", "_modules"):

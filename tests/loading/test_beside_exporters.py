@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, VideoLlama3VisionConfig, VideoLlama3V
 
 from patcher import Patcher
 from patcher.fusions import SequentialExperts
-from tests.support.optional import needs
 from tests.support.tiny import (
     build_tiny,
     randomize,
@@ -67,11 +66,11 @@ def onnx_file(model: Any, file: Path) -> Any:
     )
     assert program is not None
     program.save(file)
-    return needs("onnx").load(file)
+    return pytest.importorskip("onnx").load(file)
 
 
 def run(file: Path, ids: torch.Tensor) -> torch.Tensor:
-    session = needs("onnxruntime").InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(file), providers=["CPUExecutionProvider"])
     (name,) = (each.name for each in session.get_inputs())
     return torch.from_numpy(session.run(None, {name: ids.numpy()})[0])
 
@@ -87,7 +86,7 @@ def run(file: Path, ids: torch.Tensor) -> torch.Tensor:
 def test_onnx_runtime_computes_what_stock_does(
     config: PretrainedConfig, patcher: Patcher, rows: list[int], tmp_path: Path
 ) -> None:
-    needs("onnxscript")
+    pytest.importorskip("onnxscript")
     stock, fused = pair(config, patcher)
     files = [tmp_path / "stock.onnx", tmp_path / "fused.onnx"]
     shapes = [
@@ -109,7 +108,7 @@ def test_onnx_runtime_computes_what_stock_does(
 
 @pytest.mark.slow
 def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
-    needs("onnxruntime")
+    pytest.importorskip("onnxruntime")
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
     from transformers.exporters.utils import decompose_for_generation
 
@@ -130,7 +129,7 @@ def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("all_tokens", [False, True])
 def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path) -> None:
-    needs("onnxscript")
+    pytest.importorskip("onnxscript")
     config = tiny_mixtral_config(num_hidden_layers=1)
     stock, listed = eager_and_listed(config, Patcher(fusions=[SequentialExperts(all_tokens=all_tokens)]))
     file = tmp_path / "model.onnx"
@@ -267,7 +266,7 @@ def test_decoding_with_a_static_cache_is_exported() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # what ExecuTorch's own code does
 def test_executorch_runs_a_fused_model() -> None:
-    needs("executorch")
+    pytest.importorskip("executorch")
     from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
 
     stock, fused = pair(tiny_llama_config(num_hidden_layers=1), FUSED)

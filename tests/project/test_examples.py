@@ -13,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.optional import needs
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -22,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
     for library in ("onnx", "onnxscript", "onnxruntime") if path.stem == "export_onnx" else ():
-        needs(library)
+        pytest.importorskip(library)
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,6 @@ from patcher.fusions import Fusion, Layout
 from tests.compatibility.outcomes import EXACT, compared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.interleaved import SCALED
-from tests.support.optional import needs
 from tests.support.processes import one_process
 from tests.support.resuming import resumed, train, uninterrupted
 from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
@@ -169,7 +168,7 @@ def test_optimizers_of_others_are_refused_before_they_step() -> None:
 
 def test_quantized_state_is_refused() -> None:
     model = built(QKV)
-    optimizer = needs("bitsandbytes").optim.AdamW8bit(model.parameters())
+    optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters())
     with pytest.raises(InvalidPatcherError, match="AdamW8bit may keep its state quantized"):
         original_optimizer_state_dict(model, optimizer)
 
