@@ -31,13 +31,14 @@ class SequentialExperts(Fusion):
     experts are indexed like an `nn.ModuleList`. The forward is the model's eager one, whatever
     `experts_implementation` says: the others (`grouped_mm`, `batched_mm`, ...) need stacks.
 
-    In training an expert without tokens runs on no rows, so that its gradient is zero and not None.
+    In training an expert without tokens runs on no rows, so that its gradient is zero and not None; so does each in an
+    exported program, which has no loop that depends on the data.
 
     Args:
         modules: where, as paths of modules in the language of the reports.
         all_tokens: every expert computes every token, and what a token didn't choose weighs nothing. Then nothing
-            depends on the data: for `torch.export`, `torch.compile(fullgraph=True)`, and for calibration, where hooks
-            on the layers of every expert see every token.
+            depends on the data: for `torch.compile(fullgraph=True)`, for programs without sizes that do
+            (`torch.export`), and for calibration, where hooks on the layers of every expert see every token.
     """
 
     name = "sequential_experts"

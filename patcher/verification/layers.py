@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from patcher.conversions.converted_weights import CONVERTED
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
+from patcher.conversions.converted_weights import CONVERTED
 from patcher.verification.comparing import Comparison, Pair, Stage
 from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
 

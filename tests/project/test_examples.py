@@ -14,12 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {"export_onnx": ("onnx", "onnxscript", "onnxruntime"), "sft": ("trl",)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
-    for library in ("onnx", "onnxscript", "onnxruntime") if path.stem == "export_onnx" else ():
+    for library in NEEDS.get(path.stem, ()):
         pytest.importorskip(library)
     environment = {**os.environ, "PYTHONWARNINGS": "default"}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
