@@ -27,7 +27,7 @@ from torch import nn
 
 from patcher.compat.recorders import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
-from patcher.loading.hooks import applied, install
+from patcher.loading.hooks.loads import applied, install
 from patcher.patterns import find_key, nearest
 from patcher.spec.patcher import Patcher
 

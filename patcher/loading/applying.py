@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from patcher.compat.models import kept_in_fp32
 from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError
-from patcher.loading.hooks import install
+from patcher.loading.hooks.loads import install
 from patcher.loading.record import record_of
 from patcher.loading.saving import original_state_dict
 from patcher.patterns import compress

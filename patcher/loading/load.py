@@ -34,7 +34,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
 from patcher.fusions.base import Fusion
 from patcher.loading.checks import Diagnostics
-from patcher.loading.initial_values import ParameterTraits
+from patcher.loading.reading.initial_values import ParameterTraits
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.loading.stock_parameters import follow_state_dicts
 from patcher.loading.traced_layouts import carry_conversions

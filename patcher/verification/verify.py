@@ -21,7 +21,7 @@ from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.construction.in_force import unpatched
 from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, VerificationError
-from patcher.loading.hooks import install
+from patcher.loading.hooks.loads import install
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import STAGES, TOLERANCES, Run

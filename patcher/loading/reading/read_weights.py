@@ -25,9 +25,9 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import Expressions
 from patcher.loading.checks import Diagnostics, check_weights, failed_text
-from patcher.loading.fused_sources import FusedReading
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.matches import idle_source
+from patcher.loading.reading.fused_sources import FusedReading
 from patcher.resolution.resolution import skeleton
 
 

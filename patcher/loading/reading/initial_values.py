@@ -32,7 +32,7 @@ from patcher.construction.construction import Built, Placed
 from patcher.construction.meta_init import like
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import Expressions
-from patcher.loading.computed_values import BuiltAgain, build_again, module_at
+from patcher.loading.reading.computed_values import BuiltAgain, build_again, module_at
 from patcher.patterns import inside
 
 if TYPE_CHECKING:

@@ -47,16 +47,10 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import select_conversions
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading import (
-    accelerate_hooks as accelerate,
-    exporter_hooks as exporters,
-    pipeline_hooks as pipelines,
-    saving_hooks as saving,
-    trainer_hooks as trainers,
-)
 from patcher.loading.checks import Diagnostics
 from patcher.loading.device_maps import for_patched_model
-from patcher.loading.initial_values import InitialValues, keeping_computed
+from patcher.loading.hooks import accelerate, exporters, pipelines, saves, trainer
+from patcher.loading.hooks.recorders import install_output_hooks
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
@@ -73,9 +67,9 @@ from patcher.loading.load import (
     select,
 )
 from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
-from patcher.loading.reading import read
+from patcher.loading.reading.initial_values import InitialValues, keeping_computed
+from patcher.loading.reading.read import read
 from patcher.loading.record import record_of
-from patcher.loading.recorders import install_output_hooks
 from patcher.loading.saving import original_state_dict
 from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
 from patcher.resolution.resolution import skeleton
@@ -449,7 +443,7 @@ def _conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -
 
 
 def _revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
-    plan, offloaded = saving.SAVING.get(), saving.OFFLOADED.get()
+    plan, offloaded = saves.SAVING.get(), saves.OFFLOADED.get()
     if offloaded is not None and offloaded.plan.model is model:
         return offloaded.original(state_dict)
     if record_of(model) is None and not fused_modules(model):
@@ -477,20 +471,20 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     "read": _convert_and_load,
     "report keys": _report_keys,
     "finish": _finalize,
-    "save": saving.save_pretrained,
-    "save config": saving.save_config,
-    "weights to save": saving.weights_to_save,
-    "read offloaded weight": saving.read_offloaded_weight,
-    "write weights": saving.write_weights,
-    "upload": saving.upload,
+    "save": saves.save_pretrained,
+    "save config": saves.save_config,
+    "weights to save": saves.weights_to_save,
+    "read offloaded weight": saves.read_offloaded_weight,
+    "write weights": saves.write_weights,
+    "upload": saves.upload,
     "read into a model": accelerate.read_checkpoint,
     "give back": _revert,
     "record outputs": install_output_hooks,
     "load for a pipeline": pipelines.load_model,
     "make a pipeline": pipelines.make_pipeline,
-    "shards": trainers.load_shards,
-    "shards of a trainer": trainers.load_shards,
-    "optimizer of a trainer, saved": trainers.save_optimizer,
-    "optimizer of a trainer, loaded": trainers.load_optimizer,
+    "shards": trainer.load_shards,
+    "shards of a trainer": trainer.load_shards,
+    "optimizer of a trainer, saved": trainer.save_optimizer,
+    "optimizer of a trainer, loaded": trainer.load_optimizer,
     "patches of exporters": exporters.patch_attributes,
 }

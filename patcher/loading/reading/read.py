@@ -13,10 +13,10 @@ from patcher.compat.models import named_parameters
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.sources import shape_of
 from patcher.conversions.tracing import ConversionTrace
-from patcher.loading.fused_sources import FusedReading
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.read_weights import check_read
-from patcher.loading.simulated_reading import dry_run_reading, fused_reading, simulate_reading
+from patcher.loading.reading.fused_sources import FusedReading
+from patcher.loading.reading.read_weights import check_read
+from patcher.loading.reading.simulated_reading import dry_run_reading, fused_reading, simulate_reading
 
 
 def read(

@@ -14,11 +14,11 @@ from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.errors import PatchedWeightsError
-from patcher.loading.completion import Completion, complete
-from patcher.loading.fused_sources import FusedReading, with_fused_sources
 from patcher.loading.load import DryRun, Loaded, Selected
-from patcher.loading.quantized_checkpoints import check_made_quantized, check_quantized
-from patcher.loading.read_weights import check_read, shapes_of, stock_load, unknown_keys
+from patcher.loading.reading.completion import Completion, complete
+from patcher.loading.reading.fused_sources import FusedReading, with_fused_sources
+from patcher.loading.reading.quantized_checkpoints import check_made_quantized, check_quantized
+from patcher.loading.reading.read_weights import check_read, shapes_of, stock_load, unknown_keys
 from patcher.patterns import compress
 
 logger = logging.get_logger(__name__)

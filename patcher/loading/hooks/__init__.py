@@ -1,0 +1,1 @@
+"""What stands at the places of transformers, torch and accelerate that call back: one file a subject."""
