@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patcher.compat.models import make_from_config
 from patcher.construction.construction import under_construction
 from patcher.conversions.layouts import Flatten, Layout, Rows, named_parameter
 from patcher.errors import PatchConstructionError
@@ -89,9 +90,9 @@ def from_pretrained(cls: type, *args: Any, patcher: Patcher | None = None, **kwa
 def from_config(cls: type, config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any) -> Any:
     """Build a model that saves as the original one does."""
     if patcher is None and under_construction():  # a part of a model that has the conversions itself
-        return super(_inherited(cls), cls)._from_config(config, *args, **kwargs)
+        return make_from_config(super(_inherited(cls), cls), config, *args, **kwargs)
     original, own = _as_original(cls, patcher)
-    return original._from_config(config, *args, patcher=own, **kwargs)
+    return make_from_config(original, config, *args, patcher=own, **kwargs)
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +102,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return super(_inherited(type(self)), self).save_pretrained(*args, **kwargs)
     # Made by a call of the class, which knows nothing of conversions: a model that does, with the same weights.
     with torch.device("meta"):
-        model = self._from_config(self.config)
+        model = make_from_config(self, self.config)
     model.load_state_dict(self.state_dict(), assign=True)
     return model.save_pretrained(*args, **kwargs)
 

@@ -51,6 +51,11 @@ LOADING_ATTRIBUTES = (
 ORIGINAL = "_patcher_original"
 
 
+def make_from_config(model_class: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model as `from_config` of the Auto classes makes it, of a class or of what `super()` gives for one."""
+    return model_class._from_config(*args, **kwargs)
+
+
 def named_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """As torch's with `remove_duplicate=False`, whose nested generators take long: every load asks several times."""
     waiting = [(path, module)]

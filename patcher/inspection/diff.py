@@ -18,7 +18,7 @@ from patcher.construction.in_force import InForce
 from patcher.display import Shown
 from patcher.errors import InvalidPatcherError
 from patcher.inspection.class_texts import composed
-from patcher.loading.hooks.loads import install
+from patcher.loading.hooks.install import install
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force

@@ -27,7 +27,7 @@ from patcher.fusions.config import with_fusion_names
 from patcher.inspection.report import rows_of_classes
 from patcher.inspection.signatures import misfits
 from patcher.loading.checks import Diagnostics
-from patcher.loading.hooks.loads import dry_run
+from patcher.loading.dry_run import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.matches import ordered

@@ -1,6 +1,7 @@
 """One load as five steps, and what it leaves on the model: the record, by which it is saved and reported on."""
 
-from patcher.loading.hooks.loads import applied, install
+from patcher.loading.applying import applied
+from patcher.loading.hooks.install import install
 from patcher.loading.record import record_of
 
 __all__ = ["applied", "install", "record_of"]

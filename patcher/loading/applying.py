@@ -1,8 +1,9 @@
-"""A patcher for a model that is already in memory: a new model of the same weights."""
+"""A patcher without a load: for what is built in a block, and for a model that is already in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -10,13 +11,30 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.models import kept_in_fp32
-from patcher.construction.in_force import unpatched
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
+from patcher.construction.init_hooks import covering
 from patcher.errors import InvalidPatcherError
-from patcher.loading.hooks.loads import install
+from patcher.loading.checks import Diagnostics
+from patcher.loading.hooks.install import install
 from patcher.loading.record import record_of
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
+from patcher.spec.fingerprints import check_pins
 from patcher.spec.patcher import Patcher
+
+
+@contextmanager
+def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
+    """See `Patcher.applied`."""
+    install()
+    entry, block = InForce(patcher, origin), Block()
+    entries = (entry, *entered())
+    check_pins(patcher)
+    with entering(entries, block), covering(ClassRules(entries)):
+        yield patcher
+    # Over the whole block: a patcher may be meant for one of several models that are built in it.
+    Diagnostics().adding_matches([entry], block.matched).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -41,7 +59,7 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     state_dict = {key: value.detach() for key, value in model.state_dict().items()}
     for key in record.new_weights if record is not None else ():
         state_dict.pop(key, None)  # they belong to the patcher that is left behind
-    weights = original_state_dict(model, state_dict)
+    weights = saved_state_dict(model, state_dict)
     devices = {tensor.device for tensor in weights.values()}
     options: dict[str, Any] = {"dtype": model.dtype}
     if len(devices) == 1 and devices != {torch.device("cpu")}:

@@ -77,7 +77,7 @@ class SavePlan:
         quantizer = getattr(self.model, "hf_quantizer", None)
         return quantizer is not None and not is_prequantized(quantizer)
 
-    def original_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def saved_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as the unpatched model would save it.
 
         Raises:
@@ -148,7 +148,7 @@ class SavePlan:
         return {key: result[key] for key in keys}
 
 
-def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dict of a model as the unpatched model would save it.
 
     Raises:
@@ -156,7 +156,7 @@ def original_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.T
     """
     record = record_of(model)
     plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
-    return plan.original_state_dict(state_dict)
+    return plan.saved_state_dict(state_dict)
 
 
 def plan_saving(
@@ -186,7 +186,7 @@ def plan_saving(
         return plan
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
-    plan.original_state_dict(
+    plan.saved_state_dict(
         {
             key: value.detach().to("meta") if type(value) in (torch.Tensor, nn.Parameter) else value
             for key, value in given.items()

@@ -298,7 +298,7 @@ class Patcher:
         Raises:
             UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
         """
-        from patcher.loading.hooks.loads import applied
+        from patcher.loading.applying import applied
 
         return applied(self)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from patcher.compat.models import named_parameters
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
 from patcher.verification.layers import on_few_layers
@@ -90,7 +90,7 @@ def _learned(model: Any, passes: Sequence[Pass], seed: int) -> tuple[list[Refere
         for name, parameter in named_parameters(model)
     }
     model.zero_grad(set_to_none=True)
-    return references, original_state_dict(model, gradients)
+    return references, saved_state_dict(model, gradients)
 
 
 # --- training mode -------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
+from patcher.compat.models import make_from_config
 from patcher.construction.in_force import unpatched
 from patcher.display import Shown, Table
 from patcher.errors import InvalidPatcherError, VerificationError
-from patcher.loading.hooks.loads import install
+from patcher.loading.hooks.install import install
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import STAGES, TOLERANCES, Run
@@ -196,7 +197,7 @@ def verify(
 
 def _random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
     """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
-    model = cls._from_config(config, dtype=torch.float32)
+    model = make_from_config(cls, config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):

@@ -133,7 +133,7 @@ def _check_size(model_class: Any, config: Any) -> None:
 
 def gradients_of(model: Any, passes: list[Pass]) -> dict[str, torch.Tensor] | None:
     """The gradients of all parameters, in the layout of the checkpoint; None where stock has none."""
-    from patcher.loading.saving import original_state_dict
+    from patcher.loading.saving import saved_state_dict
 
     outputs = [output for output in outputs_of(model, passes) if output.requires_grad]
     if not outputs:
@@ -145,7 +145,7 @@ def gradients_of(model: Any, passes: list[Pass]) -> dict[str, torch.Tensor] | No
     found = {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     model.zero_grad()
     zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    return original_state_dict(model, {name: zeros[name] if (g := found.get(name)) is None else g for name in zeros})
+    return saved_state_dict(model, {name: zeros[name] if (g := found.get(name)) is None else g for name in zeros})
 
 
 # --- one family ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import QKV, Fusion, PatchEmbeddings, SequentialExperts
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     build_tiny,
@@ -94,7 +94,7 @@ def test_all_families_and_a_class_mapping_in_one_load(attention: str, vision: Pa
         }
         for each in (model, stock)
     ]
-    found, expected = (original_state_dict(each, given) for each, given in zip((model, stock), gradients, strict=True))
+    found, expected = (saved_state_dict(each, given) for each, given in zip((model, stock), gradients, strict=True))
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=name)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import Patcher, report
 from patcher.compat.conversions import stock_revert
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from tests.support.tiny import tiny_jamba_config, tiny_mixtral_config
 from tests.support.tiny_experts import (
     eager_and_listed,
@@ -205,7 +205,7 @@ def test_processes_with_other_tokens_train_together(tmp_path: Path) -> None:
     loss.backward()
     expected = stock_revert(stock, {name: value.grad for name, value in stock.named_parameters()})
     for kind in WRAPPED:
-        found = original_state_dict(model, torch.load(tmp_path / f"{kind}.pt"))
+        found = saved_state_dict(model, torch.load(tmp_path / f"{kind}.pt"))
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-3, msg=f"{kind}: {name}")

@@ -33,7 +33,7 @@ from patcher import PatchedWeightsError, Patcher, UnmatchedPatchError
 from patcher.compat.conversions import stock_revert
 from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     DECODER_SIZES,
@@ -94,7 +94,7 @@ def test_outputs_and_gradients_are_those_of_eager_experts(config: PretrainedConf
         }
 
     expected = stock_revert(stock, zeros_if_unused(stock))
-    found = original_state_dict(listed, zeros_if_unused(listed))
+    found = saved_state_dict(listed, zeros_if_unused(listed))
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-3, msg=name)

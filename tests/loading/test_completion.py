@@ -14,7 +14,7 @@ from transformers import BertModel, LlamaForCausalLM
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from patcher import PatchedWeightsError, Patcher, plan
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from tests.support.replacements import JoinedMLP
 from tests.support.tiny import build_tiny, tiny_bert_config, tiny_llama_config
 
@@ -67,7 +67,7 @@ def load(name: str, state: dict[str, torch.Tensor], patcher: Patcher | None, **o
 
 def assert_as_stock(name: str, model: Any, state: dict[str, torch.Tensor], **options: Any) -> None:
     expected = load(name, state, None, **options).state_dict()
-    found = original_state_dict(model, model.state_dict())
+    found = saved_state_dict(model, model.state_dict())
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -179,7 +179,7 @@ def test_the_names_are_those_that_the_checkpoint_has() -> None:
             load(name, lacking, patcher)
         with pytest.warns(UserWarning, match=rf"It lacks:\n  {key}\n"):
             model = load(name, lacking, patcher.replace(strict=False))
-        found = original_state_dict(model, model.state_dict())
+        found = saved_state_dict(model, model.state_dict())
         for layer in range(2):
             q = f"layers.{layer}.self_attn.q_proj.weight"
             assert torch.equal(found[f"model.{q}"], state[q])
@@ -219,7 +219,7 @@ def test_random_holes_are_filled_as_transformers_fills_them(name: str, data: st.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = load(name, damaged, patcher.replace(strict=False), **options)
-    found = original_state_dict(model, model.state_dict())
+    found = saved_state_dict(model, model.state_dict())
     assert found.keys() == state.keys()
     for key, value in state.items():
         if key not in gone | other:

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
@@ -19,7 +20,7 @@ from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.saving import SavePlan, plan_saving
+from patcher.loading.saving import SavePlan, plan_saving, saved_state_dict
 
 #: What stood at a place before the hook.
 Stock = Callable[..., Any]
@@ -125,3 +126,14 @@ def save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
             del self.fusion_config
         else:
             self.fusion_config = before
+
+
+def revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
+    plan, offloaded = SAVING.get(), OFFLOADED.get()
+    if offloaded is not None and offloaded.plan.model is model:
+        return offloaded.original(state_dict)
+    if record_of(model) is None and not fused_modules(model):
+        return stock(model, state_dict)
+    if plan is not None and plan.model is model:
+        return plan.saved_state_dict(state_dict)
+    return saved_state_dict(model, state_dict)  # type: ignore[arg-type]

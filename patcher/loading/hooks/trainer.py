@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
 from patcher.errors import PatchedWeightsError
 from patcher.loading.record import record_of
-from patcher.loading.saving import original_state_dict
+from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_parameters import stock_shapes
 from patcher.loading.traced_layouts import layouts_in
@@ -59,7 +59,7 @@ def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
     own = state_tensors(model)
     layouts = [[*own], [*stock_shapes(model)]]
     with suppress(PatchedWeightsError):  # of weights that can't be given back, so they are in no checkpoint either
-        layouts.insert(0, [*original_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
+        layouts.insert(0, [*saved_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
     tied = tied_keys(model)
     return [[name for name in names if name not in tied] for names in layouts]
 

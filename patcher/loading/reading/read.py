@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from patcher.compat.conversions import (
-    set_used_conversions,
-)
+from patcher.compat.conversions import set_used_conversions
 from patcher.compat.models import named_parameters
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.sources import shape_of

@@ -1,0 +1,98 @@
+"""What stands at the places where a model is made: from a config, or by its class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from patcher.compat.models import original_class
+from patcher.construction.class_rules import ClassRules
+from patcher.construction.construction import (
+    Construction,
+    begin_by_hand,
+    current_construction,
+)
+from patcher.construction.in_force import in_force_for
+from patcher.construction.init_hooks import building, cover_new_classes
+from patcher.construction.lock import construction_lock
+from patcher.errors import InvalidPatcherError
+from patcher.loading.checks import Diagnostics
+from patcher.loading.load import (
+    check_supported,
+    finish_by_hand,
+)
+from patcher.loading.reading.initial_values import keeping_computed
+from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
+from patcher.spec.fingerprints import check_built, check_pins
+from patcher.spec.patcher import Patcher
+
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
+
+
+def from_config(
+    stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
+) -> Any:
+    is_part = patcher is None and current_construction() is not None
+    entries, own = ((), ()) if is_part else in_force_for(patcher)
+    # For a part as well: a model built by hand doesn't hold it, and this sets torch's default type for the process.
+    with construction_lock.held_for(cls.__name__):
+        if is_part:
+            cover_new_classes()  # of its code, which may just have been imported
+        if not entries:
+            return stock(cls, config, *args, **kwargs)
+        check_supported(entries, None, {})
+        for entry in own:
+            check_pins(entry.patcher, cls)
+        construction = Construction(ClassRules(entries), by_hand=True)
+        with building(construction):
+            model = stock(cls, config, *args, **kwargs)
+    Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
+    return model
+
+
+def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs take whatever they are given
+        raise InvalidPatcherError(
+            f"patcher= was given to the config of {type(self).__name__}, where no load finds it. Give it to what "
+            "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
+            "and so on."
+        )
+    construction = current_construction() or begin_by_hand(self)
+    if construction is not None and not construction.is_skeleton and construction.root in (None, self):
+        construction.root = self
+        prepare_fusions(construction, original_class(self) or type(self), config)  # type: ignore[arg-type]
+    stock(self, config, *args, **kwargs)
+
+
+def post_init(stock: Stock, self: PreTrainedModel) -> None:
+    # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
+    with construction_lock.held_if_it_comes_free(type(self).__name__):
+        _initialise(stock, self)
+
+
+def _initialise(stock: Stock, self: PreTrainedModel) -> None:
+    construction = current_construction()
+    if construction is None or construction.is_skeleton:
+        stock(self)
+        return
+    is_root = construction.root is self
+    if is_root:
+        for entry in construction.rules.entries:
+            if entry.patcher.fingerprints:  # what the model is made of is all imported now
+                classes = {original_class(module) or type(module) for module in self.modules()}
+                home = (original_class(self) or type(self)).__module__
+                check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
+        rebuild_fused_modules(construction, self)
+    with keeping_computed(construction.outermost_built):
+        stock(self)
+    if is_root:
+        fuse_standing_modules(construction, self)
+    if is_root and construction.by_hand:
+        if original_class(self) is None:
+            finish_by_hand(construction, self)
+        else:
+            construction.at_end = functools.partial(finish_by_hand, construction, self)
