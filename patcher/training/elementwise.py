@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
@@ -72,26 +73,47 @@ def only_moves_values(layout: Layout) -> bool:
         return True
     if isinstance(layout, Converted) and all(type(each) in _MOVEMENTS for each in layout.done.operations):
         return True
-    return _is_permutation(layout)
+    return _calls_only_movements(layout) and _is_permutation(layout)
+
+
+class _Movements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets through what puts values elsewhere, and nothing that makes other values or looks at them."""
+
+    #: Names of ATen.
+    KNOWN = frozenset(
+        "_reshape_alias _unsafe_view alias as_strided cat clone contiguous copy_ detach diagonal empty empty_like "
+        "empty_strided expand flip movedim narrow new_empty new_empty_strided permute reshape roll select slice split "
+        "split_with_sizes squeeze stack swapaxes t transpose unbind unfold unsqueeze view".split()
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace != "aten" or name not in self.KNOWN:
+            raise NotImplementedError(f"{func} is not known to only move values")
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _calls_only_movements(layout: Layout) -> bool:
+    """Run it both ways without values: what asks for one raises there, and so does what isn't known."""
+    parts = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in layout.stock_shapes]
+    try:
+        with _Movements():  # type: ignore[no-untyped-call]
+            layout.separate(layout.fuse(parts))
+    except Exception:  # of a user's code, whatever it raises on tensors without values
+        return False
+    return True
 
 
 @torch.no_grad()
 def _is_permutation(layout: Layout) -> bool:
-    """Try it: with numbers that say where a value was, and with others, which have to go there too, and back."""
+    """Whether each value goes to a place of its own, and back: numbers say where a value was."""
     sizes = [torch.Size(shape).numel() for shape in layout.stock_shapes]
-
-    def parts(values: torch.Tensor) -> list[torch.Tensor]:
-        cut = zip(torch.split(values, sizes), layout.stock_shapes, strict=True)
-        return [part.reshape(shape).clone() for part, shape in cut]
+    numbers = torch.arange(sum(sizes), dtype=torch.float64)
 
     def whole(tensors: Any) -> torch.Tensor:
-        return torch.cat([tensor.flatten().double() for tensor in tensors])
+        return torch.cat([tensor.flatten() for tensor in tensors])
 
-    count = sum(sizes)
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(count, generator=generator, dtype=torch.float64) * 1e3
-    places = whole(layout.fuse(parts(torch.arange(count, dtype=torch.float64))))
-    if not torch.equal(places.sort().values, torch.arange(count, dtype=torch.float64)):
-        return False
-    fused = layout.fuse(parts(values))
-    return torch.equal(whole(fused), values[places.long()]) and torch.equal(whole(layout.separate(fused)), values)
+    parts = zip(torch.split(numbers, sizes), layout.stock_shapes, strict=True)
+    fused = layout.fuse([part.reshape(shape).clone() for part, shape in parts])
+    return torch.equal(whole(fused).sort().values, numbers) and torch.equal(whole(layout.separate(fused)), numbers)
