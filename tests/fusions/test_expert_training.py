@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import get_context
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import Patcher, report
 from patcher.compat.conversions import stock_revert
 from patcher.loading.saving import saved_state_dict
+from tests.support.processes import two_processes
 from tests.support.tiny import tiny_jamba_config, tiny_mixtral_config
 from tests.support.tiny_experts import (
     eager_and_listed,
@@ -165,10 +165,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def _process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.distributed.init_device_mesh("cpu", (2,))
+def _train_each(folder: Path, rank: int) -> None:
     for kind, wrap in WRAPPED.items():
         _, model = eager_and_listed(STARVING, LISTED)
         wrapped = wrap(model)
@@ -183,21 +180,12 @@ def _process(rank: int, folder: str) -> None:
                 gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
             )
         if rank == 0:
-            torch.save(gradients, f"{folder}/{kind}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+            torch.save(gradients, folder / f"{kind}.pt")
 
 
 @pytest.mark.slow
 def test_processes_with_other_tokens_train_together(tmp_path: Path) -> None:
-    fork = get_context("fork")
-    processes = [fork.Process(target=_process, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    two_processes(partial(_train_each, tmp_path), tmp_path)
 
     stock, model = eager_and_listed(STARVING, LISTED)
     loss = sum(stock(_batch(rank), use_cache=False).logits.square().mean() for rank in range(2)) / 2

@@ -1,10 +1,13 @@
-"""A group of processes that is one process, for what asks for a group."""
+"""Groups of processes: one that is a group by itself, for what asks for a group, and two that work together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 
@@ -15,3 +18,23 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def two_processes(work: Callable[[int], object], folder: Path) -> None:
+    """Call `work(rank)` in both processes of a group; they are forks of this one, and both have to get through."""
+
+    def process(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+        dist.init_device_mesh("cpu", (2,))
+        work(rank)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    processes = [get_context("fork").Process(target=process, args=(rank,)) for rank in range(2)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(120)
+        each.kill()
+    assert [each.exitcode for each in processes] == [0, 0]

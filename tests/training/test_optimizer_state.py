@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing import get_context
 from transformers import AlbertConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from patcher import (
@@ -30,7 +29,7 @@ from tests.compatibility.outcomes import EXACT, compared
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import FUSED_QKV, JoinedAlbertAttention, joined
 from tests.support.interleaved import TURNS
-from tests.support.processes import one_process
+from tests.support.processes import one_process, two_processes
 from tests.support.replacements import JOINED
 from tests.support.resuming import outcome, resumed, through_a_file, train, uninterrupted
 from tests.support.tiny import tiny_inputs, tiny_llama_config
@@ -352,10 +351,7 @@ def sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
-def _process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    dist.init_device_mesh("cpu", (2,))
+def _switch_fusions(folder: Path, rank: int) -> None:
     model, other = sharded(built(QKV, SMALL)), built(GATE_UP, SMALL)
     optimizer = adamw(model)
     train(model, optimizer, INPUTS, 2)
@@ -366,19 +362,10 @@ def _process(rank: int, folder: str) -> None:
     train(other, resuming, INPUTS, 2)
     found = outcome(other, resuming)
     if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+        torch.save(found, folder / "found.pt")
 
 
 @pytest.mark.slow
 def test_what_is_sharded_is_gathered_and_sharded_again(tmp_path: Path) -> None:
-    fork = get_context("fork")
-    processes = [fork.Process(target=_process, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    two_processes(partial(_switch_fusions, tmp_path), tmp_path)
     assert_close(torch.load(tmp_path / "found.pt"), uninterrupted(built(config=SMALL), adamw, INPUTS, 4))
