@@ -145,7 +145,7 @@ def _agreed(
         if own is not None and own not in _places(_common(stock)):
             keys[name] = own  # it is named as well
         found = {part: None if key is None else device_map[key] for part, key in keys.items()}
-        if len(set(map(str, found.values()))) == 1 and None not in found.values():
+        if len(set(map(str, found.values()))) == 1:  # not None: some part is named
             devices[name] = next(iter(found.values()))
         else:
             problems[name] = _said(found, _common(stock))

@@ -178,7 +178,8 @@ def test_the_name_of_a_weight_that_was_dropped_is_passed_over(llama: Path, tmp_p
     assert model.model.layers[1].mlp.gate_proj.weight.is_meta
 
 
-def test_a_name_that_has_become_nobody_knows_what_is_refused(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_name_that_has_become_nobody_knows_what_is_refused(layer: int, llama: Path, tmp_path: Path) -> None:
     """The conversions of the replacement go by the names that one checkpoint has, and the map by those of stock."""
     asked = Patcher(
         {"LlamaMLP": Renamed},
@@ -187,9 +188,13 @@ def test_a_name_that_has_become_nobody_knows_what_is_refused(llama: Path, tmp_pa
             WeightRenaming("mlp.up_old", "mlp.upper"),
         ],
     )
-    text = r"names 'model\.layers\.0\.mlp\.gate_proj', the replacement has no such part.*Name the whole module in it: "
-    with pytest.raises(InvalidPatcherError, match=text + r"'model\.layers\.0\.mlp'"):
-        load(llama, asked, of_stock(llama, "gate_proj"), offload_folder=tmp_path)
+    device_map = of_stock(llama, "gate_proj")
+    for part in ("gate_proj", "up_proj"):  # of the other layer nothing is named
+        del device_map[f"model.layers.{1 - layer}.mlp.{part}"]
+    mlp = rf"model\.layers\.{layer}\.mlp"
+    text = rf"names '{mlp}\.gate_proj', the replacement has no such part.*Name the whole module in it: '{mlp}'"
+    with pytest.raises(InvalidPatcherError, match=text):
+        load(llama, asked, device_map, offload_folder=tmp_path)
 
 
 def test_a_plan_meets_the_map_as_a_load_does(llama: Path) -> None:
