@@ -69,7 +69,7 @@ def moved(
             for name, called in zip(group[PARAMS], given, strict=True)
             for new in becomes.get(name, (name,))
         ]
-        if becomes and order is not None:
+        if order is not None:
             pairs.sort(key=lambda pair: order.get(pair[0], len(order)))
         changed = {**group, PARAMS: [new for new, _ in pairs]}
         if GIVEN_NAMES in group:
