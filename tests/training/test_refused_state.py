@@ -167,6 +167,15 @@ def test_a_layout_of_a_user_is_tried() -> None:
     compared(resumed(patcher.apply(stock), built(config=SMALL), adamw, INPUTS, (2, 2)), expected, rounding=1e-12)
 
 
+def test_one_half_of_what_was_one_parameter_is_refused() -> None:
+    model = built(Patcher(fusions=[InHalves()]), SMALL)
+    optimizer = optim.AdamW([parameter for name, parameter in model.named_parameters() if "lower" not in name])
+    halves = [rf"model\.layers\.0\.mlp\.down_proj\.{half}" for half in ("upper", "lower")]
+    text = r"down_proj\.weight is made of {0}.*, and of these the optimizer has {0}, not {1}\. Parts of one parameter"
+    with pytest.raises(PatchedWeightsError, match=text.format(*halves)):
+        original_optimizer_state_dict(model, optimizer)
+
+
 @pytest.mark.parametrize("cut", [Negated, Clamped, Bounded, ByValue, ThroughNumpy, Rounded, Doubled])
 def test_a_layout_of_a_user_that_is_not_known_to_move_values_is_refused(cut: type[Layout]) -> None:
     model = built(Patcher(fusions=[in_halves(cut)]), SMALL)
