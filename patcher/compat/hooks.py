@@ -12,10 +12,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-import transformers
 from accelerate.utils import modeling as accelerate_modeling  # type: ignore[import-untyped]
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
@@ -80,6 +80,7 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 
 #: What is called or read besides.
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (accelerate_modeling, "load_checkpoint_in_model", ("model", "checkpoint", "device_map")),
     (HfQuantizer, "get_modules_to_not_convert", ("model", "skip_modules", "keep_in_fp32_modules")),
     (HfQuantizer, "param_needs_quantization", ("model", "param_name")),
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
@@ -99,7 +100,7 @@ _checked = False
 
 
 def check() -> None:
-    """Raise a `PatcherError` that names the release of transformers if a seam is missing. Looks only once."""
+    """Raise a `PatcherError` that names the library and its release if a seam is missing. Looks only once."""
     global _checked
     if _checked:
         return
@@ -111,13 +112,14 @@ def check() -> None:
 def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
     """Raise a `PatcherError` where one place is not as the hook knows it."""
     where = f"{getattr(owner, '__module__', '')}.{owner.__name__}".lstrip(".")
+    library = where.partition(".")[0]
     seam = getattr(owner, name, None)
     if seam is None:
-        raise _gone(f"{where}.{name} is gone")
+        raise _gone(library, f"{where}.{name} is gone")
     if parameters:
         known = inspect.signature(seam).parameters
         if missing := [parameter for parameter in parameters if parameter not in known]:
-            raise _gone(f"{where}.{name} has no parameter {', '.join(missing)}")
+            raise _gone(library, f"{where}.{name} has no parameter {', '.join(missing)}")
 
 
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
@@ -156,8 +158,8 @@ class _Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.call(module)
 
 
-def _gone(what: str) -> PatcherError:
+def _gone(library: str, what: str) -> PatcherError:
     return PatcherError(
-        f"This release of patcher doesn't know transformers {transformers.__version__}: {what}. "
-        "Install a release of transformers that patcher's metadata lists, or a newer patcher."
+        f"This release of patcher doesn't know {library} {version(library)}: {what}. "
+        f"Install a release of {library} that patcher's metadata lists, or a newer patcher."
     )

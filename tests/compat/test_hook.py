@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from types import ModuleType
 
+import accelerate
 import pytest
-from transformers import PreTrainedModel, __version__
+import transformers
+from transformers import PreTrainedModel
 
 import patcher
 from patcher import InvalidPatcherError, PatcherError
@@ -87,14 +91,20 @@ def test_patcher_must_be_a_patcher(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seam", "what"),
+    ("seam", "library", "what"),
     [
-        ((PreTrainedModel, "_no_such_method", ()), r"PreTrainedModel\._no_such_method is gone"),
-        ((PreTrainedModel, "post_init", ("no_such_parameter",)), r"post_init has no parameter no_such_parameter"),
+        ((PreTrainedModel, "_no_such_method", ()), transformers, r"PreTrainedModel\._no_such_method is gone"),
+        ((PreTrainedModel, "post_init", ("no_parameter",)), transformers, r"post_init has no parameter no_parameter"),
+        ((accelerate.utils, "no_such_function", ()), accelerate, r"utils\.no_such_function is gone"),
     ],
 )
-def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, seam: object, what: str) -> None:
+def test_a_seam_that_is_gone_is_named(
+    monkeypatch: pytest.MonkeyPatch, seam: object, library: ModuleType, what: str
+) -> None:
     monkeypatch.setattr(hooks, "_checked", False)
     monkeypatch.setattr(hooks, "USED", (seam,))
-    with pytest.raises(PatcherError, match=rf"doesn't know transformers {__version__}: .*{what}\. Install a release"):
+    known = re.escape(f"{library.__name__} {library.__version__}")
+    with pytest.raises(
+        PatcherError, match=rf"doesn't know {known}: .*{what}\. Install a release of {library.__name__}"
+    ):
         check()

@@ -83,7 +83,7 @@ OTHERS_OWN = {
 #: The functions that look at frames, and why each must.
 FRAMES = {
     "patcher.construction.frames:calling_module": "who constructs: modeling code, or somebody else",
-    "patcher.errors:calling_frame": "where a warning is said: at the first line that is not ours",
+    "patcher.errors:calling_frame": "the first line not ours: where a warning is said, and whose model is read into",
     "patcher.construction.frames:is_initializing": "whether the root's __init__ is still running",
 }
 #: What users import from: presets, examples and notebooks get by with it.

@@ -1,7 +1,8 @@
 """What stands at the place where accelerate reads a checkpoint into a model that is already built.
 
 `load_checkpoint_in_model` with a device map writes tensor by tensor, by the names that the model has: no hook of a
-module is asked. Users bind it before anything is hooked, so the hook is in what it calls.
+module is asked. Users bind it before anything is hooked, so the hook is in what it calls, which isn't given the model:
+that is looked up in its frame, as the parameter of this name, which is checked to be there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def read_checkpoint(stock: Callable[..., Any], checkpoint_file: Any, device_map:
         InvalidPatcherError: with what to write instead.
     """
     tensors = stock(checkpoint_file, device_map=device_map, **kwargs)
-    model = calling_frame(("patcher.",)).f_locals.get("model")
-    if device_map is None or not isinstance(model, nn.Module) or not layouts_in(model):
+    caller = calling_frame(("patcher.",))
+    if device_map is None or caller.f_code.co_name != "load_checkpoint_in_model":
+        return tensors
+    model: nn.Module = caller.f_locals["model"]
+    if not layouts_in(model):
         return tensors
     if others := sorted(tensors.keys() - state_tensors(model).keys()):
         raise InvalidPatcherError(
