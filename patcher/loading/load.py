@@ -33,10 +33,10 @@ from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
 from patcher.fusions.base import Fusion
+from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
 from patcher.loading.record import PatchRecord, Replaced, keep_record
-from patcher.loading.stock_parameters import follow_state_dicts
 from patcher.loading.traced_layouts import carry_conversions
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution

@@ -15,8 +15,8 @@ from patcher.compat.models import named_modules, ties
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
+from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.stock_parameters import converted_to_parameters
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
 from patcher.errors import PatchedWeightsError
+from patcher.loading.checkpoint_names import stock_shapes
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import patched_models
-from patcher.loading.stock_parameters import stock_shapes
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton

@@ -20,7 +20,7 @@ from patcher.conversions.sources import fused_sources, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.loading.expert_names import keys_of_experts
-from patcher.loading.reading.parts import Parts, StockParameters
+from patcher.loading.reading.stock_parameters import Parts, StockParameters
 from patcher.patterns import compress, inside
 
 

@@ -26,7 +26,7 @@ from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.groups import made_by_name
 from patcher.conversions.selection import select_conversions
-from patcher.loading.reading.parts import StockParameters
+from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
