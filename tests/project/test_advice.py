@@ -90,7 +90,7 @@ NO_ADVICE = {
 }
 #: Advice that no case can execute here.
 NOT_HERE = {
-    "Install a release of transformers that patcher's metadata lists": "one release is installed",
+    "Install a release of {} that patcher's metadata lists": "one release is installed",
     "Install them: pip install liger-kernel": "tests install nothing",
     "formatting needs ruff, which is not installed. Run `pip install ruff`.": "tests install nothing",
     "GENERATED FILE: change the config that it is made from, not this file.": "no error: tests/codegen/test_checker",
