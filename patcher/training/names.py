@@ -51,7 +51,7 @@ class Names:
         first: each name -> the first of the same parameter.
         units: those that are made of others.
         unexplained: those that transformers hasn't, and stand for others of which no conversion tells.
-        order: the names of transformers -> their places among its parameters; what it hasn't comes last.
+        order: the names of transformers -> their places among its parameters.
     """
 
     own: Mapping[int, str]
@@ -101,9 +101,6 @@ class Names:
             for owner in _made_elsewhere(record, prefix, (prefix for prefix, _ in units.values())) if absent else ():
                 if left := [name for name in absent if name.startswith(owner)]:
                     unexplained |= {name: sorted(left) for name in strange if name.startswith(owner)}
-        made = {name: unit.stock for unit in every for name in unit.fused}
-        others = dict.fromkeys(part for name in first for part in made.get(name, (name,)) if part not in order)
-        order |= {name: len(order) + place for place, name in enumerate(others)}
         return cls(own, first, every, unexplained, order)
 
     def units_with(self, names: Iterable[str]) -> list[Unit]:

@@ -40,11 +40,27 @@ class Transposed(LlamaMLP):
         return (self.act_fn(self.gate_proj(x)) * self.up_proj(x)) @ self.down_proj.weight
 
 
+class InHalves(LlamaMLP):
+    """The rows of `up_proj` are in two layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.up_proj
+        self.upper = torch.nn.Linear(config.hidden_size, config.intermediate_size // 2, bias=False)
+        self.lower = torch.nn.Linear(config.hidden_size, config.intermediate_size // 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = torch.cat([self.upper(x), self.lower(x)], dim=-1)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+CUT = WeightConverter("mlp.up_proj.weight", ["mlp.upper.weight", "mlp.lower.weight"], operations=[Chunk(dim=0)])
 TURN = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)])
 PATCHERS = {
     "fusions": Patcher(fusions=["qkv", "gate_up"]),
     "a conversion and a fusion": JOINED | Patcher(fusions="qkv"),
     "another order": Patcher({"LlamaMLP": Reordered}),
+    "a conversion into two": Patcher({"LlamaMLP": InHalves}, extra_weight_conversions=CUT),
     "a conversion to the same name": Patcher({"LlamaMLP": Transposed}, extra_weight_conversions=TURN),
 }
 
