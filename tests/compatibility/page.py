@@ -16,7 +16,7 @@ Made by `python -m tests.compatibility`, and held by a test for each cell. The s
 stock model, on tiny models of real architectures (Llama, Mixtral for `sequential_experts`, Qwen2-VL for
 `patch_embeddings`), and compared:
 
-- *exact*: the same bits;
+- *exact*: the same bits; of weights on any machine, of what is computed where this page was made;
 - *within rounding*: sums in another order, at most 1e-5 of values near 1;
 - *within the quantizer's error*: other tensors are quantized than in stock, and the distance to the model in full
   precision is that of stock;

@@ -200,7 +200,8 @@ def test_settings_of_single_layers_hold_for_what_is_made_of_them(llama: Path) ->
     }
     kinds = [layer.self_attn.qkv_proj.weight.act_quant_kwargs is not None for layer in model.model.layers]
     assert kinds == [True, False]
-    assert torch.equal(logits(model), logits(LlamaForCausalLM.from_pretrained(llama, quantization_config=config)))
+    stock = LlamaForCausalLM.from_pretrained(llama, quantization_config=config)
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=1e-5)
     # The config is what it was: it names no layers that stock doesn't have.
     assert dict(model.config.quantization_config.quant_type.fqn_to_config) == settings
 

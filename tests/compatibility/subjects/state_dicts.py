@@ -38,7 +38,7 @@ def zeroed(model: Any) -> Any:
 def holds(model: nn.Module, row: Row) -> str:
     """Whether a patched model has the weights of the stock one, under its names and in its order."""
     assert not any(parameter.is_meta for parameter in model.parameters())
-    return compared(original_state_dict(model), dict(row.stock().state_dict()))
+    return compared(original_state_dict(model), dict(row.stock().state_dict()), rounding=0)
 
 
 @column(SUBJECT, "`load_state_dict`, names of transformers")
@@ -75,7 +75,7 @@ def original(row: Row, folder: Path) -> str:
     model, stock = row.patched(), zeroed(row.stock())
     stock.load_state_dict(original_state_dict(model))
     load_original_state_dict(zeroed(model), stock.state_dict())
-    return worst(compared(dict(stock.state_dict()), dict(row.stock().state_dict())), holds(model, row))
+    return worst(compared(dict(stock.state_dict()), dict(row.stock().state_dict()), rounding=0), holds(model, row))
 
 
 @column(SUBJECT, "`save_pretrained(state_dict=)`")
@@ -102,7 +102,7 @@ def copies(row: Row, folder: Path) -> str:
         torch.load(folder / "model.pt", weights_only=False),
     ]
     expected = logits(model, row.inputs())
-    outcomes = [compared(logits(each, row.inputs()), expected) for each in made]
+    outcomes = [compared(logits(each, row.inputs()), expected, rounding=0) for each in made]
     for each in made:
         zeroed(each).load_state_dict(row.stock().state_dict())
     other = zeroed(row.patched())
@@ -163,7 +163,9 @@ def distributed_checkpoint(row: Row, folder: Path) -> str:
     other = zeroed(row.patched())
     load_original_state_dict(other, found)
     return worst(
-        holds(model, row), compared(dict(stock.state_dict()), dict(row.stock().state_dict())), holds(other, row)
+        holds(model, row),
+        compared(dict(stock.state_dict()), dict(row.stock().state_dict()), rounding=0),
+        holds(other, row),
     )
 
 
@@ -176,10 +178,10 @@ def averaged(row: Row, folder: Path) -> str:
                 for parameter in model.parameters():
                     parameter.mul_(factor)
             average.update_parameters(model)
-    outcome = compared(original_state_dict(ours), dict(theirs.state_dict()))
+    outcome = compared(original_state_dict(ours), dict(theirs.state_dict()), rounding=0)
     zeroed(ours).load_state_dict(theirs.state_dict())
     assert saved(ours.module, folder / "ours") == saved(theirs.module, folder / "theirs")
-    return worst(outcome, compared(original_state_dict(ours), dict(theirs.state_dict())))
+    return worst(outcome, compared(original_state_dict(ours), dict(theirs.state_dict()), rounding=0))
 
 
 @column(SUBJECT, "`push_to_hub`")
