@@ -20,7 +20,16 @@ _MODELS: dict[str, tuple[str, str, dict[str, str | list[str]], str]] = {
     "GLM4V": (
         "GLM-4V",
         "three",
-        {"Glm4vVisionPatchEmbed": "e05c4572386110dd", "Glm4vVisionModel": ["6b7ce4d8fd723bbc", "675420c1cfff2c4b"]},
+        {
+            "Glm4vVisionPatchEmbed": "e05c4572386110dd",
+            "Glm4vVisionModel": [
+                "675420c1cfff2c4b",
+                "652d8a4c0217d5df",
+                "290a3eb55f5817aa",
+                "db420722cda9be13",
+                "6b7ce4d8fd723bbc",
+            ],
+        },
         "Its convolution that merges patches is a linear layer too. Measured for 1024 patches of Qwen2-VL's size.",
     ),
     "QWEN2_5_VL": (

@@ -75,7 +75,11 @@ def onnx_exporter(row: Row, folder: Path) -> str:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     model, inputs = _part(row.patched(), row)
-    return _outputs_compared(OnnxExporter().export(model, inputs, OnnxConfig())(**inputs), row)
+    program = OnnxExporter().export(model, inputs, OnnxConfig())
+    outputs = program(**inputs)
+    if isinstance(outputs, tuple):  # before 5.23 without their names
+        outputs = dict(zip((output.name for output in program.model.graph.outputs), outputs, strict=True))
+    return _outputs_compared(outputs, row)
 
 
 def _part(model: Any, row: Row) -> tuple[Any, dict[str, Any]]:
