@@ -26,6 +26,9 @@ from transformers.utils import output_capturing
 
 from patcher.errors import PatcherError
 
+#: What stood at a place before the hook.
+Stock = Callable[..., Any]
+
 #: Where the hook goes: place -> the owner, the name, and the parameters that the hook relies on.
 HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "load": (PreTrainedModel, "from_pretrained", ()),

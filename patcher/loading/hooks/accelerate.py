@@ -7,18 +7,18 @@ that is looked up in its frame, as the parameter of this name, which is checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from patcher.compat.hooks import Stock
 from patcher.compat.models import state_tensors
 from patcher.errors import InvalidPatcherError, calling_frame
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import compress
 
 
-def read_checkpoint(stock: Callable[..., Any], checkpoint_file: Any, device_map: Any = None, **kwargs: Any) -> Any:
+def read_checkpoint(stock: Stock, checkpoint_file: Any, device_map: Any = None, **kwargs: Any) -> Any:
     """Refuse a checkpoint in the layout of transformers for a model that has another one.
 
     Without a device map it goes through `load_state_dict`, which takes either.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.conversions import copy_transform
+from patcher.compat.hooks import Stock
 from patcher.compat.models import as_stock
 from patcher.conversions.selection import select_conversions
 from patcher.loading.record import record_of
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 
 def conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

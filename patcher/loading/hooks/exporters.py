@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from patcher.compat.hooks import Stock
 from patcher.fusions.fused_module import fused_classes
 
 #: The owner of an attribute, its name, and what makes the replacement from what stands there.
 Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
-def patch_attributes(stock: Callable[..., Any], patches: Iterable[Patch]) -> Any:
+def patch_attributes(stock: Stock, patches: Iterable[Patch]) -> Any:
     """Give fused classes the methods that the classes they were made of are given.
 
     These know the projections by their old names, under which a fused module has its parts.

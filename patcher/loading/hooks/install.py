@@ -11,11 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from patcher.compat.conversions import follow_earlier_imports
-from patcher.compat.hooks import HOOKED, HOOKED_LATE, check, check_seam, when_imported
+from patcher.compat.hooks import HOOKED, HOOKED_LATE, Stock, check, check_seam, when_imported
 from patcher.loading.hooks import accelerate, adapters, exporters, loads, making, pipelines, recorders, saves, trainer
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 _install_lock = threading.Lock()
 _installed = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import adapted_to_quantizer, reads_gguf_by_name
+from patcher.compat.hooks import Stock
 from patcher.compat.models import as_stock, named_modules
 from patcher.compat.quantizers import settings_by_name
 from patcher.construction.construction import current_construction, outside_of_construction
@@ -47,9 +48,6 @@ from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 #: The load that this thread or task is in: the result of its last step.
 _LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)

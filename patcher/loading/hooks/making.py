@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from patcher.compat.hooks import Stock
 from patcher.compat.models import original_class
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import (
-    Construction,
-    begin_by_hand,
-    current_construction,
-)
+from patcher.construction.construction import Construction, begin_by_hand, current_construction
 from patcher.construction.in_force import in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes
 from patcher.construction.lock import construction_lock
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
-from patcher.loading.load import (
-    check_supported,
-    finish_by_hand,
-)
+from patcher.loading.load import check_supported, finish_by_hand
 from patcher.loading.reading.initial_values import keeping_computed
 from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 
 def from_config(

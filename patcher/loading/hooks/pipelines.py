@@ -6,13 +6,13 @@ anything is hooked, so the hook is in what it calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from patcher.compat.hooks import Stock
 from patcher.errors import InvalidPatcherError, calling_frame
 
 
-def load_model(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def load_model(stock: Stock, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Give the load the `patcher=` that `pipeline` was called with.
 
     It is taken out of the keyword arguments of the function that calls. Where a release keeps them elsewhere, the
@@ -29,7 +29,7 @@ def load_model(stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any)
     return stock(model, *args, **kwargs | {"patcher": patcher})
 
 
-def make_pipeline(stock: Callable[..., Any], self: Any, *args: Any, patcher: Any = None, **kwargs: Any) -> None:
+def make_pipeline(stock: Stock, self: Any, *args: Any, patcher: Any = None, **kwargs: Any) -> None:
     """A patcher that has got here has come too late for any load."""
     if patcher is not None:
         raise InvalidPatcherError(

@@ -7,12 +7,13 @@ can be pickled with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from patcher.compat.hooks import Stock
 from patcher.compat.models import original_class
 from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
 from patcher.loading.record import record_of
@@ -32,7 +33,7 @@ class RecordOutput:
         return (RecordOutput, self.settings)
 
 
-def install_output_hooks(stock: Callable[..., Any], model: PreTrainedModel, prefix: str | None = None) -> None:
+def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | None = None) -> None:
     """Install all hooks of a patched model, or transformers' own and those of modules that it passes by."""
     patched = record_of(model) is not None
     if not patched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
+from patcher.compat.hooks import Stock
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
 from patcher.conversions.fused_weights import fused_modules
 from patcher.errors import InvalidPatcherError
@@ -21,9 +21,6 @@ from patcher.loading.layout_on_disk import check_upload, check_variant, remove_o
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.saving import SavePlan, plan_saving, saved_state_dict
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 #: What this thread is saving, and how.
 SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)

@@ -6,7 +6,7 @@ A model in one file it gives to `load_state_dict`, which needs nothing of this.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from patcher.compat.hooks import Stock
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
 from patcher.errors import PatchedWeightsError
 from patcher.loading.checkpoint_names import stock_shapes
@@ -23,9 +24,6 @@ from patcher.loading.state_dicts import patched_models
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
-
-#: What stood at a place before the hook.
-Stock = Callable[..., Any]
 
 #: Beside the state of an optimizer, which knows its parameters by their places only: what these were.
 PARAMETERS_FILE = "patcher_optimizer.json"
