@@ -76,14 +76,14 @@ def only_moves_values(layout: Layout) -> bool:
     return _calls_only_movements(layout) and _is_permutation(layout)
 
 
-class _Movements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OnlyMovements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets through what puts values elsewhere, and nothing that makes other values or looks at them."""
 
-    #: Names of ATen.
+    #: Names of ATen; others, as `reshape` and `narrow`, are made of these.
     KNOWN = frozenset(
-        "_reshape_alias _unsafe_view alias as_strided cat clone contiguous copy_ detach diagonal empty empty_like "
-        "empty_strided expand flip movedim narrow new_empty new_empty_strided permute reshape roll select slice split "
-        "split_with_sizes squeeze stack swapaxes t transpose unbind unfold unsqueeze view".split()
+        "_reshape_alias _unsafe_view alias as_strided cat clone copy_ detach diagonal empty empty_like empty_strided "
+        "expand flip new_empty new_empty_strided permute roll select slice split split_with_sizes squeeze stack t "
+        "transpose unbind unfold unsqueeze view".split()
     )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ def _calls_only_movements(layout: Layout) -> bool:
     """Run it both ways without values: what asks for one raises there, and so does what isn't known."""
     parts = [torch.empty(shape, dtype=torch.float64, device="meta") for shape in layout.stock_shapes]
     try:
-        with _Movements():  # type: ignore[no-untyped-call]
+        with _OnlyMovements():  # type: ignore[no-untyped-call]
             layout.separate(layout.fuse(parts))
     except Exception:  # of a user's code, whatever it raises on tensors without values
         return False
