@@ -68,6 +68,11 @@ class Row:
         return "vision_config" in self.config().sub_configs
 
     @property
+    def joins(self) -> bool:
+        """Whether its sums may come in another order than stock's: which of them round alike the processor decides."""
+        return bool(self.patcher.fusions or self.patcher.extra_weight_conversions)
+
+    @property
     def _auto_class(self) -> Any:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

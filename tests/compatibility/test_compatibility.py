@@ -20,8 +20,9 @@ def test_the_cell_is_what_happens(column: Column, row: Row, tmp_path: Path) -> N
     if column.needs:
         pytest.importorskip(column.needs)
     outcome, cell = column.outcome(row, tmp_path), PAGE_CELLS[column.name, row.name]
-    # Which sums round alike is the processor's affair. Columns that compute nothing let nothing round.
-    assert outcome.replace(ROUNDING, EXACT) == cell.replace(ROUNDING, EXACT)
+    if row.joins:  # columns that compute nothing let nothing round
+        outcome, cell = (text.replace(ROUNDING, EXACT) for text in (outcome, cell))
+    assert outcome == cell
 
 
 def test_the_page_is_as_it_is_generated() -> None:

@@ -202,6 +202,9 @@ def test_settings_of_single_layers_hold_for_what_is_made_of_them(llama: Path) ->
     assert kinds == [True, False]
     stock = LlamaForCausalLM.from_pretrained(llama, quantization_config=config)
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=1e-5)
+    for found, expected in zip(model.model.layers, stock.model.layers, strict=True):
+        parts = [getattr(expected.self_attn, name).weight.dequantize() for name in ("q_proj", "k_proj", "v_proj")]
+        assert torch.equal(found.self_attn.qkv_proj.weight.dequantize(), torch.cat(parts))
     # The config is what it was: it names no layers that stock doesn't have.
     assert dict(model.config.quantization_config.quant_type.fqn_to_config) == settings
 

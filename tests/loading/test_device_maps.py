@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher
+from tests.compatibility.outcomes import EXACT, compared
 from tests.support.comparing import logits
 from tests.support.offloaded import places
 from tests.support.replacements import JOINED, Without
@@ -63,8 +64,9 @@ def of_stock(folder: Path, *on_disk: str) -> dict[str, Any]:
 
 
 def computes_as(model: Any, folder: Path) -> None:
-    expected = logits(AutoModelForCausalLM.from_pretrained(folder))
-    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=1e-5)
+    assert compared(patcher.original_state_dict(model), dict(stock.state_dict()), rounding=0) == EXACT
 
 
 @pytest.mark.parametrize("asked", [BOTH, JOINED, RENAMED], ids=["fusions", "a conversion", "renamings"])

@@ -59,12 +59,12 @@ def quanto_int4(skip: Sequence[str] | None = None) -> Any:
 def without_a_compiler() -> None:
     """Have quanto unpack 4 bits by what its own function in Python does: otherwise it compiles one for a minute."""
     pytest.importorskip("optimum.quanto")
-    from optimum.quanto.library.extensions import get_extension
+    from optimum.quanto import library
 
     def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
         return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
 
-    get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=unpack)
+    library.extensions.get_extension("quanto_cpp")._lib = SimpleNamespace(unpack=unpack)
 
 
 def is_quantized(layer: nn.Module) -> bool:

@@ -31,11 +31,8 @@ def compiled(row: Row, folder: Path) -> str:
         graphs.append(counter.frame_count)
     torch._dynamo.reset()
     assert 0 < graphs[0] <= graphs[1], graphs
-    if graphs[0] == 1:
-        how = "one graph"
-    else:
-        how = f"{'as many' if graphs[0] == graphs[1] else 'fewer'} graphs {'as' if graphs[0] == graphs[1] else 'than'}"
-        how += " stock with eager experts" if is_loop else " stock"
+    how = "as many graphs as stock" if graphs[0] == graphs[1] else "fewer graphs than stock"
+    how = "one graph" if graphs[0] == 1 else f"{how} with eager experts" if is_loop else how
     return f"{_rounded(*outputs)}; {how}"
 
 

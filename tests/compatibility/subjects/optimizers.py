@@ -13,7 +13,7 @@ import torch
 
 from patcher import original_state_dict
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import EXACT, ROUNDING, compared, worst
+from tests.compatibility.outcomes import compared, worst
 from tests.compatibility.rows import Row
 from tests.support.resuming import Make, as_double, in_double, resumed, train, uninterrupted
 
@@ -25,12 +25,7 @@ def switched(row: Row, make: Make) -> str:
     on = resumed(row.stock(**options), row.patched(**options), make, inputs, (2, 2))
     off = resumed(row.patched(**options), row.stock(**options), make, inputs, (2, 2))
     expected = uninterrupted(row.stock(**options), make, inputs, 4)
-    return worst(at_best(row), *(compared(found, expected, rounding=1e-10) for found in (on, off)))
-
-
-def at_best(row: Row) -> str:
-    """What is joined is summed in another order, which gives the same bits on some machines."""
-    return EXACT if row.name == "class mapping" else ROUNDING
+    return worst(*(compared(found, expected, rounding=1e-10) for found in (on, off)))
 
 
 @column(SUBJECT, "`AdamW`")
@@ -77,4 +72,4 @@ def muon(row: Row, folder: Path) -> str:
     resuming.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     train(on, resuming, inputs, 2)
     train(stock, optimizers[0], inputs, 2)
-    return worst(at_best(row), outcome, compared(original_state_dict(on), original_state_dict(stock), rounding=1e-10))
+    return worst(outcome, compared(original_state_dict(on), original_state_dict(stock), rounding=1e-10))
