@@ -18,6 +18,7 @@ from patcher.compat.models import named_modules
 from patcher.conversions.converted_weights import CONVERTED, ConvertedWeights, converted_weights
 from patcher.conversions.fused_weights import fused_weights, is_quantized
 from patcher.conversions.layouts import Layout, named_parameter
+from patcher.conversions.sharded import split_like, whole
 from patcher.conversions.transforms import by_itself
 
 
@@ -152,23 +153,32 @@ def _fused(
         ValueError: they can't be told.
     """
     for name, parameter in current.items():
-        if parameter is None or (is_quantized(parameter) and not isinstance(parameter, DTensor)):
+        if parameter is None or is_quantized(parameter):
             kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"
             raise ValueError(f"{name} is {kind}. Load the model again with from_pretrained(..., patcher=...)")
+    split = {isinstance(part, DTensor) for part in parts.values()}
+    if len(split) > 1:
+        raise ValueError(
+            "some of them are DTensors and some are not. Give the parts of one tensor alike, or use "
+            "patcher.load_original_state_dict(model, state_dict)"
+        )
+    parts = {name: whole(part) for name, part in parts.items()}
     tensors = dict(parts)
     if absent := [name for name in layout.stock if name not in parts]:
-        whole = [parameter.detach() for parameter in current.values() if parameter is not None]
+        own = [parameter.detach() for parameter in current.values() if parameter is not None]
         kinds = {(part.dtype, part.device) for part in parts.values()}
-        if whole[0].is_meta or (assign and kinds != {(whole[0].dtype, whole[0].device)}):
+        if own[0].is_meta or (assign and kinds != {(own[0].dtype, own[0].device)}):
             raise ValueError(
                 f"the values of {', '.join(absent)} aren't there in the type and on the device of the others. Give "
                 "all parts of a tensor in one state dict, or leave out assign=True"
             )
-        rest = dict(zip(layout.stock, layout.separate(whole), strict=True))
-        tensors = {name: parts[name].to(whole[0].device) if name in parts else rest[name] for name in layout.stock}
+        rest = dict(zip(layout.stock, layout.separate([whole(parameter) for parameter in own]), strict=True))
+        tensors = {name: parts[name].to(own[0].device) if name in parts else rest[name] for name in layout.stock}
     elif assign and len({part.dtype for part in parts.values()}) > 1:
         raise ValueError("with assign=True the parts of one tensor need one dtype")
     made = layout.fuse([tensors[name].detach() for name in layout.stock])
     if assign:  # nothing else may lie in the storage of a parameter
         made = [by_itself(tensor) for tensor in made]
+    if True in split or _ORIGINAL.get():  # otherwise what torch says of a plain tensor for a DTensor holds
+        made = [split_like(tensor, current[name]) for name, tensor in zip(layout.fused, made, strict=True)]
     return dict(zip(layout.fused, made, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import named_modules
 from patcher.conversions.layouts import Layout
@@ -177,4 +178,6 @@ def _cannot(name: str, reason: str) -> PatchedWeightsError:
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor):  # split over processes, of whatever
+        tensor = tensor.to_local()
     return type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype.itemsize == 1

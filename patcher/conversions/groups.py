@@ -37,13 +37,16 @@ class Group:
         # With the trace of the load, if it has one: that knows the key that was renamed last, so it is told at once.
         self._copy = deepcopy(converter)
 
-    def add(self, key: str, pattern: str, tensor: torch.Tensor) -> None:
-        """Take a tensor of the meta device, whose key was renamed last."""
+    def add(self, key: str, pattern: str, tensor: torch.Tensor, read: Any = None) -> None:
+        """Take a tensor of the meta device, whose key was renamed last.
+
+        Args:
+            read: gives its values, where they are to be converted.
+        """
         self.taken.append((key, pattern))
         self.shapes[key] = tensor.shape
-        self._copy.add_tensor(self.first, key, pattern, tensor)  # type: ignore[arg-type]
+        self._copy.add_tensor(self.first, key, pattern, tensor if read is None else read)
 
-    @torch.no_grad()
     def convert(self, model: Any, info: Any = None) -> dict[str, torch.Size]:
         """What it makes, and of which shapes; once, with the trace of the load.
 
@@ -51,8 +54,13 @@ class Group:
             model: the one that operations look at.
             info: what is known of the load, to note an error there instead of raising it as it is.
         """
+        return {name: tensor.shape for name, tensor in self.made(model, info).items()}
+
+    @torch.no_grad()
+    def made(self, model: Any, info: Any = None) -> dict[str, torch.Tensor]:
+        """What it makes; once, with the trace of the load. As `convert`."""
         made = self._copy.convert(self.first, model=model, config=model.config, loading_info=info)
-        return {name: single(tensor).shape for name, tensor in made.items()}
+        return {name: single(tensor) for name, tensor in made.items()}
 
     def take_at_its_word(self) -> None:
         """Have the trace of the load say that it was converted."""

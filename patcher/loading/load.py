@@ -22,6 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors
+from patcher.compat.sharding import other_parallelism
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
@@ -124,7 +125,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
     if not any(map(_converts, entries)):
         return
-    asked = [name for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh") if options.get(name)]
+    asked = other_parallelism(options)
     if distributed_checkpoint(path, options):
         asked.append(f"the distributed checkpoint in {path}")
     if asked:

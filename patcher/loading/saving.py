@@ -24,6 +24,7 @@ from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
+from patcher.conversions.sharded import on_meta
 from patcher.conversions.simulation import simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
@@ -186,12 +187,7 @@ def plan_saving(
         return plan
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
-    plan.saved_state_dict(
-        {
-            key: value.detach().to("meta") if type(value) in (torch.Tensor, nn.Parameter) else value
-            for key, value in given.items()
-        }
-    )
+    plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
     return plan
 
 

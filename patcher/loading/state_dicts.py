@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from accelerate.utils.modeling import get_state_dict_offloaded_model  # type: ignore[import-untyped]
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patcher.compat.models import named_modules, ties
+from patcher.compat.models import named_modules, state_tensors, ties
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
+from patcher.conversions.sharded import split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.traced_layouts import layouts_in
@@ -99,6 +99,8 @@ def load_original_state_dict(
                 if f"{prefix}{name}" not in given and f"{prefix}{source}" in given:
                     given[f"{prefix}{name}"] = given[f"{prefix}{source}"]
                     filled.append(part)
+    own = state_tensors(model)
+    given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():
         result = model.load_state_dict(given, strict=strict, assign=assign)
     for part in filled if assign else ():
@@ -121,7 +123,7 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     state_dict: dict[str, torch.Tensor] = model.state_dict()
     if any(value.is_meta for value in state_dict.values()):
         state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state_dict.items()}
+    return {key: whole(value) for key, value in state_dict.items()}
 
 
 def _unconverted(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,13 +8,16 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.hooks import Stock
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
+from patcher.compat.sharding import gathers_for_saving
 from patcher.conversions.fused_weights import fused_modules
+from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
@@ -41,8 +44,13 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             "distributed_checkpoint=True writes the parameters as they lie in memory, and those of a patched model "
             f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
         )
+    is_gathered = False
     if record is not None or names_fusions(self.config) or fused_modules(self):
         plan = plan_saving(self, given["state_dict"], given["save_original_format"])
+        if not gathers_for_saving(self) and not has_adapters(self):
+            state_dict = self.state_dict() if given["state_dict"] is None else given["state_dict"]
+            if is_gathered := any(isinstance(value, DTensor) for value in state_dict.values()):
+                given["state_dict"] = gathered_on_first(state_dict)
     in_layout = plan is not None and bool(plan.fusions)
     check_variant(given["variant"], in_layout=in_layout)
     if in_layout:
@@ -53,6 +61,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
         result = stock(*arguments.args, **arguments.kwargs)
     remove_others(given["save_directory"], written)
+    if is_gathered:  # as transformers waits for what it has gathered itself
+        distributed.barrier()
     return result
 
 

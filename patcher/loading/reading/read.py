@@ -15,6 +15,7 @@ from patcher.loading.load import Loaded, Selected
 from patcher.loading.reading.fused_sources import FusedReading
 from patcher.loading.reading.read_weights import check_read
 from patcher.loading.reading.simulated_reading import dry_run_reading, fused_reading, simulate_reading
+from patcher.loading.reading.whole_conversions import in_order, is_split, with_whole_conversions
 
 
 def read(
@@ -51,8 +52,13 @@ def read(
             reading = fused_reading(selected, checkpoint, mapping, quantizer)
     if reading.problem is not None:
         raise reading.problem
-    weights, conversions = reading.for_load(mapping)
+    running = list(mapping)
+    if split := is_split(selected.model):
+        reading, running = with_whole_conversions(selected.model, reading, mapping, load_config)
+    weights, conversions = reading.for_load(running)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
+    if split:
+        in_order(mapping)
     loaded = check_read(selected, mapping, checkpoint, reading, info, disk_index)
     # What it reverses by itself; the traces of ours are reversed by what they did.
     own = [item for item in loaded.record.conversions if not isinstance(item, ConversionTrace)]

@@ -117,7 +117,7 @@ class StockParameters:
             # It may still make one, under a name that its patterns don't tell.
             try:
                 empty = {key: torch.empty(shape, device="meta") for key, shape in group.shapes.items()}
-                made = {name: tensor.shape for name, tensor in _converted(group, self.view, empty).items()}
+                made = {name: tensor.shape for name, tensor in converted(group, self.view, empty).items()}
             except Exception:
                 return
         else:
@@ -134,7 +134,7 @@ class StockParameters:
         if any(shape != self.tensors[name].shape for name, shape in made.items() if name in self.wanted):
             parts.lacking.extend(self._lacking(group))
         sources = {key: parts.rest.pop(key) for key in group.shapes}
-        computation = Computation(lambda: _converted(group, self.view, sources))
+        computation = Computation(lambda: converted(group, self.view, sources))
         dtype = dtype_of(next(iter(sources.values())))
         keys = tuple(sources)
         for name, shape in made.items():
@@ -182,7 +182,7 @@ def _plain(converter: WeightConverter) -> WeightConverter:
 
 
 @torch.no_grad()
-def _converted(group: Group, view: Any, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def converted(group: Group, view: Any, sources: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What a converter makes of these sources, key by key those of its group; no trace has it."""
     copy = copy_transform(_plain(group.converter))
     for key, pattern in group.taken:

@@ -1,0 +1,55 @@
+"""Tensors that are split over processes: whole, and as another one is split.
+
+Both are collective: every process of the mesh has to ask, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def whole(value: Any) -> Any:
+    """All of a tensor, if it is split; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
+    """A whole tensor, split as another one of its shape is; the values are those of the first process of each mesh."""
+    if not isinstance(other, DTensor) or isinstance(value, DTensor):
+        return value
+    device = value.device if other.device.type == "meta" else other.device
+    return distribute_tensor(value.detach().to(device), other.device_mesh, other.placements)
+
+
+def on_meta(value: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device, whole if it is split; one of a type of its own, as quantizers have them, as it is."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if type(local) not in (torch.Tensor, nn.Parameter):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def gathered_on_first(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors in the memory of the CPU in the first process, and nothing in the others.
+
+    What shares its memory does so afterwards.
+    """
+    is_first = distributed.get_rank() == 0
+    known: dict[Any, torch.Tensor] = {}
+    result: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        if not isinstance(value, DTensor):
+            result[key] = value
+            continue
+        local = value.to_local()
+        place = (local.data_ptr(), value.shape, value.dtype) if local.numel() else key
+        if place not in known:
+            made = value.full_tensor()
+            known[place] = made.cpu() if is_first else made.new_empty(0)
+        result[key] = known[place]
+    return result if is_first else {}
