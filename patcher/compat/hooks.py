@@ -19,6 +19,7 @@ from typing import Any
 from accelerate.utils import modeling as accelerate_modeling  # type: ignore[import-untyped]
 from transformers import PretrainedConfig, PreTrainedModel, conversion_mapping, fusion_mapping, modeling_utils
 from transformers.core_model_loading import WeightTransform
+from transformers.distributed import tensor_parallel
 from transformers.integrations import peft as peft_integration
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
@@ -47,6 +48,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
     "read GGUF": (GgufHfQuantizer, "get_state_dict", ("checkpoint_file", "model")),
+    "distribute": (PreTrainedModel, "maybe_distribute_model", ("model", "distributed_config")),
     "device map": (modeling_utils, "_get_device_map", ("model", "device_map")),
     "read": (modeling_utils, "convert_and_load_state_dict_in_model", ("model", "state_dict", "load_config")),
     "report keys": (modeling_utils, "log_state_dict_report", ("model", "loading_info")),
@@ -56,6 +58,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         "save_pretrained",
         ("save_directory", "state_dict", "variant", "save_original_format", "distributed_checkpoint"),
     ),
+    "gather to save": (PreTrainedModel, "gather_sharded_state_dict_for_save", ("model_to_save", "state_dict")),
     "weights to save": (modeling_utils, "remove_tied_weights_from_state_dict", ("state_dict", "model")),
     "read offloaded weight": (modeling_utils, "load_offloaded_parameter", ("model", "param_name")),
     "write weights": (modeling_utils, "safe_save_file", ("filename",)),
@@ -89,6 +92,7 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (conversion_mapping, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer", "add_legacy")),
     (output_capturing, "install_output_capuring_hook", ("module", "key", "index", "capture_initial_hidden_state")),
     (output_capturing, "_CAN_RECORD_REGISTRY", ()),
+    (tensor_parallel, "replace_layer_number_by_wildcard", ("name",)),
     (PreTrainedModel, "mark_tied_weights_as_initialized", ("loading_info",)),
     (PreTrainedModel, "tie_weights", ("missing_keys", "recompute_mapping")),
     (PreTrainedModel, "_adjust_missing_and_unexpected_keys", ("loading_info",)),

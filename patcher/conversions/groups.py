@@ -45,7 +45,7 @@ class Group:
         """
         self.taken.append((key, pattern))
         self.shapes[key] = tensor.shape
-        self._copy.add_tensor(self.first, key, pattern, tensor if read is None else read)
+        self._copy.add_tensor(self.first, key, pattern, tensor if read is None else read)  # type: ignore[arg-type]
 
     def convert(self, model: Any, info: Any = None) -> dict[str, torch.Size]:
         """What it makes, and of which shapes; once, with the trace of the load.

@@ -98,22 +98,56 @@ class Layout:
         return f"{', '.join(self.stock)} -> {', '.join(self.fused)} [{type(self).__name__}]"
 
 
+@dataclass(frozen=True)
 class Rows(Layout):
-    """Rows one under the other: (a, ...), (b, ...) -> (a + b, ...)."""
+    """Rows one under the other: (a, ...), (b, ...) -> (a + b, ...).
+
+    >>> cut = Rows(("q.weight", "k.weight"), "qk.weight", ((4, 1), (2, 1)), blocks=2)
+    >>> (weight,) = cut.fuse([torch.tensor([[0], [1], [2], [3]]), torch.tensor([[10], [11]])])
+    >>> weight.flatten().tolist()
+    [0, 1, 10, 2, 3, 11]
+
+    Attributes:
+        blocks: how many equal blocks the rows lie in, each with its share of every part. Processes of tensor
+            parallelism cut a weight into equal pieces, and each of them needs rows of every part.
+    """
+
+    blocks: int = 1
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            stock: str | Sequence[str],
+            fused: str | Sequence[str] = (),
+            stock_shapes: tuple[tuple[int, ...], ...] = (),
+            blocks: int = 1,
+        ) -> None: ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many rows each part has."""
         return tuple(shape[0] for shape in self.stock_shapes)
 
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """How many rows of each part lie in one block."""
+        return tuple(size // self.blocks for size in self.sizes)
+
     def fused_shapes(self) -> list[torch.Size]:
         return [torch.Size((sum(self.sizes), *self.stock_shapes[0][1:]))]
 
     def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))]
+        if len(tensors) == 1:
+            return [tensors[0]]
+        pieces = zip(*(tensor.chunk(self.blocks) for tensor in tensors), strict=True)
+        return [torch.cat([piece for block in pieces for piece in block])]
 
     def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(torch.split(tensors[0], list(self.sizes)))
+        if self.blocks == 1:
+            return list(torch.split(tensors[0], list(self.sizes)))
+        blocks = [torch.split(block, list(self.block_sizes)) for block in tensors[0].chunk(self.blocks)]
+        return [torch.cat(part) for part in zip(*blocks, strict=True)]
 
 
 class Flatten(Layout):

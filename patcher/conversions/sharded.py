@@ -27,7 +27,7 @@ def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
 
 
 def on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device, whole if it is split; one of a type of its own, as quantizers have them, as it is."""
+    """A tensor on the meta device, whole if it is split; one of a type of its own (of a quantizer) as it is."""
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (torch.Tensor, nn.Parameter):
         return value

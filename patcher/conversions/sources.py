@@ -37,18 +37,24 @@ class JoinedRows:
 
     Args:
         parts: tensors, or what a checkpoint has for them.
+        blocks: how many equal blocks they lie in, each with its share of every part.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = tuple(parts)
-        self._sizes = [shape_of(part)[0] for part in parts]
-        self._tail = shape_of(parts[0])[1:]
+    def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
+        sizes = [shape_of(part)[0] for part in parts]
+        self._rows, self._tail = sum(sizes), shape_of(parts[0])[1:]
+        #: (part, its first row, how many rows), in the order in which they lie here
+        self._pieces = [
+            (part, block * (size // blocks), size // blocks)
+            for block in range(blocks)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
 
     def get_shape(self) -> list[int]:
-        return [sum(self._sizes), *self._tail]
+        return [self._rows, *self._tail]
 
     def get_dtype(self) -> str:
-        return dtype_of(self.parts[0])
+        return dtype_of(self._pieces[0][0])
 
     @property
     def shape(self) -> torch.Size:
@@ -57,17 +63,25 @@ class JoinedRows:
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
         if first is Ellipsis and not rest:
-            return joined([part[...] for part in self.parts])
+            first = slice(None)
         if not isinstance(first, slice) or first.step not in (None, 1):
             return self[...][index]
-        start, stop, _ = first.indices(sum(self._sizes))
+        start, stop, _ = first.indices(self._rows)
         found, end = [], 0
-        for part, size in zip(self.parts, self._sizes, strict=True):
-            begin, end = end, end + size
+        for part, row, rows in self._pieces:
+            begin, end = end, end + rows
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                found.append(part[(slice(low - begin, high - begin), *rest)])
-        return joined(found) if found else self.parts[0][(slice(0, 0), *rest)]
+                found.append(_rows(part, row + low - begin, row + high - begin, rest))
+        return joined(found) if found else self._pieces[0][0][(slice(0, 0), *rest)]
+
+
+def _rows(part: Any, start: int, stop: int, rest: Sequence[Any]) -> torch.Tensor:
+    if not rest and (start, stop) == (0, shape_of(part)[0]):
+        whole: torch.Tensor = part[...]  # which a file that is mapped gives without a copy
+        return whole
+    rows: torch.Tensor = part[(slice(start, stop), *rest)]
+    return rows
 
 
 class Computed:
@@ -132,10 +146,14 @@ def dtype_of(source: Any) -> str:
     return f"{kind}{8 * dtype.itemsize}"
 
 
-def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
-    """What stands for the fused parameters of a layout, from what stands for those of transformers."""
+def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool] | None = None) -> list[Any]:
+    """What stands for the fused parameters of a layout, from what stands for those of transformers.
+
+    Args:
+        wanted: for each of them whether it is; all are, if that isn't said.
+    """
     if type(layout) is Rows:
-        return [sources[0] if len(sources) == 1 else JoinedRows(sources)]
+        return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
 
     def run() -> dict[int, torch.Tensor]:
         with torch.no_grad():
@@ -145,7 +163,9 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
 
     group = Computation(run)
     dtype = dtype_of(sources[0])
-    return [Computed(group, number, shape, dtype) for number, shape in enumerate(layout.fused_shapes())]
+    numbered = enumerate(layout.fused_shapes())
+    chosen = numbered if wanted is None else itertools.compress(numbered, wanted)
+    return [Computed(group, number, shape, dtype) for number, shape in chosen]
 
 
 def joined(pieces: list[torch.Tensor]) -> torch.Tensor:

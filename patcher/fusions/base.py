@@ -138,6 +138,14 @@ class Fusion:
         """Whether a module that is left alone is worth a line of the report."""
         return bool(self.target_modules_patterns)
 
+    def rows_together(self, module: nn.Module) -> int:
+        """How many rows of each part belong together, as those of a head do: processes that share them take multiples.
+
+        Returns:
+            The number, and 0 where it isn't known.
+        """
+        return 1
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+from torch import nn
+
 from patcher.fusions import Projections
 
 #: What a part of a name says of the role; the rest of the names must agree.
 _ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
+#: Where attention keeps the size of a head.
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_per_head")
 
 
 class QKV(Projections):
@@ -36,6 +40,11 @@ class QKV(Projections):
                     )
                     if known.issuperset(group):
                         yield group
+
+    def rows_together(self, module: nn.Module) -> int:
+        """The size of a head."""
+        found = {value for name in _HEAD_SIZES if isinstance(value := getattr(module, name, None), int)}
+        return found.pop() if len(found) == 1 else 0
 
 
 def _cased(word: str, like: str) -> str:

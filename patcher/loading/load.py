@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors
-from patcher.compat.sharding import other_parallelism
+from patcher.compat.parallel import sizes
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
@@ -125,7 +125,9 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
     if not any(map(_converts, entries)):
         return
-    asked = other_parallelism(options)
+    asked = [name for name in ("device_mesh",) if options.get(name)]
+    if sizes(options.get("distributed_config")).stages > 1:
+        asked.append("a distributed_config with pp_size")
     if distributed_checkpoint(path, options):
         asked.append(f"the distributed checkpoint in {path}")
     if asked:

@@ -30,6 +30,7 @@ from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
+from patcher.loading.dealt_experts import with_all_experts
 from patcher.loading.expert_names import named_as_in_checkpoint
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
@@ -187,7 +188,8 @@ def plan_saving(
         return plan
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
-    plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
+    all_of_it = with_all_experts(model, given, on_meta=True)
+    plan.saved_state_dict({key: on_meta(value) for key, value in all_of_it.items()})
     return plan
 
 

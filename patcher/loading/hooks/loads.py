@@ -21,6 +21,7 @@ from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import adapted_to_quantizer, reads_gguf_by_name
 from patcher.compat.hooks import Stock
 from patcher.compat.models import as_stock, named_modules
+from patcher.compat.parallel import keep_config
 from patcher.compat.quantizers import settings_by_name
 from patcher.construction.construction import current_construction, outside_of_construction
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce
@@ -43,6 +44,7 @@ from patcher.loading.load import (
     request,
     select,
 )
+from patcher.loading.parallel_plans import follow_plan
 from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
 from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read
@@ -203,6 +205,25 @@ def read_gguf(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *args: 
         if by_name:
             model = skeleton(load.record.model_class, model.config)
     return stock(self, checkpoint_file, model, *args, **kwargs)
+
+
+def distribute(
+    stock: Stock,
+    cls: type[PreTrainedModel],
+    model: PreTrainedModel,
+    distributed_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Have processes share the layers that the patched model has, before its weights are read."""
+    load = _LOAD.get()
+    if not isinstance(load, Selected) or load.model is not model:
+        return stock(cls, model, distributed_config, *args, **kwargs)
+    config = follow_plan(load, distributed_config)
+    model = stock(cls, model, config, *args, **kwargs)
+    if config is not distributed_config:
+        keep_config(model, distributed_config)
+    return model
 
 
 def device_map(stock: Stock, model: PreTrainedModel, device_map: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
+from patcher.loading.dealt_experts import with_all_experts
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.record import PatchRecord, record_of
@@ -71,6 +72,11 @@ def _converts(record: PatchRecord) -> bool:
     return any(
         patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in record.patchers
     )
+
+
+def gather(stock: Stock, self: Any, model_to_save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gather what the processes of a model share; also experts, which transformers knows as parts of one tensor."""
+    return stock(self, model_to_save, with_all_experts(model_to_save, state_dict), *args, **kwargs)
 
 
 def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,6 +143,8 @@ def save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan, offloaded = SAVING.get(), OFFLOADED.get()
+    if not state_dict:  # of a process that saves nothing of what it shares
+        return state_dict
     if offloaded is not None and offloaded.plan.model is model:
         return offloaded.original(state_dict)
     if record_of(model) is None and not fused_modules(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import compress as compressed
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Route
 from patcher.conversions.sources import fused_sources, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.loading.expert_names import keys_of_experts
 from patcher.loading.reading.stock_parameters import Parts, StockParameters
@@ -97,8 +99,9 @@ def with_fused_sources(
     missing: dict[str, tuple[str, ...]] = {}
     incomplete: list[str] = []
     misfits: list[str] = []
-    for path, _, carried in fused:
+    for path, module, carried in fused:
         prefix = inside(path)
+        dealt = isinstance(module, ListedExperts) and module.are_dealt
         for layout in carried.layouts:
             names = [f"{prefix}{name}" for name in layout.stock]
             found = [parts.found[name] for name in names if name in parts.found]
@@ -118,10 +121,12 @@ def with_fused_sources(
                 misfits += unfit
                 continue
             taken = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            keys |= dict.fromkeys(targets, (taken, layout))
-            shapes |= zip(targets, layout.fused_shapes(), strict=True)
+            here = [not dealt or target in own for target in targets]  # the others are experts of other processes
+            keys |= dict.fromkeys(compressed(targets, here), (taken, layout))
+            shapes |= compressed(zip(targets, layout.fused_shapes(), strict=True), here)
             if not simulated:
-                sources |= zip(targets, fused_sources(layout, [part.source for part in found]), strict=True)
+                made = fused_sources(layout, [part.source for part in found], here)
+                sources |= zip(compressed(targets, here), made, strict=True)
     for key, (target, layout) in as_they_are.items():
         keys[target] = (key,), layout
         shapes[target] = torch.Size(shape_of(checkpoint[key]))

@@ -1,0 +1,97 @@
+"""Tensor and expert parallelism as transformers plans it: styles by the names of modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.distributed import tensor_parallel
+
+#: Styles that give each process an equal share of the outputs, and keep it there.
+OUTPUTS = ("colwise", "packed_colwise")
+#: Styles that give each process an equal share of the inputs; the results are summed.
+INPUTS = ("rowwise", "packed_rowwise")
+#: Styles that give each process a share of the outputs, which are gathered then.
+GATHERED = ("colwise_gather_output", "colwise_rep")
+#: The style of a module of experts whose results are summed, and that of one that each process has some experts of.
+SUMMED_EXPERTS, DEALT_EXPERTS = "moe_tp_experts", "ep_dispatch_experts"
+#: The style of the stacks of such a module.
+DEALT_STACK = "grouped_gemm"
+
+
+class Sizes(NamedTuple):
+    """Among how many processes a load shares what: tensors, experts, batches, stages of a pipeline."""
+
+    tensors: int
+    experts: int
+    batches: int
+    stages: int
+
+
+def sizes(config: Any) -> Sizes:
+    """What a `DistributedConfig` asks for, or a mapping that says one, or None."""
+
+    def size(name: str) -> int:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        return int(value) if value else 1
+
+    return Sizes(size("tp_size"), size("ep_size"), size("fsdp_size") * size("dp_replicate_size"), size("pp_size"))
+
+
+def in_plan(name: str) -> str:
+    """What plans call a module or parameter: with `*` for the numbers in its name."""
+    return str(tensor_parallel.replace_layer_number_by_wildcard(name))  # type: ignore[attr-defined]
+
+
+def deals_experts_by_plan(config: Any) -> bool:
+    """Whether experts are dealt to processes by a plan that takes the place of that of tensor parallelism.
+
+    So did releases before 5.21.
+    """
+    return bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
+
+
+def tensor_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
+    """Module or parameter, with `*` for numbers -> how it is shared, as a load goes by it."""
+    asked = config.tp_plan
+    if not isinstance(asked, dict):
+        return dict(model.tp_plan or {})
+    replaces = not asked or not hasattr(config, "ep_size")  # before 5.21 a plan takes the place of the model's
+    return dict(asked) if replaces else {**model.tp_plan, **asked}
+
+
+def expert_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
+    """The same for experts that are dealt to processes."""
+    return {**(getattr(model, "ep_plan", None) or {}), **(getattr(config, "ep_plan", None) or {})}
+
+
+def with_plans(
+    model: PreTrainedModel, config: Any, tensors: dict[str, str], experts: dict[str, str] | None = None
+) -> Any:
+    """Give a model its plans; and a config that asks for no other."""
+    model._tp_plan = tensors
+    changed = copy.copy(config)
+    if isinstance(changed.tp_plan, dict) and changed.tp_plan:
+        changed.tp_plan = "auto"
+    if experts is not None:
+        model._ep_plan, changed.ep_plan = experts, None
+    return changed
+
+
+def keep_config(model: PreTrainedModel, config: Any) -> None:
+    """Let a model say that it was asked for by this config."""
+    model.config.distributed_config = config
+
+
+def has_some_experts(module: nn.Module, number: int) -> None:
+    """Let a module of experts know how many of them it has: a greater index is one of another process."""
+    module.num_experts = number  # type: ignore[assignment]
+    module._is_expert_parallel = True  # type: ignore[assignment]
+
+
+def is_shared(model: nn.Module) -> bool:
+    """Whether a load has distributed the tensors of a model over processes."""
+    return getattr(model, "_device_mesh", None) is not None

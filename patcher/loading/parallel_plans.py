@@ -1,0 +1,371 @@
+"""Tensor and expert parallelism of a patched model: the plan of transformers, by the names that the model has.
+
+A plan says how the layers of a model are shared among processes, by the names that they have in transformers:
+
+    model.layers.*.self_attn.q_proj    colwise          each process computes some of the outputs
+    model.layers.*.self_attn.o_proj    rowwise          each takes some of the inputs, and the results are summed
+
+Projections that are joined are shared as their parts would be: the rows lie in as many blocks as there are processes,
+each with its share of every part, so that a process which takes one block has its own heads of queries, keys and
+values. The layers of experts are shared one by one, or dealt to the processes whole. What a class mapping has
+converted, no plan knows: each process has all of it.
+
+What can't be done is said before a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed import get_rank
+
+from patcher.compat.conversions import target_patterns
+from patcher.compat.models import named_modules, state_tensors
+from patcher.compat.parallel import (
+    DEALT_EXPERTS,
+    DEALT_STACK,
+    GATHERED,
+    INPUTS,
+    OUTPUTS,
+    SUMMED_EXPERTS,
+    Sizes,
+    deals_experts_by_plan,
+    expert_plan,
+    has_some_experts,
+    in_plan,
+    sizes,
+    tensor_plan,
+    with_plans,
+)
+from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
+from patcher.conversions.layouts import Layout, Rows
+from patcher.errors import InvalidPatcherError
+from patcher.fusions.experts.listed import ListedExperts
+from patcher.fusions.experts.matrices import Matrices
+from patcher.fusions.families import fusion_named
+from patcher.loading.load import Selected
+from patcher.patterns import compress, inside
+from patcher.resolution.resolution import skeleton
+
+
+def follow_plan(load: Selected, config: Any) -> Any:
+    """Have the plan of a model name the layers that it has, and its joined rows lie as the processes share them.
+
+    Args:
+        config: the `DistributedConfig` of the load.
+
+    Returns:
+        The config to go on with.
+
+    Raises:
+        InvalidPatcherError: a layer can't be shared as the plan has it; with what can be done instead.
+    """
+    asked = sizes(config)
+    if asked.tensors == asked.experts == 1:
+        return config
+    plan = _Plan(tensor_plan(load.model, config), asked.tensors)
+    dealt = _Plan(expert_plan(load.model, config), asked.experts) if asked.experts > 1 else None
+    if deals_experts_by_plan(config) and (listed := [path for path, each, _ in _lists_of_experts(load)]):
+        raise _cannot(
+            listed,
+            "experts are dealt to processes here by a plan that only transformers 5.21 and newer let "
+            "follow them. Install one of these, or leave sequential_experts out",
+        )
+    changes = []
+    for path, module, carried in fused_modules(load.model):
+        if dealt is not None and isinstance(module, ListedExperts) and dealt.of(path) is not None:
+            changes.append(_deal(dealt, path, module, carried, asked))
+            plan.drop_below(path)
+        else:
+            changes.append(_share(plan, path, module, carried))
+    for path in _converted(load):
+        _replicate(plan, path)
+    for change in changes:
+        change.apply()
+    present = {in_plan(path) for path, _ in named_modules(load.model)}
+    return with_plans(load.model, config, plan.result(present), dealt.result(present) if dealt is not None else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A plan, and what becomes of it.
+
+    Attributes:
+        rules: module or parameter, with `*` for numbers -> its style, as transformers has it.
+        processes: among how many processes it shares.
+        added: the rules for layers that only the patched model has.
+        gone: the rules for those that only transformers has, or that are not followed.
+    """
+
+    rules: dict[str, str]
+    processes: int
+    added: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    not_followed: set[str] = field(default_factory=set)
+
+    def of(self, name: str) -> str | None:
+        """The style of a module or parameter."""
+        return self.rules.get(in_plan(name))
+
+    def below(self, path: str) -> dict[str, str]:
+        """The rules for a module and what is in it."""
+        rule = in_plan(path)
+        return {name: style for name, style in self.rules.items() if name == rule or name.startswith(f"{rule}.")}
+
+    def drop_below(self, path: str) -> None:
+        self.not_followed.update(self.below(path))
+
+    def add(self, path: str, style: str) -> None:
+        """Add the rule for a layer that only the patched model has.
+
+        Raises:
+            InvalidPatcherError: there is another one for it.
+        """
+        rule = in_plan(path)
+        known = self.added.get(rule, self.rules.get(rule, style))
+        if known != style:
+            raise _cannot(
+                [path],
+                f"the plan has {known!r} for it, and {style!r} for what it is made of. Leave {rule!r} out of tp_plan",
+            )
+        self.added[rule] = style
+
+    def result(self, present: set[str]) -> dict[str, str]:
+        """The plan for the patched model, whose modules are called so."""
+        kept = {
+            rule: style
+            for rule, style in self.rules.items()
+            if rule not in self.not_followed and (rule not in self.gone or rule in present)
+        }
+        return kept | self.added
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """What becomes of one module when all of the plan is known to be possible."""
+
+    module: nn.Module
+    carried: FusedWeights
+    own: range | None = None
+
+    def apply(self) -> None:
+        self.module.__dict__[FUSED] = self.carried
+        for layout in self.carried.layouts:
+            if isinstance(layout, Rows) and layout.blocks > 1:
+                owner, _, last = layout.fused[0].rpartition(".")
+                if last == "weight":
+                    setattr(self.module, f"{owner}_sizes", layout.block_sizes)
+        if self.own is not None:
+            assert isinstance(self.module, ListedExperts)
+            self.module.keep_experts(self.own)
+            has_some_experts(self.module, len(self.own))
+
+
+def _share(plan: _Plan, path: str, module: nn.Module, carried: FusedWeights) -> _Change:
+    """Share the layers of a fused module as the plan has those of transformers.
+
+    Raises:
+        InvalidPatcherError: that can't be done.
+    """
+    if any(isinstance(layout, Matrices) for layout in carried.layouts):
+        _share_experts(plan, path, carried)
+        return _Change(module, carried)
+    layouts: list[Layout] = []
+    for layout in carried.layouts:
+        if type(layout) is Rows:
+            layouts.append(_shared_rows(plan, path, module, carried, layout))
+        elif asked := [name for name in layout.stock if plan.of(f"{inside(path)}{name.rpartition('.')[0]}")]:
+            raise _cannot(
+                [f"{inside(path)}{asked[0]}"],
+                f"how {layout} is to be shared is not known. Leave the fusion of this module out",
+            )
+        else:
+            layouts.append(layout)
+    return _Change(module, replace(carried, layouts=tuple(layouts)))
+
+
+def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeights, layout: Rows) -> Rows:
+    prefix = inside(path)
+    layers = [f"{prefix}{name.rpartition('.')[0]}" for name in layout.stock]
+    styles = {layer: plan.of(layer) for layer in layers}
+    (style, *others) = set(styles.values())
+    fused_layer, _, kind = layout.fused[0].rpartition(".")
+    if others or any(plan.of(f"{prefix}{name}") for name in layout.stock):
+        listed = ", ".join(f"{layer}: {found!r}" for layer, found in styles.items())
+        raise _cannot(
+            [path],
+            f"the plan shares what is joined here in several ways ({listed}). Leave the fusion of this module out",
+        )
+    if style is None:
+        return layout
+    plan.gone.update(map(in_plan, layers))
+    if not fused_layer or kind not in ("weight", "bias"):  # biases of some of the projections only
+        if style in GATHERED:
+            return layout
+        raise _cannot(
+            [path],
+            f"{layout} has biases of some of its projections only, which no plan can share. Leave "
+            "the fusion of this module out",
+        )
+    if style not in OUTPUTS and style not in GATHERED:
+        raise _cannot(
+            [path],
+            f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows. "
+            "Leave the fusion of this module out",
+        )
+    plan.add(f"{prefix}{fused_layer}", style)
+    if style in GATHERED:
+        return layout  # gathered, the rows stand in the order in which they were cut
+    unit = fusion_named(carried.fusion).rows_together(module)
+    if not unit:
+        raise _cannot(
+            [path],
+            f"which rows of {', '.join(layers)} belong together, as those of a head do, is not "
+            "known. Leave the fusion of this module out",
+        )
+    for layer, rows in zip(layers, layout.sizes, strict=True):
+        if rows % (unit * plan.processes):
+            what = f"{rows // unit} heads of {unit} rows" if unit > 1 else f"{rows} rows"
+            raise _cannot(
+                [layer],
+                f"{what} can't be shared equally among {plan.processes} processes. Take a tp_size "
+                "that divides them, or leave the fusion of this module out",
+            )
+    return replace(layout, blocks=plan.processes)
+
+
+def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
+    """Share the layers of each expert as the plan has the stacks."""
+    rules = plan.below(path)
+    if not rules:
+        return
+    prefix, known = inside(path), {in_plan(path)}
+    styles = {}
+    for layout in carried.layouts:
+        assert isinstance(layout, Matrices)
+        (stack,) = layout.stock
+        style = plan.of(f"{prefix}{stack}")
+        known.add(in_plan(f"{prefix}{stack}"))
+        if all(name.endswith("bias") for name in layout.layers) or style is None:
+            continue
+        # Of a matrix as transformers has it: (out, in), or (in, out) where it is transposed.
+        of_outputs = style in (INPUTS if layout.transposed else OUTPUTS)
+        if style not in (*OUTPUTS, *INPUTS):
+            raise _cannot(
+                [f"{prefix}{stack}"],
+                f"the plan has {style!r} for it, which is not known to hold for the "
+                "layers of each expert. Leave sequential_experts out",
+            )
+        for name in layout.layers:
+            layer = name.rpartition(".")[0]
+            styles[f"{prefix}0.{layer}" if layer else f"{prefix}0"] = "colwise" if of_outputs else "rowwise"
+    unknown = sorted(rules.keys() - known)
+    if unknown or set(styles.values()) != {"colwise", "rowwise"} or plan.of(path) != SUMMED_EXPERTS:
+        listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())
+        raise _cannot(
+            [path],
+            f"the plan shares its stacks in a way that is not known to hold for the layers of each "
+            f"expert ({listed}). Leave sequential_experts out",
+        )
+    for layer, style in styles.items():
+        plan.add(layer, style)
+    plan.gone.update(rules.keys() - {in_plan(path)})
+    plan.not_followed.add(in_plan(path))  # the layers that take some of the inputs sum the results themselves
+
+
+def _deal(plan: _Plan, path: str, module: ListedExperts, carried: FusedWeights, asked: Sizes) -> _Change:
+    """Have each process keep some of the experts.
+
+    Raises:
+        InvalidPatcherError: they can't be dealt.
+    """
+    rules = plan.below(path)
+    prefix = inside(path)
+    stacks = {in_plan(f"{prefix}{name}") for layout in carried.layouts for name in layout.stock}
+    expected = dict.fromkeys(stacks & rules.keys(), DEALT_STACK) | {in_plan(path): DEALT_EXPERTS}
+    if rules != expected:
+        listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())
+        raise _cannot(
+            [path],
+            f"the plan deals its experts in a way that is not known to hold for layers of each "
+            f"({listed}). Leave sequential_experts out",
+        )
+    if asked.tensors != asked.experts or asked.batches > 1:
+        raise _cannot(
+            [path],
+            f"its experts can be dealt to processes that share one batch only: ep_size and tp_size "
+            f"equal, and nothing else; found ep_size={asked.experts}, tp_size={asked.tensors} and "
+            f"{asked.batches} batches. Ask for that, or leave sequential_experts out",
+        )
+    if len(module) % plan.processes:
+        raise _cannot(
+            [path],
+            f"{len(module)} experts can't be dealt equally to {plan.processes} processes. Take an "
+            "ep_size that divides them",
+        )
+    plan.gone.update(stacks)
+    number = len(module) // plan.processes
+    first = get_rank() * number  # they are all the processes that there are
+    return _Change(module, carried, range(first, first + number))
+
+
+def _lists_of_experts(load: Selected) -> Iterator[tuple[str, nn.Module, FusedWeights]]:
+    for path, module, carried in fused_modules(load.model):
+        if isinstance(module, ListedExperts):
+            yield path, module, carried
+
+
+def _converted(load: Selected) -> list[str]:
+    """The modules that a class mapping has replaced and whose parameters conversions make."""
+    fused = load.record.fused
+    replaced = [item.path for item in load.record.replaced if item.path and item.path not in fused]
+    if not replaced:
+        return []
+    stock = {
+        name: value.shape
+        for name, value in state_tensors(skeleton(load.record.model_class, load.model.config)).items()
+    }
+    own = {name: value.shape for name, value in state_tensors(load.model).items()}
+    made = [_pattern(text) for item in load.traced for text in target_patterns(item)]
+    found = []
+    for path in replaced:
+        prefix = inside(path)
+        names = {name: shape for name, shape in own.items() if name.startswith(prefix)}
+        before = {name: shape for name, shape in stock.items() if name.startswith(prefix)}
+        if names != before or any(pattern.search(name) for pattern in made for name in names):
+            found.append(path)
+    return found
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """What finds the parameters that a conversion makes, and maybe others."""
+    try:
+        return re.compile(text)
+    except re.error:  # it refers to groups of what it is made from
+        return re.compile("")
+
+
+def _replicate(plan: _Plan, path: str) -> None:
+    """Have each process compute a module as a whole, where it takes and gives what all processes have.
+
+    Raises:
+        InvalidPatcherError: the plan gives it a share of something.
+    """
+    styles = set(plan.below(path).values())
+    if styles and not (styles <= set(GATHERED) or (styles & set(OUTPUTS) and styles & {*INPUTS, SUMMED_EXPERTS})):
+        listed = ", ".join(f"{name}: {style!r}" for name, style in plan.below(path).items())
+        raise _cannot(
+            [path],
+            f"a class mapping has replaced it and converts its weights, and the plan ({listed}) "
+            "has it take or give a share of something. Replace the module around it, or load without "
+            "tensor parallelism",
+        )
+    plan.drop_below(path)
+
+
+def _cannot(paths: Iterable[str], reason: str) -> InvalidPatcherError:
+    return InvalidPatcherError(f"Tensor parallelism of {', '.join(compress(list(paths)))}: {reason}.")
