@@ -90,6 +90,11 @@ def _join_parts(
     """
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for layout in layouts_of(module):
+        current = {name: named_parameter(module, name) for name in layout.fused}
+        if getattr(module, "are_dealt", False):  # the others are experts that other processes have
+            for name in [name for name, parameter in current.items() if parameter is None]:
+                del current[name]
+                state_dict.pop(f"{prefix}{name}", None)
         if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
             if not local_metadata.get(_MARK):
                 error_msgs.append(
@@ -120,7 +125,6 @@ def _join_parts(
                     f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
                     f"checkpoint, the shape in current model is {torch.Size(shape)}."
                 )
-        current = {name: named_parameter(module, name) for name in layout.fused}
         made: Mapping[str, Any] = current
         if fitting:
             try:
@@ -176,9 +180,10 @@ def _fused(
         tensors = {name: parts[name].to(own[0].device) if name in parts else rest[name] for name in layout.stock}
     elif assign and len({part.dtype for part in parts.values()}) > 1:
         raise ValueError("with assign=True the parts of one tensor need one dtype")
-    made = layout.fuse([tensors[name].detach() for name in layout.stock])
+    fused = layout.fuse([tensors[name].detach() for name in layout.stock])
+    made = {name: tensor for name, tensor in zip(layout.fused, fused, strict=True) if name in current}
     if assign:  # nothing else may lie in the storage of a parameter
-        made = [by_itself(tensor) for tensor in made]
+        made = {name: by_itself(tensor) for name, tensor in made.items()}
     if True in split or _ORIGINAL.get():  # otherwise what torch says of a plain tensor for a DTensor holds
-        made = [split_like(tensor, current[name]) for name, tensor in zip(layout.fused, made, strict=True)]
-    return dict(zip(layout.fused, made, strict=True))
+        made = {name: split_like(tensor, current[name]) for name, tensor in made.items()}
+    return made

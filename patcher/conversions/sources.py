@@ -84,6 +84,25 @@ def _rows(part: Any, start: int, stop: int, rest: Sequence[Any]) -> torch.Tensor
     return rows
 
 
+class RowsOf:
+    """Some rows of a tensor, one behind the other."""
+
+    def __init__(self, whole: Any, start: int, rows: int) -> None:
+        self._whole, self._start, self._rows = whole, start, rows
+
+    def get_shape(self) -> list[int]:
+        return [self._rows, *shape_of(self._whole)[1:]]
+
+    def get_dtype(self) -> str:
+        return dtype_of(self._whole)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self._rows)
+        found: torch.Tensor = self._whole[(slice(self._start + start, self._start + stop), *rest)]
+        return found
+
+
 class Computed:
     """One of several tensors that are computed together: the first that is read computes all of them."""
 
@@ -144,6 +163,13 @@ def dtype_of(source: Any) -> str:
         "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
     )
     return f"{kind}{8 * dtype.itemsize}"
+
+
+def in_blocks(layout: Rows, source: Any) -> Any:
+    """What stands for joined rows that lie part by part, where they are to lie in blocks."""
+    starts = itertools.accumulate(layout.sizes, initial=0)
+    parts = [RowsOf(source, start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
+    return JoinedRows(parts, layout.blocks)
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool] | None = None) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from patcher.conversions.fused_weights import fused_weights
 from patcher.errors import PatchConflictError
@@ -135,6 +136,12 @@ class ProjectionView:
             rows.copy_(value)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        if isinstance(whole, DTensor):
+            raise PatchConflictError(
+                f"{self._name} is rows of {self._joined_name}, which processes share, and each has other rows of it. "
+                "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
+                "writes them."
+            )
         return view_of(whole, whole.narrow(0, self._start, self._size))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +36,21 @@ def with_all_experts(
     return result
 
 
-def is_dealt(model: nn.Module) -> bool:
-    """Whether other processes have experts of a model that this one has not."""
-    return next(_dealt(model), None) is not None
+@contextmanager
+def counting_all_experts(model: Any) -> Iterator[None]:
+    """Have a model count the parameters of experts that other processes have, as it does those of other tensors."""
+    others = sum(like.numel() for _, process, like in _dealt(model) if process != dist.get_rank())
+
+    def num_parameters(*args: Any, **kwargs: Any) -> int:
+        return int(type(model).num_parameters(model, *args, **kwargs)) + others
+
+    if others:
+        model.num_parameters = num_parameters
+    try:
+        yield
+    finally:
+        if others:
+            del model.num_parameters
 
 
 def _dealt(model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -72,8 +72,8 @@ def follow_plan(load: Selected, config: Any) -> Any:
     if deals_experts_by_plan(config) and (listed := [path for path, each, _ in _lists_of_experts(load)]):
         raise _cannot(
             listed,
-            "experts are dealt to processes here by a plan that only transformers 5.21 and newer let "
-            "follow them. Install one of these, or leave sequential_experts out",
+            "enable_expert_parallel deals stacks of experts in this release of transformers; a DistributedConfig with "
+            "an ep_size, in transformers 5.19 and newer, deals layers. Leave sequential_experts out",
         )
     changes = []
     for path, module, carried in fused_modules(load.model):
@@ -194,12 +194,13 @@ def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeight
     styles = {layer: plan.of(layer) for layer in layers}
     (style, *others) = set(styles.values())
     fused_layer, _, kind = layout.fused[0].rpartition(".")
-    if others or any(plan.of(f"{prefix}{name}") for name in layout.stock):
+    if others or any(plan.of(f"{prefix}{name}") for name in (*layout.stock, *layout.fused)):
         listed = ", ".join(f"{layer}: {found!r}" for layer, found in styles.items())
         raise _cannot(
             [path],
             f"the plan shares what is joined here in several ways ({listed}). Leave the fusion of this module out",
         )
+    style = style or plan.of(f"{prefix}{fused_layer}")
     if style is None:
         return layout
     plan.gone.update(map(in_plan, layers))
@@ -211,7 +212,7 @@ def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeight
             f"{layout} has biases of some of its projections only, which no plan can share. Leave "
             "the fusion of this module out",
         )
-    if style not in OUTPUTS and style not in GATHERED:
+    if style != "colwise" and style not in GATHERED:
         raise _cannot(
             [path],
             f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows. "

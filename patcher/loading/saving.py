@@ -22,6 +22,7 @@ from patcher.compat.conversions import (
 from patcher.compat.models import ModelView, has_adapters
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
+from patcher.conversions.layouts import Rows
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.sharded import on_meta
@@ -86,6 +87,16 @@ class SavePlan:
             PatchedWeightsError: something in it can't be given back.
         """
         return self.named(self.taken_apart(state_dict, fused_modules(self.model)))
+
+    def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
+        result = dict(state_dict)
+        for path, _, carried in fused_modules(self.model):
+            for layout in carried.layouts:
+                key = f"{inside(path)}{layout.fused[0]}"
+                if isinstance(layout, Rows) and layout.blocks > 1 and key in result:
+                    (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
+        return result
 
     def taken_apart(
         self, state_dict: Mapping[str, torch.Tensor], fused: Iterable[tuple[str, nn.Module, FusedWeights]]

@@ -20,7 +20,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
-from patcher.loading.dealt_experts import with_all_experts
+from patcher.loading.dealt_experts import counting_all_experts, with_all_experts
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.record import PatchRecord, record_of
@@ -60,6 +60,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     with ExitStack() as stack:
         for variable, value in ((SAVING, plan), (OFFLOADED, None), (_WRITTEN, written)):
             stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
+        stack.enter_context(counting_all_experts(self))
         result = stock(*arguments.args, **arguments.kwargs)
     remove_others(given["save_directory"], written)
     if is_gathered:  # as transformers waits for what it has gathered itself
@@ -82,13 +83,11 @@ def gather(stock: Stock, self: Any, model_to_save: Any, state_dict: Any, *args: 
 def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """What transformers makes shards of: of offloaded models it reads one shard after the other, and reverses that."""
     found, plan = stock(state_dict, model, *args, **kwargs), SAVING.get()
-    if (
-        plan is None
-        or plan.model is not model
-        or not plan.original_format
-        or has_adapters(model)
-        or not is_saved_as_offloaded(model)
-    ):
+    if plan is None or plan.model is not model:
+        return found
+    if not plan.original_format:
+        return plan.in_runtime_layout(found)
+    if has_adapters(model) or not is_saved_as_offloaded(model):
         return found
     weights = OffloadedWeights(plan, found)
     OFFLOADED.set(weights)

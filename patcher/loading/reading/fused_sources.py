@@ -15,9 +15,9 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.fused_weights import FusedWeights, fused_modules
-from patcher.conversions.layouts import Layout
+from patcher.conversions.layouts import Layout, Rows
 from patcher.conversions.simulation import Route
-from patcher.conversions.sources import fused_sources, named_sources, shape_of
+from patcher.conversions.sources import fused_sources, in_blocks, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
@@ -91,8 +91,9 @@ def with_fused_sources(
     companions = _companions(parts, {path for path, *_ in fused} if quantized else set())
     # Only of what is in no layout of transformers: some fused names are those of its checkpoints.
     rename = key_renamer(conversions, model, own)
-    read = {rename(key)[0] for key in parts.unused if key in parts.rest}
-    fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read
+    read = {rename(key)[0]: key for key in parts.unused if key in parts.rest}
+    fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read.keys()
+    _share(parts.rest, read, fused, own)
     keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
     shapes: dict[str, torch.Size] = {}
     sources: dict[str, Any] = {}
@@ -139,6 +140,40 @@ def with_fused_sources(
         [*incomplete, *parts.lacking], [] if parts.lacking else misfits, companions, parts.twice, parts.failed
     )
     return FusedReading(parts.rest, shapes, sources, keys, missing, bool(fused_already), problem)
+
+
+def in_runtime_layout(
+    model: PreTrainedModel, checkpoint: Mapping[str, Any], conversions: Sequence[WeightTransform]
+) -> FusedReading:
+    """A checkpoint that has the parameters of the model as they are."""
+    rest, own = dict(checkpoint), state_tensors(model)
+    rename = key_renamer(conversions, model, own)
+    _share(rest, {rename(key)[0]: key for key in checkpoint}, fused_modules(model), own)
+    return FusedReading(rest, fused_already=True)
+
+
+def _share(
+    rest: dict[str, Any],
+    read: Mapping[str, str],
+    fused: Iterable[tuple[str, nn.Module, FusedWeights]],
+    own: Mapping[str, torch.Tensor],
+) -> None:
+    """Leave of a checkpoint in the runtime layout what this process takes, its rows in the blocks that are shared.
+
+    Args:
+        rest: the checkpoint, which is changed.
+        read: parameter -> its key in the checkpoint.
+    """
+    for path, _, carried in fused:
+        for layout in carried.layouts:
+            for target in (f"{inside(path)}{name}" for name in layout.fused):
+                if target not in read:
+                    continue
+                key = read[target]
+                if target not in own:  # an expert of another process
+                    del rest[key]
+                elif isinstance(layout, Rows) and layout.blocks > 1:
+                    rest[key] = in_blocks(layout, rest[key])
 
 
 def quantized_experts(

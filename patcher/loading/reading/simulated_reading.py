@@ -16,7 +16,7 @@ from patcher.conversions.tracing import trace_of, with_trace
 from patcher.errors import PatchedWeightsError
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.loading.reading.completion import Completion, complete
-from patcher.loading.reading.fused_sources import FusedReading, with_fused_sources
+from patcher.loading.reading.fused_sources import FusedReading, in_runtime_layout, with_fused_sources
 from patcher.loading.reading.quantized_checkpoints import check_made_quantized, check_quantized
 from patcher.loading.reading.read_weights import check_read, shapes_of, stock_load, unknown_keys
 from patcher.patterns import compress
@@ -154,7 +154,7 @@ def fused_reading(
 ) -> FusedReading:
     """How the checkpoint is read by a model with fused modules."""
     if selected.runtime_layout:
-        return FusedReading(checkpoint, fused_already=True)
+        return in_runtime_layout(selected.model, checkpoint, mapping)
     checks = keeps_quantized(quantizer)
     if checks and (problem := check_quantized(selected, checkpoint, mapping)):
         return FusedReading(checkpoint, problem=problem)

@@ -1,0 +1,324 @@
+"""Tensor and expert parallelism, in two processes: as in one, and saved as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Olmo2Config,
+    Qwen3Config,
+    modeling_utils,
+)
+from transformers.core_model_loading import WeightRenaming
+from transformers.distributed import DistributedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+import patcher
+from patcher import InvalidPatcherError, Patcher
+from patcher.conversions.fused_weights import fused_modules
+from patcher.conversions.layouts import Rows
+from patcher.conversions.sources import JoinedRows, in_blocks
+from patcher.fusions import QKV
+from tests.support.beside import LINEAR_EXPERTS
+from tests.support.checkpoints import files
+from tests.support.comparing import logits
+from tests.support.processes import two_processes
+from tests.support.replacements import JOINED
+from tests.support.tiny import (
+    save_tiny,
+    tiny_inputs,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen2_moe_config,
+)
+
+TENSORS = {"tp_size": 2}
+EXPERTS = {"tp_size": 2, "ep_size": 2}
+#: Before, experts were dealt by another plan.
+DEALS_EXPERTS = hasattr(DistributedConfig(), "ep_size")
+BOTH = Patcher(fusions=["qkv", "gate_up"])
+STOCK_PLAN = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+STOCK_PLAN |= {"model.layers.*.self_attn.o_proj": "rowwise"}
+FUSED_PLAN = {"model.layers.*.self_attn.qkv_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+
+CONFIGS = {
+    "llama": tiny_llama_config(num_attention_heads=8, num_key_value_heads=2),
+    "biases": tiny_llama_config(attention_bias=True, mlp_bias=True),
+    "tied": tiny_llama_config(tie_word_embeddings=True),
+    "norms of heads": Qwen3Config(**tiny_llama_config(head_dim=16).to_diff_dict() | {"model_type": "qwen3"}),
+    "gathered": Olmo2Config(**tiny_llama_config().to_diff_dict() | {"model_type": "olmo2"}),
+    "mixtral": tiny_mixtral_config(),
+    "shared expert": tiny_qwen2_moe_config(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: str
+    patched: Patcher
+    asked: dict[str, Any]
+    blocks: int = 0
+
+    def load(self, folder: Path, **options: Any) -> Any:
+        asked = DistributedConfig(**copy.deepcopy(self.asked))
+        return AutoModelForCausalLM.from_pretrained(folder, patcher=self.patched, distributed_config=asked, **options)
+
+
+CASES = {
+    "qkv": Case("llama", Patcher(fusions="qkv"), TENSORS, 2),
+    "gate_up": Case("llama", Patcher(fusions="gate_up"), TENSORS, 2),
+    "both": Case("llama", BOTH, TENSORS, 4),
+    "biases": Case("biases", BOTH, TENSORS, 8),
+    "tied": Case("tied", BOTH, TENSORS, 4),
+    "norms of heads": Case("norms of heads", BOTH, TENSORS, 4),
+    "outputs that are gathered": Case("gathered", BOTH, TENSORS, 2),
+    "some layers": Case("llama", Patcher(fusions=[QKV("model.layers.1.self_attn"), "gate_up"]), TENSORS, 3),
+    "auto": Case("llama", BOTH, {"tp_plan": "auto"}, 4),
+    "a plan by the names of stock": Case("llama", BOTH, TENSORS | {"tp_plan": STOCK_PLAN}, 4 if DEALS_EXPERTS else 2),
+    "a plan by the names of the fused": Case(
+        "llama", BOTH, TENSORS | {"tp_plan": FUSED_PLAN}, 4 if DEALS_EXPERTS else 2
+    ),
+    "experts": Case("mixtral", Patcher(fusions=["sequential_experts", "qkv"]), TENSORS, 2),
+    "experts and a shared one": Case(
+        "shared expert", Patcher(fusions=["sequential_experts", *BOTH.fusions]), TENSORS, 4
+    ),
+    "a class mapping with conversions": Case("llama", JOINED, TENSORS),
+    "that and a fusion": Case("llama", JOINED.replace(fusions="qkv"), TENSORS, 2),
+    "experts of a class mapping": Case("shared expert", LINEAR_EXPERTS, TENSORS),
+}
+if DEALS_EXPERTS:
+    CASES |= {
+        "dealt experts": Case("mixtral", Patcher(fusions=["sequential_experts", "qkv"]), EXPERTS, 2),
+        "dealt stacks": Case("mixtral", Patcher(fusions="qkv"), EXPERTS, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_tiny(config, tmp_path_factory.mktemp("model")) for name, config in CONFIGS.items()}
+
+
+def stock_in_one_process(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def in_two(work: Callable[[int], object], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    two_processes(work, folder)
+
+
+def step(model: Any) -> torch.Tensor:
+    """One step of training, and the loss before it."""
+    inputs = tiny_inputs(model.config)
+    loss = model.train()(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.eval()
+    return loss.detach()
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in files(folder).items() if name.startswith("model")}
+
+
+def as_original(model: Any, folder: Path) -> None:
+    found = patcher.original_state_dict(model)
+    expected = stock_in_one_process(folder).state_dict()
+    assert [name for name in found if name in expected] == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_in_one_process(
+    name: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, folder = CASES[name], folders[CASES[name].folder]
+    stock = stock_in_one_process(folder)
+    expected = logits(stock)
+    generated = stock.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)
+    loss = step(stock)
+
+    def work(rank: int) -> None:
+        model = case.load(folder)
+        layouts = [each for _, _, carried in fused_modules(model) for each in carried.layouts]
+        assert sum(isinstance(each, Rows) and each.blocks == 2 for each in layouts) == case.blocks
+        torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+        for cache in ({}, {"cache_implementation": "static"}):
+            found = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, **cache)
+            assert torch.equal(found, generated)
+        as_original(model, folder)
+        model.save_pretrained(tmp_path / "saved")
+        model.save_pretrained(tmp_path / "in shards", max_shard_size="40KB")
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        torch.testing.assert_close(step(model), loss, atol=1e-5, rtol=1e-5)
+        trained = patcher.original_state_dict(model)
+        for key, value in stock.state_dict().items():
+            torch.testing.assert_close(
+                trained[key], value, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+            )
+        model.load_state_dict(before)
+        as_original(model, folder)
+        patcher.load_original_state_dict(model, trained | stock.state_dict())
+        torch.testing.assert_close(logits(model), logits(stock), atol=1e-4, rtol=1e-4)
+
+    in_two(work, tmp_path, monkeypatch)
+    tensors = load_file(folder / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert all(torch.equal(saved[key], tensor) for key, tensor in tensors.items())
+    if saved.keys() == tensors.keys():
+        assert files(tmp_path / "saved")["model.safetensors"] == files(folder)["model.safetensors"]
+        stock_in_one_process(folder).save_pretrained(tmp_path / "stock in shards", max_shard_size="40KB")
+        assert weights(tmp_path / "in shards") == weights(tmp_path / "stock in shards")
+    else:  # the buffer of a class, and what stock's tensor parallelism unties
+        assert saved.keys() - tensors.keys() <= {"lm_head.weight", *(key for key in saved if key.endswith(".offset"))}
+    assert torch.equal(logits(stock_in_one_process(tmp_path / "saved")), expected)
+
+
+@pytest.mark.parametrize("name", ["both", "biases", *(["dealt experts"] if DEALS_EXPERTS else ["experts"])])
+def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
+    name: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, folder = CASES[name], folders[CASES[name].folder]
+    stock = stock_in_one_process(folder)
+    one = AutoModelForCausalLM.from_pretrained(folder, patcher=case.patched)
+    one.save_pretrained(tmp_path / "of one", save_original_format=False)
+
+    def work(rank: int) -> None:
+        model = case.load(folder)
+        model.save_pretrained(tmp_path / "of two", save_original_format=False)
+        again = case.load(tmp_path / "of one")
+        as_original(again, folder)
+        torch.testing.assert_close(logits(again), logits(stock), atol=1e-4, rtol=1e-4)
+
+    in_two(work, tmp_path, monkeypatch)
+    assert (
+        files(tmp_path / "of two")["model.patcher.safetensors"]
+        == files(tmp_path / "of one")["model.patcher.safetensors"]
+    )
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "of two")
+    assert torch.equal(logits(again), logits(one))
+
+
+class OwnNorm(Qwen3RMSNorm):
+    """A norm with its scale under another name."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__(width, eps)
+        self.scale = self.weight
+        del self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.scale
+        return super().forward(x)
+
+
+OWN_NORM = Patcher({"Qwen3RMSNorm": OwnNorm}, extra_weight_conversions=WeightRenaming("norm.weight", "norm.scale"))
+SIX = tiny_mixtral_config(num_local_experts=5)
+UNEVEN = tiny_llama_config(num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
+#: config, patcher, what is asked for, the error
+REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
+    "one head of keys": (
+        tiny_llama_config(num_key_value_heads=1),
+        Patcher(fusions="qkv"),
+        TENSORS,
+        r"layers.0.self_attn.k_proj: 1 heads of 16 rows can't be shared equally among 2 processes",
+    ),
+    "three heads": (UNEVEN, Patcher(fusions="qkv"), TENSORS, "q_proj: 3 heads of 16 rows can't be shared equally"),
+    "rows": (tiny_llama_config(intermediate_size=95), BOTH, TENSORS, "gate_proj: 95 rows can't be shared equally"),
+    "several ways": (
+        tiny_llama_config(),
+        BOTH,
+        TENSORS | {"tp_plan": STOCK_PLAN | {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}},
+        "in several ways",
+    ),
+    "another way for what is joined": (
+        tiny_llama_config(),
+        BOTH,
+        TENSORS | {"tp_plan": STOCK_PLAN | {"model.layers.*.self_attn.qkv_proj": "rowwise"}},
+        "'rowwise' for it, and 'colwise' for what it is made of",
+    ),
+    "a way that isn't known": (
+        tiny_llama_config(),
+        BOTH,
+        TENSORS | {"tp_plan": dict.fromkeys(STOCK_PLAN, "rowwise")},
+        "not known to hold for joined rows",
+    ),
+    "a part of what is shared": (
+        CONFIGS["norms of heads"],
+        OWN_NORM,
+        TENSORS,
+        "has it take or give a share of something",
+    ),
+    "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
+}
+if DEALS_EXPERTS:
+    LISTED = Patcher(fusions="sequential_experts")
+    REFUSED |= {
+        "five experts": (SIX, LISTED, EXPERTS, "5 experts can't be dealt equally to 2 processes"),
+        "several batches": (
+            tiny_mixtral_config(),
+            LISTED,
+            {"fsdp_size": 2, "ep_size": 2},
+            "that share one batch only",
+        ),
+        "stacks in another way": (
+            tiny_mixtral_config(),
+            LISTED,
+            TENSORS | {"tp_plan": {"model.layers.*.mlp.experts.down_proj": "packed_colwise"}},
+            "shares its stacks in a way that is not known to hold",
+        ),
+    }
+else:
+    REFUSED["dealt experts"] = (
+        tiny_mixtral_config(),
+        Patcher(fusions="sequential_experts"),
+        TENSORS | {"enable_expert_parallel": True},
+        "in transformers 5.19 and newer, deals layers",
+    )
+
+
+@pytest.mark.slow
+def test_what_cannot_be_shared_raises_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {name: save_tiny(config, tmp_path / name) for name, (config, *_) in REFUSED.items()}
+    monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", None)
+
+    def work(rank: int) -> None:
+        for name, (_, patched, asked, match) in REFUSED.items():
+            with pytest.raises(InvalidPatcherError, match=match):
+                Case("", patched, asked).load(folders[name])
+
+    in_two(work, tmp_path, monkeypatch)
+
+
+def test_sizes_of_one_share_nothing(folders: dict[str, Path]) -> None:
+    asked = dict.fromkeys(("tp_size", "fsdp_size", "pp_size"), 1)
+    model = Case("llama", BOTH, asked).load(folders["llama"])
+    assert torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(folders["llama"], patcher=BOTH)))
+
+
+@settings(deadline=None)
+@given(heads=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3), blocks=st.integers(1, 4))
+def test_blocks_hold_their_share_of_every_part(heads: list[int], width: int, blocks: int) -> None:
+    parts = [torch.arange(number * width * blocks)[:, None] + 1000 * part for part, number in enumerate(heads)]
+    names = tuple(f"{number}.weight" for number in range(len(parts)))
+    layout = Rows(names, "joined.weight", tuple(tuple(part.shape) for part in parts), blocks=blocks)
+    (joined,) = layout.fuse(parts)
+    source = JoinedRows(parts, blocks)
+    assert list(joined.shape) == source.get_shape()
+    for process, rows in enumerate(joined.chunk(blocks)):
+        assert torch.equal(rows, torch.cat([part.chunk(blocks)[process] for part in parts]))
+    for start in range(len(joined)):
+        for stop in range(start, len(joined) + 1, 2):
+            assert torch.equal(source[start:stop], joined[start:stop])
+    assert torch.equal(in_blocks(layout, torch.cat(parts))[...], joined)
+    assert all(torch.equal(*pair) for pair in zip(layout.separate([joined]), parts, strict=True))
