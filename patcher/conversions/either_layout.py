@@ -166,6 +166,11 @@ def _fused(
             "some of them are DTensors and some are not. Give the parts of one tensor alike, or use "
             "patcher.load_original_state_dict(model, state_dict)"
         )
+    if split == {False} and not _ORIGINAL.get() and any(isinstance(each, DTensor) for each in current.values()):
+        raise ValueError(
+            "they are whole tensors, and it is split over processes. Use patcher.load_original_state_dict(model, "
+            "state_dict), in every process with all tensors"
+        )
     parts = {name: whole(part) for name, part in parts.items()}
     tensors = dict(parts)
     if absent := [name for name in layout.stock if name not in parts]:
@@ -184,6 +189,4 @@ def _fused(
     made = {name: tensor for name, tensor in zip(layout.fused, fused, strict=True) if name in current}
     if assign:  # nothing else may lie in the storage of a parameter
         made = {name: by_itself(tensor) for name, tensor in made.items()}
-    if True in split or _ORIGINAL.get():  # otherwise what torch says of a plain tensor for a DTensor holds
-        made = {name: split_like(tensor, current[name]) for name, tensor in made.items()}
-    return made
+    return {name: split_like(tensor, current[name]) for name, tensor in made.items()}

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import named_modules
 from patcher.conversions.layouts import Layout
+from patcher.conversions.sharded import one_piece
 from patcher.conversions.transforms import by_itself
 from patcher.errors import PatchedWeightsError
 from patcher.patterns import inside
@@ -178,6 +178,5 @@ def _cannot(name: str, reason: str) -> PatchedWeightsError:
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, DTensor):  # split over processes, of whatever
-        tensor = tensor.to_local()
+    tensor = one_piece(tensor)
     return type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.dtype.itemsize == 1

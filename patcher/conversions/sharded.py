@@ -26,10 +26,14 @@ def split_like(value: torch.Tensor, other: Any) -> torch.Tensor:
     return distribute_tensor(value.detach().to(device), other.device_mesh, other.placements)
 
 
+def one_piece(value: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor, if it is split; a tensor as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device, whole if it is split; one of a type of its own (of a quantizer) as it is."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if type(local) not in (torch.Tensor, nn.Parameter):
+    """A tensor on the meta device, whole if it is split; one of a type that a quantizer has made as it is."""
+    if type(one_piece(value)) not in (torch.Tensor, nn.Parameter):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 

@@ -80,6 +80,7 @@ class ProjectionView:
         self._joined_name = joined.name
         self._whole: nn.Linear = getattr(module, joined.name)
         self._start, self._size = sum(sizes[:number]), sizes[number]
+        self._is_in_blocks = sum(sizes) != self._whole.out_features
         self._bias: nn.Parameter | None = getattr(module, f"{joined.projections[number]}_bias", None)
 
     @property
@@ -124,6 +125,11 @@ class ProjectionView:
         )
 
     def _write(self, rows: torch.Tensor | None, value: Any) -> None:
+        if isinstance(rows, DTensor):  # a process has some of them, or none
+            raise PatchConflictError(
+                f"{self._name} has rows of {self._joined_name} that are split over processes, and they can't be "
+                f"written. {_ADVICE}"
+            )
         if rows is None or not isinstance(value, torch.Tensor) or value.shape != rows.shape or rows.is_meta:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             has = (
@@ -136,7 +142,7 @@ class ProjectionView:
             rows.copy_(value)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
-        if isinstance(whole, DTensor):
+        if self._is_in_blocks:
             raise PatchConflictError(
                 f"{self._name} is rows of {self._joined_name}, which processes share, and each has other rows of it. "
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "

@@ -21,6 +21,7 @@ from patcher.construction.construction import Built, Construction
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import MetaInit
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES, attributes, carried, modules_in, tensors_in
+from patcher.conversions.sharded import one_piece, whole
 from patcher.errors import PatchConstructionError, PatcherError
 from patcher.patterns import compress, inside
 
@@ -58,7 +59,7 @@ class BuiltAgain:
             value = self.module.get_parameter(key.removeprefix(inside(self.path)))
         except AttributeError:
             value = None
-        if type(expected) not in (nn.Parameter, type(value)):
+        if type(one_piece(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
             return None
         if value is None or value.shape != expected.shape:
             raise PatchConstructionError(
@@ -221,12 +222,16 @@ def build_again(
 def _value(model: PreTrainedModel, key: str) -> torch.Tensor | None:
     """A copy of the value of a parameter; None where it isn't one tensor of ordinary numbers in memory."""
     parameter = _parameter_at(model, key)
-    if parameter is None or type(parameter.data) is not torch.Tensor or parameter.device.type == "meta":
+    if parameter is None or parameter.device.type == "meta":
         return None
-    plain = parameter.dtype.itemsize > 1 if parameter.is_floating_point() else type(parameter) is nn.Parameter
+    value = one_piece(parameter.data)
+    if type(value) is not torch.Tensor:
+        return None
+    plain = value.dtype.itemsize > 1 if value.is_floating_point() else type(parameter) is nn.Parameter
     if not plain:
         return None
-    return parameter.detach().to("cpu", copy=True)
+    found: torch.Tensor = whole(parameter.detach()).to("cpu", copy=True)
+    return found
 
 
 def _is_another(model: PreTrainedModel, made: Mapping[str, nn.Module], path: str, key: str) -> bool:

@@ -30,6 +30,7 @@ from patcher.compat.models import (
 )
 from patcher.construction.construction import Built, Placed
 from patcher.construction.meta_init import like
+from patcher.conversions.sharded import split_like
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import Expressions
 from patcher.loading.reading.computed_values import BuiltAgain, build_again, module_at
@@ -170,7 +171,8 @@ class InitialValues:
             self._offload(key, value, device_map, load_config.disk_offload_folder)
 
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
-        value = like(value, value.data.to(get_device(device_map, key, valid_torch_device=True)))
+        made = value.data.to(get_device(device_map, key, valid_torch_device=True))
+        value = like(value, split_like(made, self.model.get_parameter(key)))
         _set(self.model, key, value)
         self._offload(key, value.data, device_map, folder)
 
