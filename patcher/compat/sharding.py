@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig, PreTrainedModel
 
 #: The sizes of a `DistributedConfig` that decide how a parameter is split. A size of 1 splits nothing.
 _DATA_PARALLEL = ("fsdp_size", "dp_replicate_size")
@@ -31,6 +35,24 @@ def gathers_for_saving(model: Any) -> bool:
     """Whether transformers itself puts the pieces of a model together when it saves that: it has split it."""
     config = getattr(model.config, "distributed_config", None)
     return config is not None and any((getattr(config, name, None) or 1) > 1 for name in (*_DATA_PARALLEL, *_OTHERS))
+
+
+def unsplit_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class of a model, without what `fully_shard` has made of it."""
+    cls = type(model)
+    if not isinstance(model, FSDPModule):
+        return cls
+    found: type[PreTrainedModel] = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    return found
+
+
+def unsplit_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A config that says nothing of how a model was split."""
+    if getattr(config, "distributed_config", None) is None:
+        return config
+    found = copy.copy(config)
+    del found.distributed_config
+    return found
 
 
 def _is_asked(value: Any) -> bool:

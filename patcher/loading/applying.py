@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.models import kept_in_fp32
+from patcher.compat.sharding import unsplit_class, unsplit_config
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
 from patcher.construction.init_hooks import covering
+from patcher.conversions.sharded import whole
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
 from patcher.loading.hooks.install import install
@@ -56,7 +58,8 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
             "Load it again with patcher=..., device_map=..."
         )
     record = record_of(model)
-    state_dict = {key: value.detach() for key, value in model.state_dict().items()}
+    # Of a model that is split over processes a whole one in each, which knows nothing of the split.
+    state_dict = {key: whole(value.detach()) for key, value in model.state_dict().items()}
     for key in record.new_weights if record is not None else ():
         state_dict.pop(key, None)  # they belong to the patcher that is left behind
     weights = saved_state_dict(model, state_dict)
@@ -64,10 +67,12 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": model.dtype}
     if len(devices) == 1 and devices != {torch.device("cpu")}:
         options["device_map"] = {"": devices.pop()}
-    model_class = record.model_class if record is not None else type(model)
+    model_class = record.model_class if record is not None else unsplit_class(model)
     # By this patcher alone, whatever is in force around us.
     result: PreTrainedModel = unpatched(
-        lambda: model_class.from_pretrained(None, config=model.config, state_dict=weights, patcher=patcher, **options)
+        lambda: model_class.from_pretrained(
+            None, config=unsplit_config(model.config), state_dict=weights, patcher=patcher, **options
+        )
     )
     _keep_dtypes(model, result, weights)
     if getattr(model, "generation_config", None) is not None:

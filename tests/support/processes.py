@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,14 +24,23 @@ def one_process() -> Iterator[None]:
 
 
 def two_processes(work: Callable[[int], object], folder: Path) -> None:
-    """Call `work(rank)` in both processes of a group; they are forks of this one, and both have to get through."""
+    """Call `work(rank)` in both processes of a group; they are forks of this one, and both have to get through.
+
+    One that waits in vain for the other ends after a minute.
+    """
 
     def process(rank: int) -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-        dist.init_device_mesh("cpu", (2,))
-        work(rank)
-        dist.barrier()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
+        place, limit = f"file://{folder}/rendezvous", timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=limit)
+        try:
+            dist.init_device_mesh("cpu", (2,))
+            work(rank)
+            dist.barrier()
+        except BaseException:
+            (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+            raise
         dist.destroy_process_group()
 
     processes = [get_context("fork").Process(target=process, args=(rank,)) for rank in range(2)]
@@ -37,4 +49,5 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
     for each in processes:
         each.join(120)
         each.kill()
-    assert [each.exitcode for each in processes] == [0, 0]
+    errors = "".join(file.read_text() for file in sorted(folder.glob("error-*.txt")))
+    assert [each.exitcode for each in processes] == [0, 0], errors

@@ -1,0 +1,234 @@
+"""Models that transformers splits over processes while it loads them (`DistributedConfig(fsdp_size=2)`)."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+from patcher import (
+    InvalidPatcherError,
+    Patcher,
+    PatcherError,
+    original_optimizer_state_dict,
+    original_state_dict,
+    report,
+)
+from tests.compatibility.outcomes import compared
+from tests.compatibility.rows import ROWS, Row
+from tests.support.beside import FUSED_QKV
+from tests.support.checkpoints import files
+from tests.support.processes import two_processes
+from tests.support.replacements import JOINED
+from tests.support.split_replacements import CONVERTING, WITH_VALUES
+from tests.support.splitting import (
+    ROUNDING,
+    adamw,
+    all_whole,
+    assert_same_weights,
+    batch,
+    in_double_of,
+    logits,
+    split,
+    train,
+)
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+
+BOTH = Patcher(fusions=["qkv", "gate_up"])
+
+
+class OtherNorm(MixtralRMSNorm):
+    """Beside what transformers converts."""
+
+
+MORE = (
+    Row("`qkv` and `gate_up`", BOTH, tiny_llama_config),
+    Row("`qkv` and `sequential_experts`", Patcher(fusions=["qkv", "sequential_experts"]), tiny_mixtral_config),
+    Row("a class mapping beside experts", Patcher({"MixtralRMSNorm": OtherNorm}), tiny_mixtral_config),
+    Row("queries, keys and values of other sizes", FUSED_QKV, tiny_llama_config),
+)
+
+
+def prepared(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows with their checkpoints, made once before there are several processes."""
+    for row in rows:
+        assert row.folder
+    return rows
+
+
+def _is_stock(folder: Path, rows: tuple[Row, ...], rank: int) -> None:
+    for number, row in enumerate(rows):
+        double, inputs = in_double_of(row), batch(row)
+        stock, model = row.stock(**double, **split()), row.patched(**double, **split())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), row.name
+        torch.testing.assert_close(logits(model, inputs), logits(stock, inputs), atol=ROUNDING, rtol=ROUNDING)
+        before = {"stock": stock, "ours": model}
+        for name, each in before.items():
+            each.save_pretrained(folder / f"{number} {name}")
+        dist.barrier()
+        assert files(folder / f"{number} ours") == files(folder / f"{number} stock"), row.name
+        optimizers = adamw(model), adamw(stock)
+        found, expected = (
+            train(each, optimizer, inputs) for each, optimizer in zip((model, stock), optimizers, strict=True)
+        )
+        assert found == pytest.approx(expected, abs=ROUNDING), row.name
+        assert_same_weights(model, stock)
+        state = original_optimizer_state_dict(model, optimizers[0])["state"]
+        theirs = get_optimizer_state_dict(stock, optimizers[1])["state"]
+        # After three steps these are sums of three gradients.
+        compared(state, {name: all_whole(value) for name, value in theirs.items()}, rounding=ROUNDING)  # type: ignore[arg-type]
+        assert len(report(model).replaced) + len(report(model).fused) > 0, row.name
+
+
+@pytest.mark.parametrize("rows", [ROWS, MORE], ids=["rows", "more"])
+def test_it_is_loaded_trained_and_saved_as_the_stock_model(rows: tuple[Row, ...], tmp_path: Path) -> None:
+    two_processes(partial(_is_stock, tmp_path, prepared(rows)), tmp_path)
+
+
+# --- whatever the sizes ----------------------------------------------------------------------------------------------
+
+
+def random_config(seed: int) -> Any:
+    """Sizes that two processes can't share evenly, too."""
+    draw = random.Random(seed)
+    groups, per_group, width = draw.choice([1, 2, 3]), draw.choice([1, 2, 3]), draw.choice([2, 6, 10])
+    heads = groups * per_group
+    return tiny_llama_config(
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+        hidden_size=heads * width,
+        intermediate_size=draw.randrange(3, 40),
+        vocab_size=draw.randrange(40, 60),
+        attention_bias=draw.random() < 0.5,
+        mlp_bias=draw.random() < 0.3,
+        tie_word_embeddings=draw.random() < 0.3,
+    )
+
+
+def _any_sizes(folder: Path, seeds: range, rank: int) -> None:
+    ids = torch.arange(3, 15)[None]
+    for seed in seeds:
+        patcher = Patcher(fusions=random.Random(seed).choice([["qkv"], ["gate_up"], ["qkv", "gate_up"]]))
+        place = folder / str(seed)
+        options = {"dtype": [torch.float32, torch.bfloat16][seed % 2]}
+        stock = AutoModelForCausalLM.from_pretrained(place, **options, **split())
+        model = AutoModelForCausalLM.from_pretrained(place, **options, **split(), patcher=patcher)
+        whole = AutoModelForCausalLM.from_pretrained(place, **options, patcher=patcher)
+        inputs = {"input_ids": ids}
+        assert torch.equal(logits(model, inputs), logits(whole, inputs)), seed
+        assert_same_weights(model, stock, rounding=0)
+        for name, each in {"ours": model, "stock": stock}.items():
+            each.save_pretrained(folder / f"{seed} {name}")
+        dist.barrier()
+        assert files(folder / f"{seed} ours") == files(folder / f"{seed} stock"), seed
+
+
+def test_sizes_that_two_processes_cannot_share_evenly(tmp_path: Path) -> None:
+    seeds = range(8)
+    for seed in seeds:
+        (tmp_path / str(seed)).mkdir()
+        save_tiny(random_config(seed), tmp_path / str(seed))
+    two_processes(partial(_any_sizes, tmp_path, seeds), tmp_path)
+
+
+# --- conversions, and values that no checkpoint has ------------------------------------------------------------------
+
+
+def _as_one_process(folder: Path, patchers: dict[str, Patcher], rank: int) -> None:
+    inputs = {"input_ids": torch.arange(3, 15)[None]}
+    for name, patcher in patchers.items():
+        torch.manual_seed(0)  # of what `__init__` draws
+        one = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher)
+        torch.manual_seed(rank)
+        model = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher, **split())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name
+        assert torch.equal(logits(model, inputs), logits(one, inputs)), name
+        compared(original_state_dict(model), original_state_dict(one), rounding=0)
+        for (key, buffer), other in zip(model.named_buffers(), one.buffers(), strict=True):
+            assert torch.equal(buffer, other), f"{name}: {key}"
+        if rank == 0:
+            one.save_pretrained(folder / f"{name} one")
+        model.save_pretrained(folder / f"{name} two")
+        dist.barrier()
+        assert files(folder / f"{name} two") == files(folder / f"{name} one"), name
+        if not patcher.new_weights:
+            assert files(folder / f"{name} two") == files(folder / "llama"), name
+
+
+def test_conversions_are_those_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    save_tiny(tiny_llama_config(), tmp_path / "llama")
+    two_processes(partial(_as_one_process, tmp_path, {**CONVERTING, **WITH_VALUES}), tmp_path)
+
+
+# --- the forms of a config, and of a save ----------------------------------------------------------------------------
+
+
+def _forms(folder: Path, rank: int) -> None:
+    inputs = {"input_ids": torch.arange(3, 15)[None]}
+    expected = logits(AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=BOTH), inputs)
+    forms: dict[str, tuple[Any, bool]] = {
+        "a dict": ({"fsdp_size": 2}, True),
+        "sizes of 1": (DistributedConfig(tp_size=1, fsdp_size=1, pp_size=1), False),
+        "nothing": (DistributedConfig(), False),
+        "sizes of 1 beside": (DistributedConfig(tp_size=1, fsdp_size=2), True),
+    }
+    if hasattr(DistributedConfig(), "fsdp_plan"):  # came after 5.17
+        plan = {"model.layers.*.self_attn.qkv_proj": "free_full_weight"}
+        forms["a plan for a fused name"] = (DistributedConfig(fsdp_size=2, fsdp_plan=plan), True)
+    for name, (config, is_split) in forms.items():
+        model = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=BOTH, distributed_config=config)
+        assert all(isinstance(parameter, DTensor) is is_split for parameter in model.parameters()), name
+        assert torch.equal(logits(model, inputs), expected), name
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=BOTH, **split())
+    model.save_pretrained(folder / "layout", save_original_format=False)
+    model.save_pretrained(folder / "shards", max_shard_size="50KB", is_main_process=rank == 0)
+    model.model.save_pretrained(folder / "part")
+    dist.barrier()
+    assert (folder / "layout" / "model.patcher.safetensors").exists()
+    for again in (
+        AutoModelForCausalLM.from_pretrained(folder / "layout"),
+        AutoModelForCausalLM.from_pretrained(folder / "layout", **split()),
+        AutoModelForCausalLM.from_pretrained(folder / "shards", patcher=BOTH, **split()),
+    ):
+        assert torch.equal(logits(again, inputs), expected)
+    base = AutoModel.from_pretrained(folder / "part", **split())
+    compared(all_whole(dict(base.state_dict())), original_state_dict(model.model), rounding=0)
+    undone = Patcher().apply(model)
+    assert not any(isinstance(parameter, DTensor) for parameter in undone.parameters())
+    compared(dict(undone.state_dict()), original_state_dict(model), rounding=0)
+    assert model.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False).shape == (1, 14)
+    heads = AutoModelForCausalLM.from_pretrained(
+        folder / "llama", patcher=BOTH, attn_implementation="eager", **split()
+    )
+    assert len(heads(**inputs, output_attentions=True).attentions) == 2
+
+    for refused in ({"tp_size": 2}, {"pp_size": 2}):
+        with pytest.raises(InvalidPatcherError, match="together with distributed_config"):
+            AutoModelForCausalLM.from_pretrained(
+                folder / "llama", patcher=BOTH, distributed_config=DistributedConfig(**refused)
+            )
+    with pytest.raises(PatcherError, match="q_proj has rows of qkv_proj that are split over processes"):
+        model.model.layers[0].self_attn.q_proj = torch.nn.Linear(64, 64, bias=False)
+    with pytest.raises(PatcherError, match="no fusion describes it"):  # in both processes
+        AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=JOINED, **split()).save_pretrained(
+            folder / "nowhere", save_original_format=False
+        )
+
+
+def test_other_forms_of_configs_and_saves(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    save_tiny(tiny_llama_config(), tmp_path / "llama")
+    two_processes(partial(_forms, tmp_path), tmp_path)
