@@ -20,6 +20,7 @@ from transformers.modeling_utils import (
 )
 from transformers.utils.generic import TransformersKwargs
 
+from patcher.compat.sharding import unsplit_class
 from patcher.patterns import inside
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
@@ -116,16 +117,22 @@ class ModelView:
 
 
 def as_stock(model: Any) -> Any:
-    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace."""
+    """The model as conversions are found for it, which go by class: replaced sub-models pass for what they replace.
+
+    Those that `fully_shard` has split have a class of another name, too.
+    """
+
+    def stock_class(module: nn.Module) -> type[nn.Module]:
+        return module.__dict__.get(ORIGINAL) or unsplit_class(module)
 
     def is_replaced(module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel) and ORIGINAL in module.__dict__
+        return isinstance(module, PreTrainedModel) and stock_class(module) is not type(module)
 
     def shown_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules(*args, **kwargs):
             shown = module
             if is_replaced(module):
-                shown = object.__new__(module.__dict__[ORIGINAL])
+                shown = object.__new__(stock_class(module))
                 object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
             yield name, shown
 

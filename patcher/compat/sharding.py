@@ -6,8 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 #: The sizes of a `DistributedConfig` that decide how a parameter is split. A size of 1 splits nothing.
 _DATA_PARALLEL = ("fsdp_size", "dp_replicate_size")
@@ -37,13 +38,10 @@ def gathers_for_saving(model: Any) -> bool:
     return config is not None and any((getattr(config, name, None) or 1) > 1 for name in (*_DATA_PARALLEL, *_OTHERS))
 
 
-def unsplit_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of a model, without what `fully_shard` has made of it."""
-    cls = type(model)
-    if not isinstance(model, FSDPModule):
-        return cls
-    found: type[PreTrainedModel] = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
-    return found
+def unsplit_class(module: nn.Module) -> type[Any]:
+    """The class of a module, without what `fully_shard` has made of it."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
 
 
 def unsplit_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -64,6 +64,11 @@ def in_original_layout() -> Iterator[None]:
         _ORIGINAL.reset(token)
 
 
+def is_in_original_layout() -> bool:
+    """Whether the state dict that is being loaded is known to be in the layout of transformers."""
+    return _ORIGINAL.get()
+
+
 def _mark_layout(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
     local_metadata[_MARK] = True
 

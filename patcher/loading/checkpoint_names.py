@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
@@ -23,9 +24,10 @@ from patcher.compat.conversions import (
     stock_revert,
 )
 from patcher.compat.models import ModelView, state_tensors
-from patcher.conversions.either_layout import modules_with_layouts
+from patcher.conversions.either_layout import is_in_original_layout, modules_with_layouts
 from patcher.conversions.groups import made_by_name
 from patcher.conversions.selection import select_conversions
+from patcher.conversions.sharded import split_like, whole
 from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
 from patcher.loading.traced_layouts import layouts_in
@@ -49,14 +51,14 @@ def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
 def stock_values(model: nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The values of some parameters of transformers, as a model has them now."""
     own = state_tensors(model)
-    found = {name: own[name].detach() for name in names if name in own}
+    found = {name: whole(own[name].detach()) for name in names if name in own}
     for path, _, layouts in modules_with_layouts(model):
         prefix = inside(path)
         for layout in layouts:
             stock = [f"{prefix}{name}" for name in layout.stock]
             if not names.keys().isdisjoint(stock):
                 with torch.no_grad():
-                    values = layout.separate([own[f"{prefix}{name}"].detach() for name in layout.fused])
+                    values = layout.separate([whole(own[f"{prefix}{name}"].detach()) for name in layout.fused])
                 found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
     return found
 
@@ -82,11 +84,13 @@ def _name_as_parameters(
     What a state dict has only some tensors of, keeps its values where it has none.
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-    if state_tensors(model).keys() >= found.keys():
+    own = state_tensors(model)
+    if own.keys() >= found.keys():
         return
     shapes = stock_shapes(model)
-    known = shapes.keys() | state_tensors(model).keys()
-    given = {name: state_dict[key] for name, key in found.items() if name not in known}
+    known = shapes.keys() | own.keys()
+    unknown = {name: state_dict[key] for name, key in found.items() if name not in known}
+    given = {name: whole(value) for name, value in unknown.items()}
     if not given or not all(isinstance(value, torch.Tensor) for value in given.values()):
         return
     record = record_of(model)
@@ -108,6 +112,8 @@ def _name_as_parameters(
         taken += unmade
     for name in taken:
         del state_dict[found[name]]
+    if is_in_original_layout() or any(isinstance(value, DTensor) for value in unknown.values()):
+        made = {name: split_like(tensor, own.get(name)) for name, tensor in made.items()}
     state_dict.update({f"{prefix}{name}": tensor for name, tensor in made.items()})
 
 

@@ -1,0 +1,219 @@
+"""Models that `fully_shard` has split: trained, saved; state dicts and checkpoints of torch in both layouts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from patcher import (
+    fused_parameters,
+    load_original_optimizer_state_dict,
+    load_original_state_dict,
+    original_optimizer_state_dict,
+    original_state_dict,
+    report,
+)
+from tests.compatibility.outcomes import compared
+from tests.compatibility.rows import ROWS, Row
+from tests.support.checkpoints import files
+from tests.support.processes import two_processes
+from tests.support.splitting import (
+    ROUNDING,
+    adamw,
+    all_whole,
+    assert_same_weights,
+    batch,
+    in_double_of,
+    split_by_hand,
+    train,
+    zeroed,
+)
+
+#: Of those whose parameters are others than in transformers.
+CONVERTED = [row for row in ROWS if row.joins]
+#: One of rows, and one of experts.
+TWO = [row for row in ROWS if row.name in ("`qkv`", "`sequential_experts`")]
+
+
+def _trained(row: Row, model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = adamw(model)
+    train(model, optimizer, batch(row))
+    return model, optimizer
+
+
+def _is_stock(folder: Path, rank: int) -> None:
+    for number, row in enumerate(ROWS):
+        double = in_double_of(row)
+        model, stock = row.patched(**double), row.stock(**double)
+        before = fused_parameters(model), report(model).to_dict()["replaced"], report(model).to_dict()["fused"]
+        ours, theirs = _trained(row, split_by_hand(model)), _trained(row, split_by_hand(stock))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), row.name
+        after = report(model).to_dict()
+        assert (fused_parameters(model), after["replaced"], after["fused"]) == before, row.name
+        assert_same_weights(model, stock)
+        # transformers saves a model that it hasn't split itself from a whole state dict alone.
+        whole = get_model_state_dict(stock, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        places = {name: folder / f"{number} {name}" for name in ("stock", "ours", "given")}
+        stock.save_pretrained(places["stock"], state_dict=whole)
+        model.save_pretrained(places["ours"])
+        model.save_pretrained(places["given"], state_dict=get_model_state_dict(model))
+        dist.barrier()
+        assert list(files(places["ours"])) == list(files(places["stock"])), row.name
+        assert files(places["ours"]) == files(places["given"]), row.name
+        found, expected = (load_file(places[name] / "model.safetensors") for name in ("ours", "stock"))
+        compared(found, expected, rounding=ROUNDING)
+        # Whole again in a process that isn't split.
+        again = row.load(places["ours"], patcher=row.patcher, **double)
+        compared(original_state_dict(again), original_state_dict(model), rounding=0)
+        assert len(get_optimizer_state_dict(*ours)["state"]) == len(dict(model.named_parameters())), row.name
+        assert theirs
+
+
+def test_it_is_trained_and_saved_as_the_stock_model(tmp_path: Path) -> None:
+    assert [row.folder for row in ROWS]
+    two_processes(partial(_is_stock, tmp_path), tmp_path)
+
+
+# --- checkpoints of torch --------------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: Path, rank: int) -> None:
+    for number, row in enumerate(TWO):
+        double, inputs = in_double_of(row), batch(row)
+
+        def made(*, patched: bool, row: Row = row, double: dict[str, Any] = double) -> tuple[Any, Any]:
+            """A split model of other weights, and its optimizer, which has been used."""
+            model = split_by_hand(row.patched(**double) if patched else row.stock(**double))
+            return _trained(row, model)
+
+        # In the runtime layout, by what torch gives.
+        model, optimizer = made(patched=True)
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / f"{number} runtime")
+        other = split_by_hand(row.patched(**double))
+        its = adamw(other)
+        state = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, its)}
+        dcp.load(state, checkpoint_id=folder / f"{number} runtime")
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, its, state["optimizer"])
+        compared(all_whole(dict(other.state_dict())), all_whole(dict(model.state_dict())), rounding=0)
+        losses = train(other, its, inputs), train(model, optimizer, inputs)
+        assert losses[0] == losses[1], row.name
+
+        # A run of stock, which a fused one resumes.
+        stock, theirs = made(patched=False)
+        state = {"model": get_model_state_dict(stock), "optimizer": get_optimizer_state_dict(stock, theirs)}
+        dcp.save(state, checkpoint_id=folder / f"{number} stock")
+        state = {
+            "model": original_state_dict(model),
+            "optimizer": original_optimizer_state_dict(model, optimizer),
+        }
+        dcp.load(state, checkpoint_id=folder / f"{number} stock")
+        load_original_state_dict(model, state["model"])
+        load_original_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert_same_weights(model, stock, rounding=0)
+        assert train(model, optimizer, inputs) == pytest.approx(train(stock, theirs, inputs), abs=ROUNDING), row.name
+        assert_same_weights(model, stock)
+
+        # And back.
+        state = {"model": original_state_dict(model), "optimizer": original_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder / f"{number} back")
+        state = {"model": get_model_state_dict(stock), "optimizer": get_optimizer_state_dict(stock, theirs)}
+        dcp.load(state, checkpoint_id=folder / f"{number} back")
+        set_model_state_dict(stock, state["model"])
+        set_optimizer_state_dict(stock, theirs, state["optimizer"])
+        assert_same_weights(model, stock, rounding=0)
+        assert train(model, optimizer, inputs) == pytest.approx(train(stock, theirs, inputs), abs=ROUNDING), row.name
+        assert_same_weights(model, stock)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_torch_are_resumed_in_both_layouts(tmp_path: Path) -> None:
+    assert [row.folder for row in TWO]
+    two_processes(partial(_checkpoints, tmp_path), tmp_path)
+
+
+# --- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def _state_dicts(rank: int) -> None:
+    for row in CONVERTED:
+        stock = row.stock()
+        pieces = get_model_state_dict(split_by_hand(row.stock()))
+        model = split_by_hand(row.patched())
+        assert not any(zeroed(model).load_state_dict(dict(pieces)))
+        assert_same_weights(model, stock, rounding=0)
+        names = list(pieces)
+        zeroed(model)
+        for half in (names[::2], names[1::2]):  # the parts of one tensor in different ones
+            assert not model.load_state_dict({name: pieces[name] for name in half}, strict=False).unexpected_keys
+        assert_same_weights(model, stock, rounding=0)
+        load_original_state_dict(zeroed(model), stock.state_dict())
+        assert_same_weights(model, stock, rounding=0)
+        load_original_state_dict(zeroed(model), load_file(row.folder / "model.safetensors"))  # names of the checkpoint
+        assert_same_weights(model, stock, rounding=0)
+
+        # Never materialized before: on meta, then at once with values.
+        for assign in (False, True):
+            with torch.device("meta"):
+                empty = split_by_hand(row.from_config(patcher=row.patcher))
+            if not assign:
+                empty.to_empty(device="cpu")
+            load_original_state_dict(empty, stock.state_dict(), assign=assign)
+            assert all(isinstance(parameter, DTensor) for parameter in empty.parameters())
+            assert_same_weights(empty, stock, rounding=0)
+
+        # What torch refuses of the stock model, and what it wouldn't see: raised in both processes.
+        with pytest.raises(RuntimeError, match="they are whole tensors, and it is split over processes"):
+            model.load_state_dict(stock.state_dict())
+        with pytest.raises(RuntimeError, match="are both in the state dict, and one is made of the other"):
+            set_model_state_dict(model, dict(stock.state_dict()), options=StateDictOptions(full_state_dict=True))
+        with pytest.raises(RuntimeError, match="split over processes" if rank == 0 else "Missing key"):
+            set_model_state_dict(
+                model,
+                dict(stock.state_dict()) if rank == 0 else {},
+                options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+            )
+        mixed = {**pieces, **{name: stock.state_dict()[name] for name in names[::2]}}
+        with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+            model.load_state_dict(mixed)
+
+
+def test_state_dicts_in_both_layouts(tmp_path: Path) -> None:
+    assert [row.folder for row in CONVERTED]
+    two_processes(_state_dicts, tmp_path)
+
+
+def _tied(folder: Path, rank: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from patcher import Patcher
+
+    patcher = Patcher(fusions=["qkv", "gate_up"])
+    model = split_by_hand(AutoModelForCausalLM.from_pretrained(folder / "tied", patcher=patcher))
+    model.save_pretrained(folder / "saved")
+    dist.barrier()
+    assert files(folder / "saved") == files(folder / "tied")
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    from tests.support.tiny import save_tiny, tiny_llama_config
+
+    (tmp_path / "tied").mkdir()
+    save_tiny(tiny_llama_config(tie_word_embeddings=True), tmp_path / "tied")
+    two_processes(partial(_tied, tmp_path), tmp_path)
