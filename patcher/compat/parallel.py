@@ -92,6 +92,6 @@ def has_some_experts(module: nn.Module, number: int) -> None:
     module._is_expert_parallel = True  # type: ignore[assignment]
 
 
-def is_shared(model: nn.Module) -> bool:
-    """Whether a load has distributed the tensors of a model over processes."""
-    return getattr(model, "_device_mesh", None) is not None
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a quantizer has prepared a model for its weights."""
+    return bool(getattr(model, "is_quantized", False))

@@ -80,7 +80,7 @@ class ProjectionView:
         self._joined_name = joined.name
         self._whole: nn.Linear = getattr(module, joined.name)
         self._start, self._size = sum(sizes[:number]), sizes[number]
-        self._is_in_blocks = sum(sizes) != self._whole.out_features
+        self._is_in_blocks = sum(sizes) != getattr(self._whole, "out_features", sum(sizes))
         self._bias: nn.Parameter | None = getattr(module, f"{joined.projections[number]}_bias", None)
 
     @property

@@ -16,7 +16,7 @@ What can't be done is said before a weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from patcher.compat.parallel import (
     expert_plan,
     has_some_experts,
     in_plan,
+    is_quantized,
     sizes,
     tensor_plan,
     with_plans,
@@ -65,6 +66,12 @@ def follow_plan(load: Selected, config: Any) -> Any:
         InvalidPatcherError: a layer can't be shared as the plan has it; with what can be done instead.
     """
     asked = sizes(config)
+    if max(asked) > 1 and is_quantized(load.model) and (fused_modules(load.model) or load.traced):
+        raise InvalidPatcherError(
+            "A patcher with weight conversions was asked for together with a quantizer and a distributed_config that "
+            "shares weights among processes; that is not supported. Leave the fusions and conversions out, or the "
+            "quantizer, or load in one process."
+        )
     if asked.tensors == asked.experts == 1:
         return config
     plan = _Plan(tensor_plan(load.model, config), asked.tensors)
@@ -84,10 +91,13 @@ def follow_plan(load: Selected, config: Any) -> Any:
             changes.append(_share(plan, path, module, carried))
     for path in _converted(load):
         _replicate(plan, path)
+    modules: dict[str, set[str]] = {}
+    for path, _ in named_modules(load.model):
+        modules.setdefault(in_plan(path), set()).add(path)
+    rules, of_experts = plan.result(modules), dealt.result(modules) if dealt is not None else None
     for change in changes:
         change.apply()
-    present = {in_plan(path) for path, _ in named_modules(load.model)}
-    return with_plans(load.model, config, plan.result(present), dealt.result(present) if dealt is not None else None)
+    return with_plans(load.model, config, rules, of_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +107,13 @@ class _Plan:
     Attributes:
         rules: module or parameter, with `*` for numbers -> its style, as transformers has it.
         processes: among how many processes it shares.
-        added: the rules for layers that only the patched model has.
+        added: the rules for layers that only the patched model has, and these layers.
         gone: the rules for those that only transformers has, or that are not followed.
     """
 
     rules: dict[str, str]
     processes: int
-    added: dict[str, str] = field(default_factory=dict)
+    added: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     not_followed: set[str] = field(default_factory=set)
 
@@ -126,22 +136,36 @@ class _Plan:
             InvalidPatcherError: there is another one for it.
         """
         rule = in_plan(path)
-        known = self.added.get(rule, self.rules.get(rule, style))
+        known, paths = self.added.setdefault(rule, (self.rules.get(rule, style), set()))
         if known != style:
             raise _cannot(
                 [path],
                 f"the plan has {known!r} for it, and {style!r} for what it is made of. Leave {rule!r} out of tp_plan",
             )
-        self.added[rule] = style
+        paths.add(path)
 
-    def result(self, present: set[str]) -> dict[str, str]:
-        """The plan for the patched model, whose modules are called so."""
+    def result(self, modules: Mapping[str, set[str]]) -> dict[str, str]:
+        """The plan for the patched model.
+
+        Args:
+            modules: the modules that it has, by what plans call them.
+
+        Raises:
+            InvalidPatcherError: a rule for a layer of it holds for another one, which transformers doesn't share.
+        """
         kept = {
             rule: style
             for rule, style in self.rules.items()
-            if rule not in self.not_followed and (rule not in self.gone or rule in present)
+            if rule not in self.not_followed and (rule not in self.gone or rule in modules)
         }
-        return kept | self.added
+        for rule, (_, paths) in self.added.items():
+            if rule not in kept and (others := modules[rule] - paths):
+                raise _cannot(
+                    sorted(paths),
+                    f"{rule!r}, as a plan calls it, is {sorted(others)[0]} as well, a layer of the model that isn't "
+                    "shared. Leave the fusion of these modules out",
+                )
+        return kept | {rule: style for rule, (style, _) in self.added.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +269,7 @@ def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
     if not rules:
         return
     prefix, known = inside(path), {in_plan(path)}
-    styles = {}
+    styles: dict[str, str] = {}
     for layout in carried.layouts:
         assert isinstance(layout, Matrices)
         (stack,) = layout.stock
@@ -261,9 +285,8 @@ def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
                 f"the plan has {style!r} for it, which is not known to hold for the "
                 "layers of each expert. Leave sequential_experts out",
             )
-        for name in layout.layers:
-            layer = name.rpartition(".")[0]
-            styles[f"{prefix}0.{layer}" if layer else f"{prefix}0"] = "colwise" if of_outputs else "rowwise"
+        layers = {f"{prefix}{name.rpartition('.')[0]}" for name in layout.fused}
+        styles |= dict.fromkeys(layers, "colwise" if of_outputs else "rowwise")
     unknown = sorted(rules.keys() - known)
     if unknown or set(styles.values()) != {"colwise", "rowwise"} or plan.of(path) != SUMMED_EXPERTS:
         listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())

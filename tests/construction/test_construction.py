@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaForCausalLM, modeling_utils
 from transformers.core_model_loading import WeightRenaming
+from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher, plan
@@ -307,11 +308,9 @@ def test_a_patched_load_imports_nothing(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tp_plan": "auto"}, "tp_plan"),
-        ({"tp_size": 2}, "tp_size"),
         ({"device_mesh": object()}, "device_mesh"),
-        ({"distributed_config": object()}, "distributed_config"),
-        ({"tp_plan": "auto", "tp_size": 2}, "tp_plan, tp_size"),
+        ({"distributed_config": DistributedConfig(pp_size=2)}, "a distributed_config with pp_size"),
+        ({"distributed_config": {"pp_size": 2}}, "a distributed_config with pp_size"),
     ],
 )
 @pytest.mark.parametrize("conversions", ["filtered_weight_conversion_patterns", "extra_weight_conversions"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,12 +110,6 @@ def stock_in_one_process(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def in_two(work: Callable[[int], object], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    two_processes(work, folder)
-
-
 def step(model: Any) -> torch.Tensor:
     """One step of training, and the loss before it."""
     inputs = tiny_inputs(model.config)
@@ -139,9 +132,7 @@ def as_original(model: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(
-    name: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     case, folder = CASES[name], folders[CASES[name].folder]
     stock = stock_in_one_process(folder)
     expected = logits(stock)
@@ -171,7 +162,7 @@ def test_as_in_one_process(
         patcher.load_original_state_dict(model, trained | stock.state_dict())
         torch.testing.assert_close(logits(model), logits(stock), atol=1e-4, rtol=1e-4)
 
-    in_two(work, tmp_path, monkeypatch)
+    two_processes(work, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(torch.equal(saved[key], tensor) for key, tensor in tensors.items())
@@ -186,7 +177,7 @@ def test_as_in_one_process(
 
 @pytest.mark.parametrize("name", ["both", "biases", *(["dealt experts"] if DEALS_EXPERTS else ["experts"])])
 def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
-    name: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     case, folder = CASES[name], folders[CASES[name].folder]
     stock = stock_in_one_process(folder)
@@ -200,7 +191,7 @@ def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
         as_original(again, folder)
         torch.testing.assert_close(logits(again), logits(stock), atol=1e-4, rtol=1e-4)
 
-    in_two(work, tmp_path, monkeypatch)
+    two_processes(work, tmp_path)
     assert (
         files(tmp_path / "of two")["model.patcher.safetensors"]
         == files(tmp_path / "of one")["model.patcher.safetensors"]
@@ -297,7 +288,7 @@ def test_what_cannot_be_shared_raises_before_it_is_read(tmp_path: Path, monkeypa
             with pytest.raises(InvalidPatcherError, match=match):
                 Case("", patched, asked).load(folders[name])
 
-    in_two(work, tmp_path, monkeypatch)
+    two_processes(work, tmp_path)
 
 
 def test_sizes_of_one_share_nothing(folders: dict[str, Path]) -> None:

@@ -264,7 +264,7 @@ def first_keys(folder: Path) -> torch.Tensor:
 
 @advice("Load the model without the patcher, save it with save_pretrained, and load that with it.")
 def a_device_mesh(at: Place) -> Steps:
-    yield lambda: load(at.llama, Patcher(fusions="qkv"), tp_plan="auto")
+    yield lambda: load(at.llama, Patcher(fusions="qkv"), device_mesh=object())
     load(at.llama).save_pretrained(at.tmp / "again")
     assert same(load(at.tmp / "again", Patcher(fusions="qkv")), at.llama)
 
