@@ -63,7 +63,8 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         of the model were that of transformers.
 
     Raises:
-        InvalidPatcherError: a conversion joins parameters otherwise than one behind the other.
+        InvalidPatcherError: parameters are joined otherwise than one behind the other: by a conversion, or for
+            processes of tensor parallelism.
     """
     by_module = {id(module): (path, layouts) for path, module, layouts in reversed(layouts_in(model))}
     known = {name for name, _ in model.named_parameters()}
@@ -84,6 +85,12 @@ def _parts(layout: Layout, prefix: str) -> dict[str, tuple[Part, ...]]:
     """
     if len(layout.stock) == 1 < len(layout.fused):
         return {}  # pieces of one
+    if isinstance(layout, Rows) and layout.blocks > 1:
+        raise InvalidPatcherError(
+            f"{prefix}{layout.fused[0]} lies in {layout.blocks} blocks for tensor parallelism, each with rows of "
+            f"{', '.join(f'{prefix}{name}' for name in layout.stock)}, so none of these is one slice of it. Load the "
+            "model without tensor parallelism, or leave the fusion out."
+        )
     if isinstance(layout, Rows):
         dim, order = 0, tuple(zip(layout.stock, layout.sizes, strict=True))
     elif len(layout.stock) == len(layout.fused) == 1:
