@@ -31,9 +31,10 @@ def two_processes(work: Callable[[int], object], folder: Path) -> None:
 
     def process(rank: int) -> None:
         torch.set_num_threads(1)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
-        place, limit = f"file://{folder}/rendezvous", timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=limit)
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # as torchrun does; who asks finds a group
+        os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        method, limit = f"file://{folder}/rendezvous", timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=limit)
         try:
             dist.init_device_mesh("cpu", (2,))
             work(rank)
