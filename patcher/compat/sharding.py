@@ -21,9 +21,9 @@ def other_parallelism(options: Mapping[str, Any]) -> list[str]:
     config = options.get("distributed_config")
     if config is None:
         return asked
-    sizes = config if isinstance(config, Mapping) else vars(config) if hasattr(config, "__dict__") else {}
-    if not sizes:
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
         return [*asked, "distributed_config"]
+    sizes = config if isinstance(config, Mapping) else vars(config)
     found = [name for name in _OTHERS if (sizes.get(name) or 1) > 1]
     if sizes.get("tp_plan") and not sizes.get("tp_size"):
         found.append("tp_plan")

@@ -165,16 +165,11 @@ def _fused(
         if parameter is None or is_quantized(parameter):
             kind = "gone" if parameter is None else f"quantized ({type(parameter).__name__} of {parameter.dtype})"
             raise ValueError(f"{name} is {kind}. Load the model again with from_pretrained(..., patcher=...)")
-    split = {isinstance(part, DTensor) for part in parts.values()}
-    if len(split) > 1:
+    is_split = any(isinstance(each, DTensor) for each in current.values())
+    if is_split and not _ORIGINAL.get() and not all(isinstance(part, DTensor) for part in parts.values()):
         raise ValueError(
-            "some of them are DTensors and some are not. Give the parts of one tensor alike, or use "
-            "patcher.load_original_state_dict(model, state_dict)"
-        )
-    if split == {False} and not _ORIGINAL.get() and any(isinstance(each, DTensor) for each in current.values()):
-        raise ValueError(
-            "they are whole tensors, and it is split over processes. Use patcher.load_original_state_dict(model, "
-            "state_dict), in every process with all tensors"
+            "these are whole tensors, and the parameter is split over processes. Use "
+            "patcher.load_original_state_dict(model, state_dict), in every process with all tensors"
         )
     parts = {name: whole(part) for name, part in parts.items()}
     tensors = dict(parts)

@@ -9,6 +9,7 @@ from accelerate import load_checkpoint_and_dispatch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig, MixtralForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -16,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher
 from patcher import Patcher
 from tests.project.advice import Place, Steps, advice, load, same, written
+from tests.support.processes import one_process
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -44,6 +46,20 @@ def a_state_dict_in_both_layouts(at: Place) -> Steps:
     said = yield lambda: set_model_state_dict(emptied(model), dict(stock), options=options)
     written(said, r"use (patcher\.load_original_state_dict\(.*?\)),", patcher=patcher, model=model, state_dict=stock)
     assert same(model, at.llama)
+
+
+@advice(
+    "Use patcher.load_original_state_dict(model, state_dict), in every process with all tensors", error=RuntimeError
+)
+def whole_tensors_for_a_split_model(at: Place) -> Steps:
+    with one_process():
+        torch.distributed.init_device_mesh("cpu", (1,))
+        model, stock = fully_shard(emptied(load(at.llama, QKV))), load(at.llama).state_dict()
+        said = yield lambda: model.load_state_dict(stock)
+        names = {"patcher": patcher, "model": model, "state_dict": stock}
+        written(said, r"Use (patcher\.load_original_state_dict\(.*?\)), in every", **names)
+        found = patcher.original_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in stock.items())
 
 
 class SquareMLP(LlamaMLP):
