@@ -22,7 +22,16 @@ from tests.compatibility.outcomes import refused
 from tests.compatibility.rows import Row
 
 #: The files in `subjects/`, in the order of the page.
-SUBJECTS = ("state_dicts", "training", "optimizers", "quantizers", "device_maps", "front_doors", "compilers")
+SUBJECTS = (
+    "state_dicts",
+    "training",
+    "optimizers",
+    "data_parallel",
+    "quantizers",
+    "device_maps",
+    "front_doors",
+    "compilers",
+)
 
 Cell = Callable[[Row, Path], str]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -20,27 +19,21 @@ from patcher import (
     InvalidPatcherError,
     Patcher,
     PatcherError,
-    original_optimizer_state_dict,
     original_state_dict,
-    report,
 )
 from tests.compatibility.outcomes import compared
-from tests.compatibility.rows import ROWS, Row
+from tests.compatibility.rows import Row
+from tests.compatibility.subjects.data_parallel import split_by_transformers
 from tests.support.beside import FUSED_QKV
 from tests.support.checkpoints import files
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
 from tests.support.split_replacements import CONVERTING, WITH_VALUES
 from tests.support.splitting import (
-    ROUNDING,
-    adamw,
     all_whole,
     assert_same_weights,
-    batch,
-    in_double_of,
     logits,
     split,
-    train,
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
@@ -59,40 +52,10 @@ MORE = (
 )
 
 
-def prepared(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows with their checkpoints, made once before there are several processes."""
-    for row in rows:
-        assert row.folder
-    return rows
-
-
-def _is_stock(folder: Path, rows: tuple[Row, ...], rank: int) -> None:
-    for number, row in enumerate(rows):
-        double, inputs = in_double_of(row), batch(row)
-        stock, model = row.stock(**double, **split()), row.patched(**double, **split())
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), row.name
-        torch.testing.assert_close(logits(model, inputs), logits(stock, inputs), atol=ROUNDING, rtol=ROUNDING)
-        before = {"stock": stock, "ours": model}
-        for name, each in before.items():
-            each.save_pretrained(folder / f"{number} {name}")
-        dist.barrier()
-        assert files(folder / f"{number} ours") == files(folder / f"{number} stock"), row.name
-        optimizers = adamw(model), adamw(stock)
-        found, expected = (
-            train(each, optimizer, inputs) for each, optimizer in zip((model, stock), optimizers, strict=True)
-        )
-        assert found == pytest.approx(expected, abs=ROUNDING), row.name
-        assert_same_weights(model, stock)
-        state = original_optimizer_state_dict(model, optimizers[0])["state"]
-        theirs = get_optimizer_state_dict(stock, optimizers[1])["state"]
-        # After three steps these are sums of three gradients.
-        compared(state, {name: all_whole(value) for name, value in theirs.items()}, rounding=ROUNDING)  # type: ignore[arg-type]
-        assert len(report(model).replaced) + len(report(model).fused) > 0, row.name
-
-
-@pytest.mark.parametrize("rows", [ROWS, MORE], ids=["rows", "more"])
-def test_it_is_loaded_trained_and_saved_as_the_stock_model(rows: tuple[Row, ...], tmp_path: Path) -> None:
-    two_processes(partial(_is_stock, tmp_path, prepared(rows)), tmp_path)
+@pytest.mark.parametrize("row", MORE, ids=lambda row: row.name)
+def test_it_is_loaded_trained_and_saved_as_the_stock_model(row: Row, tmp_path: Path) -> None:
+    """The rows of the compatibility table do the same in its cells."""
+    split_by_transformers(row, tmp_path)
 
 
 # --- whatever the sizes ----------------------------------------------------------------------------------------------
@@ -181,9 +144,10 @@ def _forms(folder: Path, rank: int) -> None:
     forms: dict[str, tuple[Any, bool]] = {
         "a dict": ({"fsdp_size": 2}, True),
         "sizes of 1": (DistributedConfig(tp_size=1, fsdp_size=1, pp_size=1), False),
-        "nothing": (DistributedConfig(), False),
         "sizes of 1 beside": (DistributedConfig(tp_size=1, fsdp_size=2), True),
     }
+    if DistributedConfig().tp_size == 1:  # in 5.17 transformers itself can't load with it
+        forms["nothing"] = (DistributedConfig(), False)
     if hasattr(DistributedConfig(), "fsdp_plan"):  # came after 5.17
         plan = {"model.layers.*.self_attn.qkv_proj": "free_full_weight"}
         forms["a plan for a fused name"] = (DistributedConfig(fsdp_size=2, fsdp_plan=plan), True)

@@ -1,4 +1,4 @@
-"""Models that each process has all of, by `DistributedDataParallel` and `Trainer`; experts without tokens."""
+"""Experts without tokens in several processes, and `Trainer` of two processes."""
 
 from __future__ import annotations
 
@@ -14,45 +14,20 @@ from transformers import AutoModelForCausalLM
 
 from patcher import Patcher, original_optimizer_state_dict, original_state_dict
 from tests.compatibility.outcomes import compared
-from tests.compatibility.rows import ROWS, Row
-from tests.support.checkpoints import files
+from tests.compatibility.rows import Row
 from tests.support.processes import two_processes
 from tests.support.splitting import (
     ROUNDING,
     adamw,
     all_whole,
-    batch,
     in_double_of,
     split,
     split_by_hand,
-    train,
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 from tests.support.trainer import MIDDLE, losses, trained, weights
 
 DDP = nn.parallel.DistributedDataParallel
-
-
-def _is_stock(folder: Path, rank: int) -> None:
-    for number, row in enumerate(ROWS):
-        double = in_double_of(row)
-        ours, theirs = (DDP(model) for model in (row.patched(**double), row.stock(**double)))
-        optimizers = adamw(ours), adamw(theirs)
-        found = train(ours, optimizers[0], batch(row))
-        assert found == pytest.approx(train(theirs, optimizers[1], batch(row)), abs=ROUNDING), row.name
-        compared(original_state_dict(ours.module), dict(theirs.module.state_dict()), rounding=ROUNDING)
-        compared(list(original_state_dict(ours).values()), list(theirs.state_dict().values()), rounding=ROUNDING)
-        state = original_optimizer_state_dict(ours, optimizers[0])["state"]
-        compared(state, get_optimizer_state_dict(theirs, optimizers[1])["state"], rounding=ROUNDING)
-        if rank == 0:
-            ours.module.save_pretrained(folder / f"{number} ours")
-            theirs.module.save_pretrained(folder / f"{number} stock")
-            assert list(files(folder / f"{number} ours")) == list(files(folder / f"{number} stock"))
-
-
-def test_it_is_trained_as_the_stock_model(tmp_path: Path) -> None:
-    assert [row.folder for row in ROWS]
-    two_processes(partial(_is_stock, tmp_path), tmp_path)
 
 
 # --- experts without tokens ------------------------------------------------------------------------------------------
