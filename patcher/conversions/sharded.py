@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def keep_pieces(model: nn.Module) -> None:
+    """Have modules hold pieces that `fully_shard` has split: the last forward may have left them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(value: Any) -> Any:

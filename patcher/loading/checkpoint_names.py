@@ -27,7 +27,7 @@ from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.either_layout import is_in_original_layout, modules_with_layouts
 from patcher.conversions.groups import made_by_name
 from patcher.conversions.selection import select_conversions
-from patcher.conversions.sharded import split_like, whole
+from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
 from patcher.loading.traced_layouts import layouts_in
@@ -84,6 +84,7 @@ def _name_as_parameters(
     What a state dict has only some tensors of, keeps its values where it has none.
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    keep_pieces(model)
     own = state_tensors(model)
     if own.keys() >= found.keys():
         return

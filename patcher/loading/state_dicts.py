@@ -14,7 +14,7 @@ from patcher.compat.models import named_modules, state_tensors, ties
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.conversions.sharded import split_like, whole
+from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
@@ -100,6 +100,7 @@ def load_original_state_dict(
                 if f"{prefix}{name}" not in given and f"{prefix}{source}" in given:
                     given[f"{prefix}{name}"] = given[f"{prefix}{source}"]
                     filled.append(part)
+    keep_pieces(model)
     own = state_tensors(model)
     given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():

@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from torch import nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from patcher.conversions.sharded import keep_pieces
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.training.elementwise import not_elementwise, only_moves_values
 from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options
@@ -131,6 +132,7 @@ def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimi
     """
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
+    keep_pieces(model)
     names = Names.of(model)
     parameters = _parameters(optimizer)
     if strange := [tuple(parameter.shape) for parameter in parameters if id(parameter) not in names.own]:

@@ -39,6 +39,7 @@ from tests.support.splitting import (
     assert_same_weights,
     batch,
     in_double_of,
+    logits,
     split_by_hand,
     train,
     zeroed,
@@ -74,6 +75,34 @@ def _knows_itself(folder: Path, rank: int) -> None:
         fresh.save_pretrained(folder / f"{number} fresh")
         dist.barrier()
         compared(dict(row.load(folder / f"{number} fresh").state_dict()), original_state_dict(fresh), rounding=0)
+
+
+def _looked_at(folder: Path, rank: int) -> None:
+    for row in TWO:
+        stock, inputs = row.stock(), batch(row)
+        model, optimizer = _trained(row, split_by_hand(row.patched()))
+        before = original_optimizer_state_dict(model, optimizer)["state"]
+        pieces = get_model_state_dict(split_by_hand(row.stock()))
+
+        def look(model: Any = model, inputs: Any = inputs) -> Any:
+            """Leaves whole parameters in the root."""
+            logits(model, inputs)
+            assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            return model
+
+        compared(original_optimizer_state_dict(look(), optimizer)["state"], before, rounding=0)
+        load_original_state_dict(look(), stock.state_dict())
+        assert_same_weights(look(), stock, rounding=0)
+        assert not any(look().load_state_dict(dict(pieces)))
+        assert_same_weights(look(), stock, rounding=0)
+        look().save_pretrained(folder / row.name)
+        dist.barrier()
+        assert files(folder / row.name) == files(row.folder)
+
+
+def test_after_a_forward_without_gradients(tmp_path: Path) -> None:
+    assert [row.folder for row in TWO]
+    two_processes(partial(_looked_at, tmp_path), tmp_path)
 
 
 def test_what_a_model_knows_of_itself_outlives_the_split(tmp_path: Path) -> None:
