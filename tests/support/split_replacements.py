@@ -94,6 +94,15 @@ class NewWeights(OwnMLP):
         return super().forward(x) * self.scale * self.drawn.sum() + self.thirds.sum() * self.saved.sum()
 
 
+class NotSaved(NewWeights):
+    """The same without a buffer that is saved: accelerate takes all of a state dict for parameters."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.saved
+        self.register_buffer("saved", torch.arange(5.0) / 3, persistent=False)
+
+
 class ComputedMLP(OwnMLP):
     """What it has is computed from weights of the checkpoint."""
 
