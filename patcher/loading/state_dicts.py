@@ -16,7 +16,7 @@ from patcher.conversions.either_layout import in_original_layout
 from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
-from patcher.loading.dealt_experts import with_all_experts
+from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside

@@ -44,7 +44,7 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.parallel_plans import follow_plan
+from patcher.loading.parallel.sharing import follow_plan
 from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
 from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read

@@ -1,0 +1,1 @@
+"""Models whose layers processes share: tensor and expert parallelism."""
