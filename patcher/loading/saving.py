@@ -31,8 +31,8 @@ from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
-from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.expert_names import named_as_in_checkpoint
+from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton

@@ -27,6 +27,7 @@ SUBJECTS = (
     "training",
     "optimizers",
     "data_parallel",
+    "tensor_parallel",
     "quantizers",
     "device_maps",
     "front_doors",

@@ -68,6 +68,10 @@ class Row:
         return "vision_config" in self.config().sub_configs
 
     @property
+    def has_experts(self) -> bool:
+        return hasattr(self.config(), "num_experts_per_tok")
+
+    @property
     def joins(self) -> bool:
         """Whether its sums may come in another order than stock's: which of them round alike the processor decides."""
         return bool(self.patcher.fusions or self.patcher.extra_weight_conversions)

@@ -20,9 +20,9 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
-from patcher.loading.parallel.dealt_experts import counting_all_experts, with_all_experts
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
+from patcher.loading.parallel.dealt_experts import counting_all_experts, with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.saving import SavePlan, plan_saving, saved_state_dict
 

@@ -16,8 +16,8 @@ What can't be done is said before a weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -49,8 +49,12 @@ from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.loading.load import Selected
-from patcher.patterns import compress, inside
+from patcher.loading.parallel.plans import Plan, cannot
+from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
+
+#: What can be done where the layers of experts can't be shared.
+LEAVE_EXPERTS = "Leave sequential_experts out; stacks of experts are shared as transformers does."
 
 
 def follow_plan(load: Selected, config: Any) -> Any:
@@ -74,13 +78,14 @@ def follow_plan(load: Selected, config: Any) -> Any:
         )
     if asked.tensors == asked.experts == 1:
         return config
-    plan = _Plan(tensor_plan(load.model, config), asked.tensors)
-    dealt = _Plan(expert_plan(load.model, config), asked.experts) if asked.experts > 1 else None
+    plan = Plan(tensor_plan(load.model, config), asked.tensors)
+    dealt = Plan(expert_plan(load.model, config), asked.experts) if asked.experts > 1 else None
     if deals_experts_by_plan(config) and (listed := [path for path, each, _ in _lists_of_experts(load)]):
-        raise _cannot(
+        raise cannot(
             listed,
             "enable_expert_parallel deals stacks of experts in this release of transformers; a DistributedConfig with "
-            "an ep_size, in transformers 5.19 and newer, deals layers. Leave sequential_experts out",
+            "an ep_size, in transformers 5.19 and newer, deals layers",
+            LEAVE_EXPERTS,
         )
     changes = []
     for path, module, carried in fused_modules(load.model):
@@ -91,6 +96,8 @@ def follow_plan(load: Selected, config: Any) -> Any:
             changes.append(_share(plan, path, module, carried))
     for path in _converted(load):
         _replicate(plan, path)
+        if dealt is not None:
+            dealt.drop_below(path)
     modules: dict[str, set[str]] = {}
     for path, _ in named_modules(load.model):
         modules.setdefault(in_plan(path), set()).add(path)
@@ -98,74 +105,6 @@ def follow_plan(load: Selected, config: Any) -> Any:
     for change in changes:
         change.apply()
     return with_plans(load.model, config, rules, of_experts)
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """A plan, and what becomes of it.
-
-    Attributes:
-        rules: module or parameter, with `*` for numbers -> its style, as transformers has it.
-        processes: among how many processes it shares.
-        added: the rules for layers that only the patched model has, and these layers.
-        gone: the rules for those that only transformers has, or that are not followed.
-    """
-
-    rules: dict[str, str]
-    processes: int
-    added: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
-    not_followed: set[str] = field(default_factory=set)
-
-    def of(self, name: str) -> str | None:
-        """The style of a module or parameter."""
-        return self.rules.get(in_plan(name))
-
-    def below(self, path: str) -> dict[str, str]:
-        """The rules for a module and what is in it."""
-        rule = in_plan(path)
-        return {name: style for name, style in self.rules.items() if name == rule or name.startswith(f"{rule}.")}
-
-    def drop_below(self, path: str) -> None:
-        self.not_followed.update(self.below(path))
-
-    def add(self, path: str, style: str) -> None:
-        """Add the rule for a layer that only the patched model has.
-
-        Raises:
-            InvalidPatcherError: there is another one for it.
-        """
-        rule = in_plan(path)
-        known, paths = self.added.setdefault(rule, (self.rules.get(rule, style), set()))
-        if known != style:
-            raise _cannot(
-                [path],
-                f"the plan has {known!r} for it, and {style!r} for what it is made of. Leave {rule!r} out of tp_plan",
-            )
-        paths.add(path)
-
-    def result(self, modules: Mapping[str, set[str]]) -> dict[str, str]:
-        """The plan for the patched model.
-
-        Args:
-            modules: the modules that it has, by what plans call them.
-
-        Raises:
-            InvalidPatcherError: a rule for a layer of it holds for another one, which transformers doesn't share.
-        """
-        kept = {
-            rule: style
-            for rule, style in self.rules.items()
-            if rule not in self.not_followed and (rule not in self.gone or rule in modules)
-        }
-        for rule, (_, paths) in self.added.items():
-            if rule not in kept and (others := modules[rule] - paths):
-                raise _cannot(
-                    sorted(paths),
-                    f"{rule!r}, as a plan calls it, is {sorted(others)[0]} as well, a layer of the model that isn't "
-                    "shared. Leave the fusion of these modules out",
-                )
-        return kept | {rule: style for rule, (style, _) in self.added.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +128,7 @@ class _Change:
             has_some_experts(self.module, len(self.own))
 
 
-def _share(plan: _Plan, path: str, module: nn.Module, carried: FusedWeights) -> _Change:
+def _share(plan: Plan, path: str, module: nn.Module, carried: FusedWeights) -> _Change:
     """Share the layers of a fused module as the plan has those of transformers.
 
     Raises:
@@ -203,16 +142,16 @@ def _share(plan: _Plan, path: str, module: nn.Module, carried: FusedWeights) -> 
         if type(layout) is Rows:
             layouts.append(_shared_rows(plan, path, module, carried, layout))
         elif asked := [name for name in layout.stock if plan.of(f"{inside(path)}{name.rpartition('.')[0]}")]:
-            raise _cannot(
+            raise cannot(
                 [f"{inside(path)}{asked[0]}"],
-                f"how {layout} is to be shared is not known. Leave the fusion of this module out",
+                f"how {layout} is to be shared is not known",
             )
         else:
             layouts.append(layout)
     return _Change(module, replace(carried, layouts=tuple(layouts)))
 
 
-def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeights, layout: Rows) -> Rows:
+def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: FusedWeights, layout: Rows) -> Rows:
     prefix = inside(path)
     layers = [f"{prefix}{name.rpartition('.')[0]}" for name in layout.stock]
     styles = {layer: plan.of(layer) for layer in layers}
@@ -220,9 +159,9 @@ def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeight
     fused_layer, _, kind = layout.fused[0].rpartition(".")
     if others or any(plan.of(f"{prefix}{name}") for name in (*layout.stock, *layout.fused)):
         listed = ", ".join(f"{layer}: {found!r}" for layer, found in styles.items())
-        raise _cannot(
+        raise cannot(
             [path],
-            f"the plan shares what is joined here in several ways ({listed}). Leave the fusion of this module out",
+            f"the plan shares what is joined here in several ways ({listed})",
         )
     style = style or plan.of(f"{prefix}{fused_layer}")
     if style is None:
@@ -231,39 +170,36 @@ def _shared_rows(plan: _Plan, path: str, module: nn.Module, carried: FusedWeight
     if not fused_layer or kind not in ("weight", "bias"):  # biases of some of the projections only
         if style in GATHERED:
             return layout
-        raise _cannot(
+        raise cannot(
             [path],
-            f"{layout} has biases of some of its projections only, which no plan can share. Leave "
-            "the fusion of this module out",
+            f"{layout} has biases of some of its projections only, which no plan can share",
         )
     if style != "colwise" and style not in GATHERED:
-        raise _cannot(
+        raise cannot(
             [path],
-            f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows. "
-            "Leave the fusion of this module out",
+            f"the plan has {style!r} for {layers[0]}, which is not known to hold for joined rows",
         )
     plan.add(f"{prefix}{fused_layer}", style)
     if style in GATHERED:
         return layout  # gathered, the rows stand in the order in which they were cut
     unit = fusion_named(carried.fusion).rows_together(module)
     if not unit:
-        raise _cannot(
+        raise cannot(
             [path],
-            f"which rows of {', '.join(layers)} belong together, as those of a head do, is not "
-            "known. Leave the fusion of this module out",
+            f"which rows of {', '.join(layers)} belong together, as those of a head do, is not known",
         )
     for layer, rows in zip(layers, layout.sizes, strict=True):
         if rows % (unit * plan.processes):
             what = f"{rows // unit} heads of {unit} rows" if unit > 1 else f"{rows} rows"
-            raise _cannot(
+            raise cannot(
                 [layer],
-                f"{what} can't be shared equally among {plan.processes} processes. Take a tp_size "
-                "that divides them, or leave the fusion of this module out",
+                f"{what} can't be shared equally among {plan.processes} processes",
+                "Take a tp_size that divides them, or leave the fusion out.",
             )
     return replace(layout, blocks=plan.processes)
 
 
-def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
+def _share_experts(plan: Plan, path: str, carried: FusedWeights) -> None:
     """Share the layers of each expert as the plan has the stacks."""
     rules = plan.below(path)
     if not rules:
@@ -280,20 +216,20 @@ def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
         # Of a matrix as transformers has it: (out, in), or (in, out) where it is transposed.
         of_outputs = style in (INPUTS if layout.transposed else OUTPUTS)
         if style not in (*OUTPUTS, *INPUTS):
-            raise _cannot(
+            raise cannot(
                 [f"{prefix}{stack}"],
-                f"the plan has {style!r} for it, which is not known to hold for the "
-                "layers of each expert. Leave sequential_experts out",
+                f"the plan has {style!r} for it, which is not known to hold for the layers of each expert",
+                LEAVE_EXPERTS,
             )
         layers = {f"{prefix}{name.rpartition('.')[0]}" for name in layout.fused}
         styles |= dict.fromkeys(layers, "colwise" if of_outputs else "rowwise")
     unknown = sorted(rules.keys() - known)
     if unknown or set(styles.values()) != {"colwise", "rowwise"} or plan.of(path) != SUMMED_EXPERTS:
         listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())
-        raise _cannot(
+        raise cannot(
             [path],
-            f"the plan shares its stacks in a way that is not known to hold for the layers of each "
-            f"expert ({listed}). Leave sequential_experts out",
+            f"the plan shares its stacks in a way that is not known to hold for the layers of each expert ({listed})",
+            LEAVE_EXPERTS,
         )
     for layer, style in styles.items():
         plan.add(layer, style)
@@ -301,7 +237,7 @@ def _share_experts(plan: _Plan, path: str, carried: FusedWeights) -> None:
     plan.not_followed.add(in_plan(path))  # the layers that take some of the inputs sum the results themselves
 
 
-def _deal(plan: _Plan, path: str, module: ListedExperts, carried: FusedWeights, asked: Sizes) -> _Change:
+def _deal(plan: Plan, path: str, module: ListedExperts, carried: FusedWeights, asked: Sizes) -> _Change:
     """Have each process keep some of the experts.
 
     Raises:
@@ -313,23 +249,24 @@ def _deal(plan: _Plan, path: str, module: ListedExperts, carried: FusedWeights, 
     expected = dict.fromkeys(stacks & rules.keys(), DEALT_STACK) | {in_plan(path): DEALT_EXPERTS}
     if rules != expected:
         listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())
-        raise _cannot(
+        raise cannot(
             [path],
-            f"the plan deals its experts in a way that is not known to hold for layers of each "
-            f"({listed}). Leave sequential_experts out",
+            f"the plan deals its experts in a way that is not known to hold for layers of each ({listed})",
+            LEAVE_EXPERTS,
         )
     if asked.tensors != asked.experts or asked.batches > 1:
-        raise _cannot(
+        raise cannot(
             [path],
             f"its experts can be dealt to processes that share one batch only: ep_size and tp_size "
             f"equal, and nothing else; found ep_size={asked.experts}, tp_size={asked.tensors} and "
-            f"{asked.batches} batches. Ask for that, or leave sequential_experts out",
+            f"{asked.batches} batches",
+            LEAVE_EXPERTS,
         )
     if len(module) % plan.processes:
-        raise _cannot(
+        raise cannot(
             [path],
-            f"{len(module)} experts can't be dealt equally to {plan.processes} processes. Take an "
-            "ep_size that divides them",
+            f"{len(module)} experts can't be dealt equally to {plan.processes} processes",
+            LEAVE_EXPERTS,
         )
     plan.gone.update(stacks)
     number = len(module) // plan.processes
@@ -373,7 +310,7 @@ def _pattern(text: str) -> re.Pattern[str]:
         return re.compile("")
 
 
-def _replicate(plan: _Plan, path: str) -> None:
+def _replicate(plan: Plan, path: str) -> None:
     """Have each process compute a module as a whole, where it takes and gives what all processes have.
 
     Raises:
@@ -382,14 +319,10 @@ def _replicate(plan: _Plan, path: str) -> None:
     styles = set(plan.below(path).values())
     if styles and not (styles <= set(GATHERED) or (styles & set(OUTPUTS) and styles & {*INPUTS, SUMMED_EXPERTS})):
         listed = ", ".join(f"{name}: {style!r}" for name, style in plan.below(path).items())
-        raise _cannot(
+        raise cannot(
             [path],
             f"a class mapping has replaced it and converts its weights, and the plan ({listed}) "
-            "has it take or give a share of something. Replace the module around it, or load without "
-            "tensor parallelism",
+            "has it take or give a share of something",
+            "Replace the module around it, or load without tensor parallelism.",
         )
     plan.drop_below(path)
-
-
-def _cannot(paths: Iterable[str], reason: str) -> InvalidPatcherError:
-    return InvalidPatcherError(f"Tensor parallelism of {', '.join(compress(list(paths)))}: {reason}.")

@@ -33,7 +33,7 @@ from tests.support.splitting import (
 SUBJECT = "Data parallelism, two processes"
 
 
-def _in_both(work: Callable[[Row, Path], str], row: Row, folder: Path) -> str:
+def in_both(work: Callable[[Row, Path], str], row: Row, folder: Path) -> str:
     """What a function returns in the first of two processes."""
     assert row.folder  # made before there are two
     two_processes(partial(_written, work, row, folder), folder)
@@ -95,14 +95,14 @@ def _repeated(row: Row, folder: Path) -> str:
 
 @column(SUBJECT, "FSDP2 by `DistributedConfig`: `save_pretrained`, trained")
 def split_by_transformers(row: Row, folder: Path) -> str:
-    return _in_both(_split_by_transformers, row, folder)
+    return in_both(_split_by_transformers, row, folder)
 
 
 @column(SUBJECT, "FSDP2 by `fully_shard`: `save_pretrained`, trained")
 def split_with_torch(row: Row, folder: Path) -> str:
-    return _in_both(_split_by_hand, row, folder)
+    return in_both(_split_by_hand, row, folder)
 
 
 @column(SUBJECT, "DDP, trained")
 def repeated(row: Row, folder: Path) -> str:
-    return _in_both(_repeated, row, folder)
+    return in_both(_repeated, row, folder)
