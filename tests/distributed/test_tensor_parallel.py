@@ -14,12 +14,9 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     Olmo2Config,
-    Qwen3Config,
     modeling_utils,
 )
-from transformers.core_model_loading import WeightRenaming
 from transformers.distributed import DistributedConfig
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import patcher
 from patcher import InvalidPatcherError, Patcher
@@ -31,13 +28,14 @@ from tests.support.beside import LINEAR_EXPERTS
 from tests.support.checkpoints import files
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
-from tests.support.replacements import JOINED
+from tests.support.replacements import JOINED, SCALED_NORMS
 from tests.support.tiny import (
     save_tiny,
     tiny_inputs,
     tiny_llama_config,
     tiny_mixtral_config,
     tiny_qwen2_moe_config,
+    tiny_qwen3_config,
 )
 
 TENSORS = {"tp_size": 2}
@@ -53,7 +51,7 @@ CONFIGS = {
     "llama": tiny_llama_config(num_attention_heads=8, num_key_value_heads=2),
     "biases": tiny_llama_config(attention_bias=True, mlp_bias=True),
     "tied": tiny_llama_config(tie_word_embeddings=True),
-    "norms of heads": Qwen3Config(**tiny_llama_config(head_dim=16).to_diff_dict() | {"model_type": "qwen3"}),
+    "norms of heads": tiny_qwen3_config(),
     "gathered": Olmo2Config(**tiny_llama_config().to_diff_dict() | {"model_type": "olmo2"}),
     "mixtral": tiny_mixtral_config(),
     "shared expert": tiny_qwen2_moe_config(),
@@ -131,7 +129,13 @@ def as_original(model: Any, folder: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Of the older releases these alone.
+SHORT = ("both", "experts", "a class mapping with conversions")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in CASES]
+)
 def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     case, folder = CASES[name], folders[CASES[name].folder]
     stock = stock_in_one_process(folder)
@@ -175,6 +179,7 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
     assert torch.equal(logits(stock_in_one_process(tmp_path / "saved")), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both", "biases", *(["dealt experts"] if DEALS_EXPERTS else ["experts"])])
 def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     name: str, folders: dict[str, Path], tmp_path: Path
@@ -200,20 +205,6 @@ def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     assert torch.equal(logits(again), logits(one))
 
 
-class OwnNorm(Qwen3RMSNorm):
-    """A norm with its scale under another name."""
-
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
-        super().__init__(width, eps)
-        self.scale = self.weight
-        del self.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.weight = self.scale
-        return super().forward(x)
-
-
-OWN_NORM = Patcher({"Qwen3RMSNorm": OwnNorm}, extra_weight_conversions=WeightRenaming("norm.weight", "norm.scale"))
 SIX = tiny_mixtral_config(num_local_experts=5)
 UNEVEN = tiny_llama_config(num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
 #: config, patcher, what is asked for, the error
@@ -246,9 +237,9 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
     ),
     "a part of what is shared": (
         CONFIGS["norms of heads"],
-        OWN_NORM,
+        SCALED_NORMS,
         TENSORS,
-        "has it take or give a share of something",
+        "has it work on a share of something",
     ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }

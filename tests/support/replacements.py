@@ -1,4 +1,4 @@
-"""Replacements that the tests put in place of Llama's classes: some are subclasses, some only look alike."""
+"""Replacements that the tests put in place of Llama's and Qwen3's classes: some are subclasses, some only look alike."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.core_model_loading import Concatenate, WeightConverter
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RMSNorm
 
 from patcher import Patcher
 from tests.support.tiny import tiny_inputs, tiny_llama_config
@@ -131,3 +132,32 @@ def in_block(patcher: Patcher) -> Any:
     """A model that is built by hand while a patcher is applied."""
     with patcher.applied():
         return LlamaForCausalLM(tiny_llama_config())
+
+
+class ScaledNorm(Qwen3RMSNorm):
+    """A norm that has its weight under another name."""
+
+    weight = property(lambda self: self.scale)  # type: ignore[assignment]
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__(width, eps)
+        self.scale = self._parameters.pop("weight")
+
+
+class AttentionOfOthersNames(Qwen3Attention):
+    """Attention that has the norm of its queries under another name."""
+
+    q_norm = property(lambda self: self.norm_of_queries)  # type: ignore[assignment]
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.norm_of_queries = self._modules.pop("q_norm")
+
+
+SCALED_NORMS = Patcher(
+    {"Qwen3RMSNorm": ScaledNorm}, extra_weight_conversions=WeightRenaming(r"norm\.weight", "norm.scale")
+)
+OTHERS_NAMES = Patcher(
+    {"Qwen3Attention": AttentionOfOthersNames},
+    extra_weight_conversions=WeightRenaming(r"q_norm\.weight", "norm_of_queries.weight"),
+)

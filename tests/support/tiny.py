@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3Config,
     Qwen3VLMoeConfig,
 )
 
@@ -66,6 +67,11 @@ IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = 120, 121, 122, 123
 
 def tiny_llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**DECODER_SIZES | changes)
+
+
+def tiny_qwen3_config(**changes: Any) -> Qwen3Config:
+    """Each head of queries and keys has a norm."""
+    return Qwen3Config(**DECODER_SIZES | {"head_dim": 16} | changes)
 
 
 def tiny_qwen2_moe_config(**changes: Any) -> Qwen2MoeConfig:

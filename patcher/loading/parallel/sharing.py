@@ -322,7 +322,7 @@ def _replicate(plan: Plan, path: str) -> None:
         raise cannot(
             [path],
             f"a class mapping has replaced it and converts its weights, and the plan ({listed}) "
-            "has it take or give a share of something",
+            "has it work on a share of something",
             "Replace the module around it, or load without tensor parallelism.",
         )
     plan.drop_below(path)
