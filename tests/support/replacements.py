@@ -1,4 +1,4 @@
-"""Replacements that the tests put in place of Llama's and Qwen3's classes: some are subclasses, some only look alike."""
+"""Replacements in place of the classes of Llama and Qwen3: some are subclasses, some only look alike."""
 
 from __future__ import annotations
 
