@@ -65,6 +65,22 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
 
 
+#: What activation checkpointing and FullyShardedDataParallel call a module that they are around: names in state dicts
+#: are without it.
+_LEFT_OUT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def in_state_dict(name: str) -> str:
+    """The name of a module or parameter as state dicts have it, which know nothing of some wrappers.
+
+    >>> in_state_dict("layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'layers.0.mlp.up_proj.weight'
+    """
+    if "_wrapped_module" not in name:  # most
+        return name
+    return ".".join(segment for segment in name.split(".") if segment not in _LEFT_OUT)
+
+
 def inside(path: str) -> str:
     """What the names of all that is inside of the module at a path begin with; "" is the path of the model."""
     return f"{path}." if path else ""

@@ -19,7 +19,7 @@ from patcher.conversions.layouts import Layout
 from patcher.conversions.sharded import one_piece
 from patcher.conversions.transforms import by_itself
 from patcher.errors import PatchedWeightsError
-from patcher.patterns import inside
+from patcher.patterns import in_state_dict, inside
 
 #: On a fused module: its `FusedWeights`.
 FUSED = "_patcher_fused"
@@ -128,8 +128,12 @@ def fused_weights(module: nn.Module) -> FusedWeights | None:
 
 
 def fused_modules(model: nn.Module) -> list[tuple[str, nn.Module, FusedWeights]]:
-    """(path, module, what it carries) of each fused module of a model."""
-    return [(path, module, found) for path, module in named_modules(model) if (found := fused_weights(module))]
+    """(path, module, what it carries) of each fused module of a model, the paths as state dicts have them."""
+    return [
+        (in_state_dict(path), module, found)
+        for path, module in named_modules(model)
+        if (found := fused_weights(module))
+    ]
 
 
 def separated(

@@ -31,15 +31,20 @@ from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
 from patcher.loading.traced_layouts import layouts_in
-from patcher.patterns import inside
+from patcher.patterns import in_state_dict, inside
 from patcher.spec.patcher import Patcher
+
+
+def _own(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the state dict of a model holds."""
+    return {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
 
 
 def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of a model as transformers has it, on the meta device."""
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state_tensors(model).items()}
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in _own(model).items()}
     for path, _, layouts in layouts_in(model):
-        prefix = inside(path)
+        prefix = inside(in_state_dict(path))
         for layout in layouts:
             for name in layout.fused:
                 shapes.pop(f"{prefix}{name}", None)
@@ -50,10 +55,10 @@ def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def stock_values(model: nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The values of some parameters of transformers, as a model has them now."""
-    own = state_tensors(model)
+    own = _own(model)
     found = {name: whole(own[name].detach()) for name in names if name in own}
     for path, _, layouts in modules_with_layouts(model):
-        prefix = inside(path)
+        prefix = inside(in_state_dict(path))
         for layout in layouts:
             stock = [f"{prefix}{name}" for name in layout.stock]
             if not names.keys().isdisjoint(stock):
@@ -85,7 +90,7 @@ def _name_as_parameters(
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     keep_pieces(model)
-    own = state_tensors(model)
+    own = _own(model)
     if own.keys() >= found.keys():
         return
     shapes = stock_shapes(model)

@@ -19,7 +19,7 @@ from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.traced_layouts import layouts_in
-from patcher.patterns import inside
+from patcher.patterns import in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
 
@@ -52,7 +52,7 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     layouts_in(model)
     result = _unconverted(model, separated(fused_modules(model), _gathered(model)))
     for path, part, record in patched_models(model):
-        prefix = inside(path)
+        prefix = inside(in_state_dict(path))
         own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
         result = {key: value for key, value in result.items() if not key.startswith(prefix)}
         result |= {f"{prefix}{key}": value for key, value in _as_in_transformers(part, record, own).items()}
@@ -95,13 +95,13 @@ def load_original_state_dict(
     filled = []
     for path, part in named_modules(model):
         if isinstance(part, PreTrainedModel):
-            prefix = inside(path)
+            prefix = inside(in_state_dict(path))
             for name, source in ties(part).items():
                 if f"{prefix}{name}" not in given and f"{prefix}{source}" in given:
                     given[f"{prefix}{name}"] = given[f"{prefix}{source}"]
                     filled.append(part)
     keep_pieces(model)
-    own = state_tensors(model)
+    own = {in_state_dict(name): value for name, value in state_tensors(model).items()}
     given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():
         result = model.load_state_dict(given, strict=strict, assign=assign)
@@ -134,7 +134,7 @@ def _unconverted(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[
     parts: dict[str, dict[str, torch.Tensor]] = {}
     taken: set[str] = set()
     for path, module in named_modules(model):
-        converted = converted_weights(module)
+        path, converted = in_state_dict(path), converted_weights(module)
         for layout in converted.layouts if converted is not None else ():
             stock, fused = ([f"{inside(path)}{name}" for name in names] for names in (layout.stock, layout.fused))
             taken.update(fused)

@@ -49,7 +49,9 @@ def _launched(state_dict_type: str) -> None:
     asked = ["--num_processes=2", "--num_machines=1", "--machine_rank=0", "--num_cpu_threads_per_process=1"]
     asked += ["--mixed_precision=no", "--dynamo_backend=no", "--use_fsdp", "--fsdp_version=2"]
     asked += ["--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP", "--fsdp_cpu_ram_efficient_loading=true"]
-    asked += [f"--fsdp_state_dict_type={state_dict_type}", "program.py"]
+    asked += [f"--fsdp_state_dict_type={state_dict_type}"]
+    # In one of them activation checkpointing of torch is around the layers.
+    asked += [f"--fsdp_activation_checkpointing={state_dict_type == 'FULL_STATE_DICT'}", "program.py"]
     own = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     os.environ.update(prepare_multi_gpu_env(launch_command_parser().parse_args(asked)) | own)
     found = PartialState.__init__

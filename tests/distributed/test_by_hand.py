@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from patcher import (
     fused_parameters,
@@ -240,3 +244,39 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     (tmp_path / "tied").mkdir()
     save_tiny(tiny_llama_config(tie_word_embeddings=True), tmp_path / "tied")
     two_processes(partial(_tied, tmp_path), tmp_path)
+
+
+# --- the FullyShardedDataParallel before `fully_shard` ---------------------------------------------------------------
+
+
+def _flat(folder: Path, rank: int) -> None:
+    warnings.simplefilter("ignore")  # it is deprecated
+    row = TWO[0]
+    double, inputs = in_double_of(row), batch(row)
+    split = partial(
+        FullyShardedDataParallel,
+        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    model, stock = split(row.patched(**double)), split(row.stock(**double))
+    found, expected = (train(each, adamw(each), inputs) for each in (model, stock))
+    assert found == pytest.approx(expected, abs=ROUNDING)
+    whole = stock.state_dict()
+    compared(original_state_dict(model), dict(whole), rounding=ROUNDING)
+    for name, each in {"ours": model, "stock": stock}.items():
+        state_dict = each.state_dict()
+        if rank == 0:
+            each.module.save_pretrained(folder / name, state_dict=state_dict)
+    if rank == 0:
+        found, expected = (load_file(folder / name / "model.safetensors") for name in ("ours", "stock"))
+        compared(found, expected, rounding=ROUNDING)
+    dist.barrier()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        load_original_state_dict(model, row.stock(**double).state_dict())
+        compared(original_state_dict(model), dict(row.stock(**double).state_dict()), rounding=0)
+
+
+def test_flat_pieces_are_put_together_too(tmp_path: Path) -> None:
+    assert TWO[0].folder
+    two_processes(partial(_flat, tmp_path), tmp_path)

@@ -6,14 +6,20 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaForCausalLM
 
-from patcher import Patcher, report
+from patcher import Patcher, load_original_state_dict, original_state_dict, report
+from tests.compatibility.outcomes import compared
+from tests.compatibility.rows import ROWS, Row
+from tests.support.checkpoints import saved
 from tests.support.replacements import JOINED, OWN, JoinedMLP, OwnNorm
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
 
@@ -102,3 +108,33 @@ def test_a_pickle_is_read_in_another_process_that_saves_the_original_checkpoint(
     saved, original = load_file(tmp_path / "saved/model.safetensors"), load_file(llama / "model.safetensors")
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[key], original[key]) for key in original)
+
+
+def wrapped(model: Any) -> Any:
+    """A model with activation checkpointing of torch around its layers, as accelerate puts it there."""
+    text = getattr(model.model, "language_model", model.model)
+    for number, layer in enumerate(text.layers):
+        text.layers[number] = checkpoint_wrapper(layer)
+    if hasattr(model.model, "visual"):
+        model.model.visual = checkpoint_wrapper(model.model.visual)
+    return model
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_wrappers_that_state_dicts_leave_out_are_left_out(row: Row, tmp_path: Path) -> None:
+    model, stock = wrapped(row.patched()), row.stock()
+    assert saved(model, tmp_path / "ours") == saved(stock, tmp_path / "stock")
+    state_dict = dict(stock.state_dict())
+    compared(original_state_dict(model), state_dict, rounding=0)
+    ways: list[Callable[[], Any]] = [
+        lambda: model.load_state_dict(state_dict),
+        lambda: model.load_state_dict(load_file(row.folder / "model.safetensors")),
+        lambda: load_original_state_dict(model, state_dict),
+        lambda: model.load_state_dict(row.patched().state_dict()),
+    ]
+    for load in ways:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert not any(load())
+        compared(original_state_dict(model), state_dict, rounding=0)
