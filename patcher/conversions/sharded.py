@@ -13,6 +13,36 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from patcher.compat.models import DisableTorchFunction
+from patcher.errors import PatchConflictError
+
+
+class Copied(DTensor):
+    """A tensor that was put together of what processes have: writing to it would write to nobody's parameter."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, value: DTensor) -> DTensor:
+        """The tensor, as one that can't be written to."""
+        value.__class__ = cls
+        return value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            raise PatchConflictError(
+                "These rows were put together of what several processes have, so they can't be written. Write to the "
+                "parameter that holds them, or take the fusions off with Patcher().apply(model) first."
+            )
+        with DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
+        is_same = name == "detach" or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        return cls.of(result) if is_same and type(result) is DTensor else result
+
 
 def keep_pieces(model: nn.Module) -> None:
     """Have modules hold pieces that `fully_shard` has split: the last forward may have left them whole."""

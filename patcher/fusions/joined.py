@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patcher.conversions.fused_weights import fused_weights
+from patcher.conversions.sharded import Copied
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule, view_of
@@ -148,7 +149,8 @@ class ProjectionView:
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
                 "writes them."
             )
-        return view_of(whole, whole.narrow(0, self._start, self._size))
+        rows = whole.narrow(0, self._start, self._size)
+        return view_of(whole, Copied.of(rows) if isinstance(rows, DTensor) else rows)
 
 
 def part_property(joined: Joined, number: int) -> property:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tests.support.beside import FUSED_QKV
 from tests.support.checkpoints import files
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
-from tests.support.split_replacements import CONVERTING, WITH_VALUES
+from tests.support.split_replacements import CONVERTING, IN_BFLOAT16, WITH_VALUES
 from tests.support.splitting import (
     all_whole,
     assert_same_weights,
@@ -108,13 +109,15 @@ def test_sizes_that_two_processes_cannot_share_evenly(tmp_path: Path) -> None:
 # --- conversions, and values that no checkpoint has ------------------------------------------------------------------
 
 
-def _as_one_process(folder: Path, patchers: dict[str, Patcher], rank: int) -> None:
+def _as_one_process(folder: Path, rank: int) -> None:
+    patchers = {**CONVERTING, **WITH_VALUES, **IN_BFLOAT16}
     inputs = {"input_ids": torch.arange(3, 15)[None]}
     for name, patcher in patchers.items():
+        options = {"dtype": torch.bfloat16 if name in IN_BFLOAT16 else torch.float32}
         torch.manual_seed(0)  # of what `__init__` draws
-        one = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher)
+        one = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher, **options)
         torch.manual_seed(rank)
-        model = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher, **split())
+        model = AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=patcher, **options, **split())
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), name
         assert torch.equal(logits(model, inputs), logits(one, inputs)), name
         compared(original_state_dict(model), original_state_dict(one), rounding=0)
@@ -125,14 +128,14 @@ def _as_one_process(folder: Path, patchers: dict[str, Patcher], rank: int) -> No
         model.save_pretrained(folder / f"{name} two")
         dist.barrier()
         assert files(folder / f"{name} two") == files(folder / f"{name} one"), name
-        if not patcher.new_weights:
+        if name in CONVERTING:
             assert files(folder / f"{name} two") == files(folder / "llama"), name
 
 
 def test_conversions_are_those_of_one_process(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     save_tiny(tiny_llama_config(), tmp_path / "llama")
-    two_processes(partial(_as_one_process, tmp_path, {**CONVERTING, **WITH_VALUES}), tmp_path)
+    two_processes(partial(_as_one_process, tmp_path), tmp_path)
 
 
 # --- the forms of a config, and of a save ----------------------------------------------------------------------------
@@ -186,6 +189,21 @@ def _forms(folder: Path, rank: int) -> None:
             )
     with pytest.raises(PatcherError, match="q_proj has rows of qkv_proj that are split over processes"):
         model.model.layers[0].self_attn.q_proj = torch.nn.Linear(64, 64, bias=False)
+    part = model.model.layers[0].self_attn.k_proj.weight
+    wanted = original_state_dict(model)["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(part.full_tensor(), wanted)
+    writes: list[Callable[[], object]] = [
+        lambda: part.detach().zero_(),
+        lambda: part.data.copy_(part),
+        lambda: torch.nn.init.zeros_(part),
+        lambda: part.data.__setitem__(0, 1.0),
+    ]
+    for write in writes:  # nobody would see it
+        with pytest.raises(PatcherError, match="Write to the parameter that holds them"):
+            write()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.qkv_proj.weight.zero_()
+    assert not model.model.layers[0].self_attn.k_proj.weight.full_tensor().any()
     with pytest.raises(PatcherError, match="no fusion describes it"):  # in both processes
         AutoModelForCausalLM.from_pretrained(folder / "llama", patcher=JOINED, **split()).save_pretrained(
             folder / "nowhere", save_original_format=False

@@ -70,8 +70,21 @@ class ByPowersOfTwo(ConversionOps):
         return _Multiply(self.scale)
 
 
+class InThirds(ConversionOps):
+    """Computes something that each type rounds otherwise."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        (value,) = input_dict.values()
+        value = value[0] if isinstance(value, list) else value
+        return {target_patterns[0]: value / 3 + value}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _Multiply(0.75)
+
+
 class _Multiply(ConversionOps):
-    def __init__(self, scale: torch.Tensor) -> None:
+    def __init__(self, scale: torch.Tensor | float) -> None:
         self.scale = scale
 
     def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
@@ -132,6 +145,12 @@ CONVERTING: dict[str, Patcher] = {
         HalvedMLP, WeightConverter("mlp.gate_proj.weight", ["mlp.first.weight", "mlp.second.weight"], [Chunk(dim=0)])
     ),
     "scaled": _mapped(ScaledMLP, WeightConverter("mlp.gate_proj.weight", "mlp.scaled.weight", [ByPowersOfTwo()])),
+}
+
+#: Conversions that a load in another type than that of the file rounds.
+IN_BFLOAT16: dict[str, Patcher] = {
+    "in thirds": _mapped(ScaledMLP, WeightConverter("mlp.gate_proj.weight", "mlp.scaled.weight", [InThirds()])),
+    "joined, in half": JOINED,
 }
 
 #: What isn't in the checkpoint.
