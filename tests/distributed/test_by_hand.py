@@ -50,7 +50,7 @@ from tests.support.splitting import (
 )
 
 #: Of those whose parameters are others than in transformers.
-CONVERTED = [row for row in ROWS if row.joins]
+CONVERTED = [row for row in ROWS if row.joins and row.name != "`gate_up`"]  # which is as `qkv` here
 #: One of rows, and one of experts.
 TWO = [row for row in ROWS if row.name in ("`qkv`", "`sequential_experts`")]
 

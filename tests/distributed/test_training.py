@@ -97,16 +97,16 @@ def _trainers(folder: Path, rank: int) -> None:
     patcher = Patcher(fusions=["qkv", "gate_up"])
     runs = {}
     for name, options in {"stock": {}, "ours": {"patcher": patcher}}.items():
-
-        def load(options: dict[str, Any] = options) -> Any:
-            return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float64, **options)
-
-        whole = trained(load(), folder / name)
-        resumed = trained(load(), folder / f"{name} resumed", folder / name / MIDDLE)
-        compared(losses(resumed), losses(whole), rounding=ROUNDING)
-        compared(weights(resumed), weights(whole), rounding=ROUNDING)
-        assert resumed.args.world_size == 2
-        runs[name] = whole
+        runs[name] = trained(
+            AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float64, **options), folder / name
+        )
+    resumed = trained(
+        AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float64, patcher=patcher),
+        folder / "resumed",
+        folder / "ours" / MIDDLE,
+    )
+    compared([losses(resumed), weights(resumed)], [losses(runs["ours"]), weights(runs["ours"])], rounding=ROUNDING)
+    assert resumed.args.world_size == 2
     compared(losses(runs["ours"]), losses(runs["stock"]), rounding=ROUNDING)
     compared(weights(runs["ours"]), weights(runs["stock"]), rounding=ROUNDING)
     if rank == 0:
