@@ -47,6 +47,21 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
+    "load an adapter": (
+        peft_integration.PeftAdapterMixin,
+        "load_adapter",
+        (
+            "peft_model_id",
+            "adapter_name",
+            "peft_config",
+            "adapter_state_dict",
+            "is_trainable",
+            "hotswap",
+            "local_files_only",
+            "adapter_kwargs",
+            "load_config",
+        ),
+    ),
     "read GGUF": (GgufHfQuantizer, "get_state_dict", ("checkpoint_file", "model")),
     "distribute": (PreTrainedModel, "maybe_distribute_model", ("model", "distributed_config")),
     "device map": (modeling_utils, "_get_device_map", ("model", "device_map")),
@@ -69,6 +84,8 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
+_STATE = ("model", "state_dict", "adapter_name")
+
 #: The same of modules that not everybody imports: hooked when somebody does. Names are found below the module.
 HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "transformers.pipelines": {
@@ -82,6 +99,23 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "optimizer of a trainer, loaded": ("Trainer._load_optimizer_and_scheduler", ("checkpoint",)),
     },
     "transformers.exporters.utils": {"patches of exporters": ("patch_attributes", ("patches",))},
+    "peft.tuners.tuners_utils": {"inject an adapter": ("BaseTuner.inject_adapter", ("model", "adapter_name"))},
+    "peft.utils.transformers_weight_conversion": {
+        "config of an adapter": ("convert_peft_config_for_transformers", ("peft_config", "model", "conversions")),
+        "weights of an adapter": (
+            "convert_peft_adapter_state_dict_for_transformers",
+            ("model", "peft_config", "adapter_state_dict", "adapter_name"),
+        ),
+    },
+    "peft.utils.save_and_load": {"state of an adapter": ("get_peft_model_state_dict", _STATE)},
+    "peft.utils": {"state of an adapter, from peft.utils": ("get_peft_model_state_dict", _STATE)},
+    "peft.peft_model": {
+        "state of an adapter, from peft.peft_model": ("get_peft_model_state_dict", _STATE),
+        "load a PeftModel": ("PeftModel.from_pretrained", ("model", "model_id", "adapter_name", "is_trainable", "config")),
+        "load into a PeftModel": ("PeftModel.load_adapter", ("model_id", "adapter_name", "is_trainable", "key_mapping")),
+        "save a PeftModel": ("PeftModel.save_pretrained", ("save_directory",)),
+    },
+    "peft": {"state of an adapter, from peft": ("get_peft_model_state_dict", _STATE)},
 }
 
 #: What is called or read besides.

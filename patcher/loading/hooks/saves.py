@@ -20,6 +20,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
+from patcher.loading.adapters.saving import stock_configs
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.parallel.dealt_experts import counting_all_experts, with_all_experts
@@ -61,6 +62,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         for variable, value in ((SAVING, plan), (OFFLOADED, None), (_WRITTEN, written)):
             stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
         stack.enter_context(counting_all_experts(self))
+        if has_adapters(self):
+            stack.enter_context(stock_configs(self))
         result = stock(*arguments.args, **arguments.kwargs)
     remove_others(given["save_directory"], written)
     if is_gathered:  # as transformers waits for what it has gathered itself

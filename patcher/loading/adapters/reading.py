@@ -1,0 +1,384 @@
+"""An adapter of the layers of transformers, read onto the layers of a fused model."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher.compat.adapters import (
+    PREFIX,
+    base_model,
+    base_weight,
+    inner_modules,
+    is_all_linear,
+    is_lora,
+    is_targeted,
+    kind_of,
+    linear_names,
+    lora_layer,
+    rank_and_alpha,
+    unusual_setting,
+)
+from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
+from patcher.loading.adapters.configs import for_joined_layers
+from patcher.loading.adapters.layers import JoinedLayer, Layers, layers_of
+from patcher.loading.adapters.lora import MAGNITUDE, NAMES, A, JoinedAdapter, have_one_input, join
+from patcher.loading.adapters.training import refuse_training
+from patcher.loading.record import record_of
+from patcher.patterns import compress
+from patcher.resolution.resolution import skeleton
+
+#: On a layer with adapters: name -> how its adapter of that name was made of those of several layers.
+JOINED = "_patcher_adapters"
+
+_UNFUSED = "load the model without the fusion"
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterPlan:
+    """How an adapter of the layers of transformers is put onto a fused model.
+
+    Attributes:
+        config: that of the adapter here.
+        adapters: layer -> its adapter, of those that are made of several.
+    """
+
+    layers: Layers
+    config: Any
+    adapters: Mapping[str, JoinedAdapter]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadAdapter:
+    """An adapter that is being loaded: its tensors, by their names in the model of transformers."""
+
+    model: nn.Module
+    weights: Mapping[str, torch.Tensor]
+    is_trained: bool
+
+
+#: The adapter that this thread is loading.
+READING: ContextVar[ReadAdapter | None] = ContextVar("patcher_adapter", default=None)
+
+
+@contextmanager
+def reading(adapter: ReadAdapter) -> Iterator[None]:
+    token = READING.set(adapter)
+    try:
+        yield
+    finally:
+        READING.reset(token)
+
+
+def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> AdapterPlan | None:
+    """How an adapter is put onto a model; None if it names no layer that only transformers has.
+
+    Args:
+        config: that of the adapter. It is not changed.
+        read: what is being loaded, None if the adapter is a new one.
+
+    Raises:
+        InvalidPatcherError: the adapter can't be what it is on the layers of transformers.
+        PatchedWeightsError: a tensor of it has no place.
+    """
+    layers = layers_of(model)
+    if not layers:
+        return None
+    _check_saved_modules(config, layers)
+    if not hasattr(config, "target_modules"):
+        return None
+    if is_all_linear(config):
+        if read is None:
+            return None  # whatever is linear here
+        config = copy.copy(config)
+        config.target_modules = _all_linear_in_transformers(model, config)
+    asked = [name for name in layers.parts if name in layers.gone and is_targeted(config, name)]
+    lost = [name for name in layers.others if name in layers.gone and is_targeted(config, name)]
+    if not asked and not lost:
+        return None
+    _check_kind(config, layers, asked, lost)
+    if read is None and not config.inference_mode:
+        raise InvalidPatcherError(_new_text(config, layers, asked))
+    found = _by_part(layers, read.weights) if read is not None else {}
+    settings: dict[str, dict[int, tuple[int, float]]] = {}
+    for name in asked:
+        layer, number = layers.parts[name]
+        if read is None or name in found:
+            settings.setdefault(layer.path, {})[number] = rank_and_alpha(config, name)
+    adapters = {}
+    for path, own in settings.items():
+        parts = layers.joined[path].parts
+        tensors = [found[part.path] for part in parts if part.path in found]
+        one_input = len(tensors) == len(parts) and have_one_input(tensors)
+        adapters[path] = JoinedAdapter.of(layers.joined[path], own, bool(config.use_rslora), one_input)
+    if read is not None:
+        if read.is_trained:
+            _check_training(layers, adapters)
+        _check_places(model, config, layers, found, read.weights)
+    return AdapterPlan(layers, for_joined_layers(config, layers, adapters), adapters)
+
+
+def put_down(model: nn.Module, name: str, plan: AdapterPlan | None) -> None:
+    """Have the layers of a model know how their adapter of that name was made, and refuse to train it if need be."""
+    for _, module in inner_modules(model):
+        if name in module.__dict__.get(JOINED, ()):  # another one that had this name
+            module.__dict__[JOINED] = {key: value for key, value in module.__dict__[JOINED].items() if key != name}
+    for path, adapter in plan.adapters.items() if plan is not None else ():
+        layer = lora_layer(model.get_submodule(path), name)
+        layer.__dict__[JOINED] = {**layer.__dict__.get(JOINED, {}), name: adapter}
+        if not adapter.is_trainable:
+            assert plan is not None
+            parts = [plan.layers.joined[path].parts[part.number].path for part in adapter.parts]
+            refuse_training(layer, name, path, parts)
+
+
+def joined_adapter(layer: nn.Module, name: str) -> JoinedAdapter | None:
+    """How the adapter of a layer was made, None if it was made for the layer itself."""
+    found: JoinedAdapter | None = layer.__dict__.get(JOINED, {}).get(name)
+    return found
+
+
+def onto_layers(model: nn.Module, name: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter that stands in a model, from a file of it or of one for the layers of transformers.
+
+    Args:
+        weights: by their names in files, with or without the prefix that peft puts there.
+
+    Raises:
+        PatchedWeightsError: they don't fit.
+    """
+    base = base_model(model)
+    layers = layers_of(base)
+    bare = {key.removeprefix(PREFIX): key for key in weights}
+    prefix = PREFIX if any(key.startswith(PREFIX) for key in weights) else ""
+    found = _by_part(layers, {key: weights[full] for key, full in bare.items()})
+    result = dict(weights)
+    for path, joined in layers.joined.items():
+        layer = lora_layer(base.get_submodule(path), name)
+        own = {number: found[part.path] for number, part in enumerate(joined.parts) if part.path in found}
+        if layer is None or not own or not joined_is_meant(joined, layers):
+            continue
+        adapter = joined_adapter(layer, name) or _trained_here(joined, own, layer, name)
+        adapter, made = join(joined, adapter, own, lambda at=layer: magnitudes(at, name))
+        layer.__dict__[JOINED] = {**layer.__dict__.get(JOINED, {}), name: adapter}
+        for number in own:
+            for kind in found[joined.parts[number].path]:
+                full = bare[_key(bare, joined.parts[number].path, kind)]
+                result.pop(full)
+        result |= {f"{prefix}{path}.{kind}": value for kind, value in made.items()}
+    return _with_joined_biases(base, layers, name, result, prefix)
+
+
+def joined_is_meant(joined: JoinedLayer, layers: Layers) -> bool:
+    return all(part.path in layers.gone or joined.kernel for part in joined.parts)
+
+
+def _key(bare: Mapping[str, str], path: str, kind: str) -> str:
+    return next(key for key in (f"{path}.{kind}", f"{path}.{kind}.weight") if key in bare)
+
+
+def joined_tensors(
+    model: nn.Module, plan: AdapterPlan, weights: Mapping[str, torch.Tensor]
+) -> tuple[AdapterPlan, dict[str, torch.Tensor]]:
+    """The tensors of an adapter that is yet to be put onto a model, by the names of the layers there.
+
+    Raises:
+        PatchedWeightsError: they don't fit.
+    """
+    found = _by_part(plan.layers, weights)
+    taken = {path for path in found}
+    result = {key: value for key, value in weights.items() if _split(key)[0] not in taken}
+    adapters = {}
+    for path, adapter in plan.adapters.items():
+        joined = plan.layers.joined[path]
+        own = {number: found[part.path] for number, part in enumerate(joined.parts) if part.path in found}
+        layer = model.get_submodule(path)
+        adapters[path], made = join(joined, adapter, own, lambda at=layer: _row_norms(base_weight(at)))
+        result |= {f"{path}.{kind}": value for kind, value in made.items()}
+    return AdapterPlan(plan.layers, plan.config, adapters), result
+
+
+def magnitudes(layer: Any, name: str) -> torch.Tensor:
+    """What DoRA has for each row of a layer whose weight an adapter doesn't change, as peft computes it."""
+    return _row_norms(base_weight(layer).to(layer.lora_A[name].weight.dtype))
+
+
+def _row_norms(weight: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.norm(weight.detach(), dim=1).to(weight.dtype)
+
+
+def _by_part(layers: Layers, weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Layer of transformers -> name -> tensor, of those that are parts of others here."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in weights.items():
+        path, kind = _split(key)
+        if path in layers.parts and kind in NAMES:
+            found.setdefault(path, {})[kind] = value
+    return found
+
+
+def _split(key: str) -> tuple[str, str]:
+    """The path of a layer, and the name of one of its tensors in a file."""
+    path, dot, kind = key.removeprefix(PREFIX).partition(".lora_")
+    kind = f"lora_{kind}" if dot else ""
+    return path, kind.removesuffix(".weight") if kind.startswith(MAGNITUDE) else kind
+
+
+def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tensor]], layer: Any, name: str) -> Any:
+    """How an adapter that was made for a joined layer is made of parts: they have one `A`."""
+    rank, alpha = layer.r[name], layer.lora_alpha[name]
+    listed = [own[number] for number in sorted(own)]
+    if len(own) < len(joined.parts) or not have_one_input(listed) or listed[0][A].shape[0] != rank:
+        raise PatchedWeightsError(
+            f"{joined.path} has an adapter {name!r} of rank {rank} of its own, and what is loaded into it has "
+            f"{', '.join(f'{joined.parts[n].path}: {tuple(t[A].shape)}' for n, t in own.items())}, which is no adapter "
+            "that was trained on it. Load it under another name, with load_adapter()."
+        )
+    settings = dict.fromkeys(range(len(joined.parts)), (rank, alpha))
+    return JoinedAdapter.of(joined, settings, bool(layer.use_rslora.get(name)), has_one_input=True)
+
+
+def _with_joined_biases(
+    model: nn.Module, layers: Layers, name: str, weights: dict[str, torch.Tensor], prefix: str
+) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter with the biases of parts, which `bias=` has had trained, in those of joined layers."""
+    for joined in layers.joined.values():
+        for key, numbers in joined.biases:
+            keys = {
+                number: full
+                for number in numbers
+                for kind in ("base_layer.bias", "bias")
+                if (full := f"{prefix}{joined.parts[number].path}.{kind}") in weights
+                and (joined.parts[number].path in layers.gone or joined.kernel)
+            }
+            if not keys:
+                continue
+            own = key
+            parameter = dict(model.named_parameters()).get(key)
+            if parameter is None:  # an adapter has taken the place of the layer
+                owner, _, last = key.rpartition(".")
+                own = f"{owner}.base_layer.{last}"
+                parameter = model.get_parameter(own)
+            value, start = parameter.detach().to("cpu", copy=True), 0
+            for number in numbers:
+                size = joined.parts[number].size
+                if number in keys:
+                    value[start : start + size] = weights.pop(keys[number])
+                start += size
+            weights[f"{prefix}{own}"] = value
+    return weights
+
+
+def _all_linear_in_transformers(model: nn.Module, config: Any) -> set[str]:
+    record = record_of(model)
+    if record is None or not isinstance(model, PreTrainedModel):
+        return linear_names(config, model)
+    return linear_names(config, skeleton(record.model_class, model.config))
+
+
+def is_strict(model: nn.Module) -> bool:
+    record = record_of(model)
+    return record is None or any(patcher.strict for patcher in record.patchers)
+
+
+def check_unexpected(model: nn.Module, unexpected: list[str]) -> None:
+    """Say which tensors of an adapter have found no place.
+
+    Raises:
+        PatchedWeightsError: the model was patched strictly.
+    """
+    if unexpected:
+        text = f"The adapter has tensors for which {type(model).__name__} has no place:\n" + "\n".join(
+            f"  {key}" for key in compress(key.removeprefix(PREFIX) for key in sorted(unexpected))
+        )
+        if is_strict(model):
+            raise PatchedWeightsError(text)
+        warn(text)
+
+
+def _check_places(
+    model: nn.Module,
+    config: Any,
+    layers: Layers,
+    found: Mapping[str, Mapping[str, torch.Tensor]],
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    here = frozenset(layers.stock)
+    lost = []
+    for key in weights:
+        path, kind = _split(key)
+        if kind and not getattr(config, "target_parameters", None) and path not in found:
+            if path not in here or not is_targeted(config, path):
+                lost.append(key)
+        elif kind and path in found and not is_targeted(config, path):
+            lost.append(key)
+    check_unexpected(model, lost)
+
+
+def _check_training(layers: Layers, adapters: Mapping[str, JoinedAdapter]) -> None:
+    if refused := [path for path, adapter in adapters.items() if not adapter.is_trainable]:
+        parts = [part.path for path in refused for part in layers.joined[path].parts]
+        raise InvalidPatcherError(
+            f"The adapter has matrices of its own for {_listed(parts)}, which are rows of {_listed(refused)} here. Joined "
+            "they compute the same, but training would fill the zeros between them, so is_trainable=True would train "
+            f"another adapter. To go on with it {_UNFUSED} of these layers; or train a new adapter, with "
+            f"target_modules={_names(refused)}."
+        )
+
+
+def _check_kind(config: Any, layers: Layers, asked: list[str], lost: list[str]) -> None:
+    if lost:
+        made = "; ".join(dict.fromkeys(layers.others[name] for name in lost[:2]))
+        raise InvalidPatcherError(
+            f"The adapter is for {_listed(lost)}, and the model has other layers in their place ({made}). What an "
+            "adapter of the first is for these isn't known: load the model without the patcher."
+        )
+    joined = _listed(sorted({layers.parts[name][0].path for name in asked}))
+    if not is_lora(config):
+        raise InvalidPatcherError(
+            f"The adapter is a {kind_of(config)} for {_listed(asked)}, which are rows of {joined} here. Only LoRA and "
+            f"DoRA are the same on joined layers: {_UNFUSED} of these layers."
+        )
+    if setting := unusual_setting(config):
+        raise InvalidPatcherError(
+            f"The adapter has {setting}, and is for {_listed(asked)}, which are rows of {joined} here. With that setting "
+            f"joined layers aren't known to compute the same: {_UNFUSED} of these layers."
+        )
+
+
+def _check_saved_modules(config: Any, layers: Layers) -> None:
+    saved = list(getattr(config, "modules_to_save", None) or ())
+    inner = [*layers.gone, *layers.joined]
+    if found := [name for name in inner if any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)]:
+        raise InvalidPatcherError(
+            f"modules_to_save={saved!r} means {_listed(found)}, of which the model has joined layers. A copy of a part of "
+            f"one can't be trained: {_UNFUSED} of these layers, or leave them out of modules_to_save."
+        )
+
+
+def _new_text(config: Any, layers: Layers, asked: list[str]) -> str:
+    joined = sorted({layers.parts[name][0].path for name in asked})
+    others = [name for name in layers.here if name not in layers.joined and is_targeted(config, name)]
+    return (
+        f"A new adapter is asked for {_listed(asked)}, which are rows of {_listed(joined)} in this model: they have no "
+        f"layers of their own to be adapted. Write target_modules={_names([*joined, *others])}; saved, the adapter is one "
+        f"of the layers of transformers. Or {_UNFUSED} of these layers."
+    )
+
+
+def _names(paths: list[str]) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in paths})
+
+
+def _listed(paths: list[str]) -> str:
+    found = compress(paths)
+    return ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
