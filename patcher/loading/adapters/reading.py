@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from patcher.compat.adapters import (
     is_all_linear,
     is_lora,
     is_targeted,
+    is_tuner_layer,
     kind_of,
     linear_names,
     lora_layer,
@@ -175,7 +176,8 @@ def onto_layers(model: nn.Module, name: str, weights: Mapping[str, torch.Tensor]
                 full = bare[_key(bare, joined.parts[number].path, kind)]
                 result.pop(full)
         result |= {f"{prefix}{path}.{kind}": value for kind, value in made.items()}
-    return _with_joined_biases(base, layers, name, result, prefix)
+    wrapped = {path for path, module in inner_modules(base) if is_tuner_layer(module)}
+    return _with_joined_biases(base, layers, wrapped, result, prefix)
 
 
 def joined_is_meant(joined: JoinedLayer, layers: Layers) -> bool:
@@ -204,6 +206,7 @@ def joined_tensors(
         layer = model.get_submodule(path)
         adapters[path], made = join(joined, adapter, own, lambda at=layer: _row_norms(base_weight(at)))
         result |= {f"{path}.{kind}": value for kind, value in made.items()}
+    result = _with_joined_biases(model, plan.layers, set(adapters), result, "")
     return AdapterPlan(plan.layers, plan.config, adapters), result
 
 
@@ -248,9 +251,13 @@ def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tens
 
 
 def _with_joined_biases(
-    model: nn.Module, layers: Layers, name: str, weights: dict[str, torch.Tensor], prefix: str
+    model: nn.Module, layers: Layers, wrapped: Collection[str], weights: dict[str, torch.Tensor], prefix: str
 ) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter with the biases of parts, which `bias=` has had trained, in those of joined layers."""
+    """The tensors of an adapter with the biases of parts, which `bias=` has had trained, in those of joined layers.
+
+    Args:
+        wrapped: the paths of the layers that have, or will have, an adapter around them.
+    """
     for joined in layers.joined.values():
         for key, numbers in joined.biases:
             keys = {
@@ -258,23 +265,20 @@ def _with_joined_biases(
                 for number in numbers
                 for kind in ("base_layer.bias", "bias")
                 if (full := f"{prefix}{joined.parts[number].path}.{kind}") in weights
-                and (joined.parts[number].path in layers.gone or joined.kernel)
+                and joined_is_meant(joined, layers)
             }
             if not keys:
                 continue
-            own = key
-            parameter = dict(model.named_parameters()).get(key)
-            if parameter is None:  # an adapter has taken the place of the layer
-                owner, _, last = key.rpartition(".")
-                own = f"{owner}.base_layer.{last}"
-                parameter = model.get_parameter(own)
-            value, start = parameter.detach().to("cpu", copy=True), 0
+            owner, _, last = key.rpartition(".")
+            found = model.get_submodule(owner)
+            value = (found.get_base_layer() if is_tuner_layer(found) else found).get_parameter(last)
+            value, start = value.detach().to("cpu", copy=True), 0
             for number in numbers:
                 size = joined.parts[number].size
                 if number in keys:
                     value[start : start + size] = weights.pop(keys[number])
                 start += size
-            weights[f"{prefix}{own}"] = value
+            weights[f"{prefix}{owner}.base_layer.{last}" if owner in wrapped else f"{prefix}{key}"] = value
     return weights
 
 
