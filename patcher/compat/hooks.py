@@ -107,6 +107,12 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
             ("model", "peft_config", "adapter_state_dict", "adapter_name"),
         ),
     },
+    "peft.tuners.lora.model": {
+        "add adapters up": ("LoraModel.add_weighted_adapter", ("adapters", "combination_type", "adapter_name"))
+    },
+    "peft.utils.hotswap": {
+        "swap an adapter": ("hotswap_adapter_from_state_dict", ("model", "state_dict", "adapter_name", "config"))
+    },
     "peft.utils.save_and_load": {"state of an adapter": ("get_peft_model_state_dict", _STATE)},
     "peft.utils": {"state of an adapter, from peft.utils": ("get_peft_model_state_dict", _STATE)},
     "peft.peft_model": {

@@ -82,6 +82,12 @@ class JoinedAdapter:
         rank = sum(part.rank for part in parts)
         return cls(parts, rank, alpha_for(one, rank, by_root))
 
+    @classmethod
+    def whole(cls, layer: JoinedLayer, rank: int, alpha: float) -> JoinedAdapter:
+        """An adapter that was made for the joined layer: each part has its `A`, and rows of its `B`."""
+        parts = tuple(AdaptedPart(number, rank, alpha) for number in range(len(layer.parts)))
+        return cls(parts, rank, alpha, has_one_input=True)
+
     @property
     def is_trainable(self) -> bool:
         """Whether training it is training the adapters that it is made of."""
@@ -179,8 +185,7 @@ def separate(
         alpha: that of the joined layer.
     """
     if adapter is None or not _is_in_blocks(layer, adapter, tensors):
-        whole = tuple(AdaptedPart(number, rank, alpha) for number in range(len(layer.parts)))
-        adapter = JoinedAdapter(whole, rank, alpha, has_one_input=True)
+        adapter = JoinedAdapter.whole(layer, rank, alpha)
     result = {}
     for part, columns in zip(adapter.parts, adapter.columns(), strict=True):
         rows, kept = layer.parts[part.number].rows, dict(part.kept)
@@ -190,7 +195,9 @@ def separate(
         if MAGNITUDE in tensors:
             own[MAGNITUDE] = tensors[MAGNITUDE][rows]
         shaped = _as_convolution(layer, own) if layer.kernel else own
-        result[part.number] = part.rank, part.alpha, {name: value.contiguous() for name, value in shaped.items()}
+        # Each in memory of its own: what shares some, tools that save take for tied.
+        tensors_of_part = {name: value.contiguous().clone() for name, value in shaped.items()}
+        result[part.number] = part.rank, part.alpha, tensors_of_part
     return result
 
 

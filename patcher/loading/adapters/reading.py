@@ -142,6 +142,16 @@ def put_down(model: nn.Module, name: str, plan: AdapterPlan | None) -> None:
             refuse_training(layer, name, path, parts)
 
 
+def settle_magnitudes(model: nn.Module, name: str, plan: AdapterPlan) -> None:
+    """Have the rows of DoRA that no adapter changes be those of the weight in the type in which peft computes them."""
+    for path, adapter in plan.adapters.items():
+        joined, layer = plan.layers.joined[path], lora_layer(model.get_submodule(path), name)
+        if name in layer.lora_magnitude_vector:
+            weight, rows = layer.lora_magnitude_vector[name].weight, magnitudes(layer, name)
+            for number in set(range(len(joined.parts))) - {part.number for part in adapter.parts}:
+                weight.data[joined.parts[number].rows] = rows[joined.parts[number].rows].to(weight)
+
+
 def joined_adapter(layer: nn.Module, name: str) -> JoinedAdapter | None:
     """How the adapter of a layer was made, None if it was made for the layer itself."""
     found: JoinedAdapter | None = layer.__dict__.get(JOINED, {}).get(name)
@@ -210,6 +220,21 @@ def joined_tensors(
     return AdapterPlan(plan.layers, plan.config, adapters), result
 
 
+def named_in_model(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Tensors under the names of parameters: with that of the adapter."""
+    result = {}
+    for key, value in tensors.items():
+        path, dot, kind = key.partition(".lora_")
+        if not dot:
+            result[key] = value
+            continue
+        matrix, dot, last = kind.partition(".")
+        if matrix == "magnitude_vector":
+            last = "weight"
+        result[f"{path}.lora_{matrix}.{name}{last and f'.{last}'}"] = value
+    return result
+
+
 def magnitudes(layer: Any, name: str) -> torch.Tensor:
     """What DoRA has for each row of a layer whose weight an adapter doesn't change, as peft computes it."""
     return _row_norms(base_weight(layer).to(layer.lora_A[name].weight.dtype))
@@ -246,8 +271,7 @@ def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tens
             f"{', '.join(f'{joined.parts[n].path}: {tuple(t[A].shape)}' for n, t in own.items())}, which is no adapter "
             "that was trained on it. Load it under another name, with load_adapter()."
         )
-    settings = dict.fromkeys(range(len(joined.parts)), (rank, alpha))
-    return JoinedAdapter.of(joined, settings, bool(layer.use_rslora.get(name)), has_one_input=True)
+    return JoinedAdapter.whole(joined, rank, alpha)
 
 
 def _with_joined_biases(

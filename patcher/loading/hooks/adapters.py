@@ -34,11 +34,14 @@ from patcher.loading.adapters.reading import (
     ReadAdapter,
     check_unexpected,
     joined_tensors,
+    named_in_model,
     onto_layers,
     plan_adapter,
     put_down,
     reading,
+    settle_magnitudes,
 )
+from patcher.loading.adapters.combining import check_combination, plan_weighted, swapped
 from patcher.loading.adapters.saving import stock_adapter, stock_configs
 from patcher.loading.record import record_of
 
@@ -103,32 +106,18 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = onto_layers(self, name, read.weights)
     else:
         plan, tensors = joined_tensors(self, plan, read.weights)
-    given["peft_config"], given["adapter_state_dict"] = config, _named(tensors, name)
+    given["peft_config"], given["adapter_state_dict"] = config, named_in_model(tensors, name)
     if load_config is not None:
         given["load_config"] = replace(load_config, weight_mapping=None)
     with reading(read), _with(_CONVERSIONS, "none"), _with(_PLAN, plan):
         result = stock(*arguments.args, **arguments.kwargs)
+    settle_magnitudes(self, name, plan)
     check_unexpected(self, list(result.unexpected_keys))
     return result
 
 
 #: How the adapter that this thread loads is put onto its model, once that is known.
 _PLAN: ContextVar[AdapterPlan | None] = ContextVar("patcher_adapter_plan", default=None)
-
-
-def _named(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """Tensors under the names of parameters: with that of the adapter."""
-    result = {}
-    for key, value in tensors.items():
-        path, dot, kind = key.partition(".lora_")
-        if not dot:
-            result[key] = value
-            continue
-        matrix, dot, last = kind.partition(".")
-        if matrix == "magnitude_vector":
-            last = "weight"
-        result[f"{path}.lora_{matrix}.{name}{last and f'.{last}'}"] = value
-    return result
 
 
 def _read(model: Any, config: Any, weights: Mapping[str, Any], name: str, *, is_trained: bool) -> ReadAdapter:
@@ -199,7 +188,8 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
         with contextlib.suppress(ValueError):  # it knows no targets for the architecture: peft says so
             asked = prepared(self, config, model)
         converted_config(asked, model)
-    plan = plan or plan_adapter(model, asked, read)
+    weighted = _WEIGHTED.get()
+    plan = plan or (plan_weighted(model, asked, *weighted) if weighted else plan_adapter(model, asked, read))
     if plan is None:
         result = stock(self, model, adapter_name, *args, **kwargs)
         put_down(model, adapter_name, None)
@@ -213,6 +203,28 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
         self.peft_config[adapter_name] = config
     put_down(model, adapter_name, plan)
     return result
+
+
+#: What is being added up to a new adapter: the names of adapters, and how.
+_WEIGHTED: ContextVar[tuple[tuple[str, ...], str] | None] = ContextVar("patcher_weighted_adapter", default=None)
+
+
+def add_weighted(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add adapters up to a new one."""
+    arguments = inspect.signature(stock).bind(self, *args, **kwargs)
+    arguments.apply_defaults()
+    given = arguments.arguments
+    adapters, kind = tuple(given["adapters"]), given["combination_type"]
+    check_combination(self.model, adapters, "linear" if len(adapters) == 1 else kind)
+    with _with(_WEIGHTED, (adapters, kind)):
+        return stock(*arguments.args, **arguments.kwargs)
+
+
+def hotswap(stock: Stock, model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Put the tensors of another adapter in the place of those of one that stands."""
+    if layers_of(base_model(model)):
+        state_dict = swapped(model, state_dict, adapter_name, config)
+    return stock(model, state_dict, adapter_name, config, *args, **kwargs)
 
 
 def convert_config(stock: Stock, *args: Any, **kwargs: Any) -> Any:

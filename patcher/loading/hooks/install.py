@@ -79,6 +79,8 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "conversions of adapters": adapters.conversions_of,
     "load an adapter": adapters.load_adapter,
     "inject an adapter": adapters.inject,
+    "add adapters up": adapters.add_weighted,
+    "swap an adapter": adapters.hotswap,
     "config of an adapter": adapters.convert_config,
     "weights of an adapter": adapters.convert_weights,
     "state of an adapter": adapters.state_of,
