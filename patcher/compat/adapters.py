@@ -172,3 +172,8 @@ def converted_config(config: Any, model: nn.Module) -> None:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     convert_peft_config_for_transformers(config, model=model, conversions=None)
+
+
+def is_targeted_parameter(config: Any, name: str) -> bool:
+    """Whether peft adapts a parameter of that name by itself."""
+    return any(name == each or name.endswith(f".{each}") for each in getattr(config, "target_parameters", None) or ())

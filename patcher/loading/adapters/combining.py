@@ -10,7 +10,7 @@ from torch import nn
 
 from patcher.compat.adapters import base_model, is_targeted, lora_layer, rank_and_alpha
 from patcher.errors import InvalidPatcherError
-from patcher.loading.adapters.configs import for_joined_layers
+from patcher.loading.adapters.configs import for_layers_here
 from patcher.loading.adapters.layers import layers_of
 from patcher.loading.adapters.lora import JoinedAdapter, alpha_for, scaling_of
 from patcher.loading.adapters.reading import AdapterPlan, joined_adapter, named_in_model, onto_layers
@@ -46,7 +46,9 @@ def plan_weighted(model: nn.Module, config: Any, adapters: Sequence[str], kind: 
             scaling = scaling_of(config.r, config.lora_alpha, by_root)
             rank = sum(ranks) if kind == "cat" else config.r
             found[path] = JoinedAdapter.whole(joined, rank, alpha_for(scaling, rank, by_root))
-    return AdapterPlan(layers, for_joined_layers(config, layers, found), found) if found else None
+    adapted = {name: rank_and_alpha(config, name) for name in layers.here if is_targeted(config, name)}
+    adapted |= {path: (adapter.rank, adapter.alpha) for path, adapter in found.items()}
+    return AdapterPlan(layers, for_layers_here(config, layers, adapted), found) if found else None
 
 
 def swapped(model: Any, weights: Mapping[str, torch.Tensor], name: str, config: Any) -> dict[str, torch.Tensor]:
@@ -76,7 +78,7 @@ def swapped(model: Any, weights: Mapping[str, torch.Tensor], name: str, config: 
                 "of another one: load it under a name of its own, with load_adapter()."
             )
     files = {key.replace(f".{name}.", ".").removesuffix(f".{name}"): value for key, value in weights.items()}
-    return named_in_model(onto_layers(model, name, files), name)
+    return named_in_model(onto_layers(model, name, files, config), name)
 
 
 def _is_in_blocks(model: nn.Module, path: str, name: str) -> bool:

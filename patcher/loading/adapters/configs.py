@@ -11,34 +11,39 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from patcher.compat.adapters import is_targeted, patterns_that_match, rank_and_alpha
+from patcher.compat.adapters import is_targeted, is_targeted_parameter, patterns_that_match, rank_and_alpha
 from patcher.loading.adapters.layers import Layers
-from patcher.loading.adapters.lora import JoinedAdapter
 
 #: Layer -> rank and alpha.
 Adapted = Mapping[str, tuple[int, float]]
 
 
-def for_joined_layers(config: Any, layers: Layers, adapters: Mapping[str, JoinedAdapter]) -> Any:
-    """The config with which peft adapts the layers of a fused model, as another one says it for those of transformers.
+def for_layers_here(config: Any, layers: Layers, adapted: Adapted) -> Any:
+    """The config with which peft adapts the layers of a fused model.
 
     Args:
-        adapters: layer -> its adapter, of those that are made of several.
+        adapted: the layers, with what is made of several.
     """
-    others = [name for name in layers.here if name not in layers.joined and is_targeted(config, name)]
-    adapted = {name: rank_and_alpha(config, name) for name in others}
-    adapted |= {path: (adapter.rank, adapter.alpha) for path, adapter in adapters.items()}
     result = written_out(config, adapted, layers.here)
+    if stacks := [stack.parameter for stack in layers.stacks if is_targeted_parameter(config, stack.parameter)]:
+        result.target_parameters = [
+            each for each in config.target_parameters if not any(f".{name}".endswith(f".{each}") for name in stacks)
+        ]
     result.init_lora_weights = True
     return result
 
 
-def for_stock_layers(config: Any, layers: Layers, adapted: Adapted) -> Any:
-    """The config with which peft adapts the layers of transformers as given: the same one where that says it."""
-    for candidate in (config, _with_parts(config, layers)):
-        if candidate is not None and _says(candidate, layers.stock, adapted):
+def for_stock_layers(config: Any, layers: Layers, adapted: Adapted, parameters: Adapted) -> Any:
+    """The config with which peft adapts the layers of transformers as given: the same one where that says it.
+
+    Args:
+        parameters: the parameters that are adapted by themselves.
+    """
+    short = _with_parts(config, layers)
+    for candidate in (config, short, short and _with_parameters(short, parameters)):
+        if candidate is not None and _says(candidate, layers, adapted, parameters):
             return candidate
-    return written_out(config, adapted, layers.stock)
+    return _with_parameters(written_out(config, adapted, layers.stock), parameters, in_full=True)
 
 
 def written_out(config: Any, adapted: Adapted, names: Collection[str]) -> Any:
@@ -69,13 +74,36 @@ def _dots(name: str) -> Iterable[int]:
     return (match.end() for match in re.finditer(r"\.", name))
 
 
-def _says(config: Any, names: Iterable[str], adapted: Adapted) -> bool:
-    for name in names:
+def _says(config: Any, layers: Layers, adapted: Adapted, parameters: Adapted) -> bool:
+    for name in layers.stock:
         if is_targeted(config, name) != (name in adapted):
             return False
         if name in adapted and rank_and_alpha(config, name) != adapted[name]:
             return False
-    return True
+    for stack in layers.stacks:
+        if is_targeted_parameter(config, stack.parameter) != (stack.parameter in parameters):
+            return False
+        if stack.parameter in parameters and rank_and_alpha(config, stack.parameter) != parameters[stack.parameter]:
+            return False
+    # A name that means no layer of transformers may mean what peft has experts by.
+    targets = config.target_modules
+    return not layers.stacks or isinstance(targets, str) or all(
+        any(f".{name}".endswith(f".{target}") for name in layers.stock) for target in targets or ()
+    )
+
+
+def _with_parameters(config: Any, parameters: Adapted, *, in_full: bool = False) -> Any:
+    """The config with parameters that are adapted by themselves."""
+    if not parameters:
+        return config
+    result = copy.copy(config)
+    named = {name if in_full else name.rpartition(".")[2]: pair for name, pair in parameters.items()}
+    own = {name: pair for name, pair in named.items() if rank_and_alpha(config, f".{name}") != pair}
+    result.target_parameters = sorted({*(config.target_parameters or ()), *named})
+    for number, kind in enumerate(("rank_pattern", "alpha_pattern")):
+        patterns = {rf".*\.{re.escape(name)}": pair[number] for name, pair in own.items()}
+        setattr(result, kind, patterns | getattr(config, kind))
+    return result
 
 
 def _with_parts(config: Any, layers: Layers) -> Any:
@@ -86,7 +114,7 @@ def _with_parts(config: Any, layers: Layers) -> Any:
     named: dict[str, None] = {}
     for target in sorted(targets):
         meant = [each for path, each in layers.joined.items() if path == target or path.endswith(f".{target}")]
-        if not meant:
+        if not meant and (not layers.stacks or any(f".{name}".endswith(f".{target}") for name in layers.stock)):
             named[target] = None
         for layer in meant:
             start = layer.path.removesuffix(target)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from patcher.compat.adapters import inner_modules
 from patcher.conversions.either_layout import layouts_of
 from patcher.conversions.fused_weights import fused_weights
 from patcher.conversions.layouts import Flatten, Layout, Rows
+from patcher.fusions.experts.matrices import Matrices
 from patcher.patterns import inside
 
 
@@ -53,17 +55,75 @@ class JoinedLayer:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A parameter with the weights of all experts, in the model of transformers.
+
+    Attributes:
+        path: of the module of the experts.
+        name: of the parameter.
+        place: which of the parameters of the module it is, in their order.
+        count: how many experts there are.
+        layers: what the layers of one expert are called, "" if an expert is a layer.
+        rows: how many rows each of these has.
+        interleaved: whether the rows of the layers take turns.
+        readable: whether peft takes the dimensions for what they are.
+    """
+
+    path: str
+    name: str
+    place: int
+    count: int
+    layers: tuple[str, ...]
+    rows: int
+    interleaved: bool
+    readable: bool
+
+    @property
+    def parameter(self) -> str:
+        return f"{self.path}.{self.name}"
+
+    def layer(self, expert: int, number: int) -> str:
+        """The path of a layer."""
+        return f"{self.path}.{expert}.{self.layers[number]}".removesuffix(".")
+
+    def paths(self) -> Iterator[str]:
+        return (self.layer(expert, number) for expert in range(self.count) for number in range(len(self.layers)))
+
+    @property
+    def joined(self) -> JoinedLayer:
+        """One expert, as a layer whose parts are its layers."""
+        parts = (Part(name, number * self.rows, self.rows) for number, name in enumerate(self.layers))
+        return JoinedLayer(self.name, tuple(parts))
+
+    def in_rows_of_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(experts, rows, rank) as the stack has them -> one layer after the other."""
+        count, rows, rank = tensor.shape
+        if not self.interleaved:
+            return tensor
+        return tensor.view(count, -1, len(self.layers), rank).transpose(1, 2).reshape(count, rows, rank)
+
+    def in_rows_of_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of `in_rows_of_parts`."""
+        count, rows, rank = tensor.shape
+        if not self.interleaved:
+            return tensor
+        return tensor.view(count, len(self.layers), -1, rank).transpose(1, 2).reshape(count, rows, rank)
+
+
+@dataclass(frozen=True)
 class Layers:
     """The layers of a fused model as adapters meet them.
 
     Attributes:
         joined: path -> layer, of those that are made of layers of transformers.
         others: layer of transformers -> what it has become, of those that adapters can't follow.
+        stacks: the stacks of experts that have become layers.
         here: the paths of all modules, without what adapters have put there.
     """
 
     joined: Mapping[str, JoinedLayer]
     others: Mapping[str, str]
+    stacks: tuple[Stack, ...]
     here: tuple[str, ...]
 
     @cached_property
@@ -79,17 +139,36 @@ class Layers:
     @cached_property
     def stock(self) -> tuple[str, ...]:
         """The paths of the modules of the model of transformers, as far as adapters may name them."""
-        return (*(path for path in self.here if path not in self.joined), *(p for p in self.parts if p in self.gone))
+        own = (path for path in self.here if path not in self.joined and not self._is_of_an_expert(path))
+        return (*own, *(path for path in self.parts if path in self.gone))
+
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """The layers of single experts."""
+        return frozenset(path for stack in self.stacks for path in stack.paths())
+
+    def is_joined(self, layer: JoinedLayer) -> bool:
+        """Whether a layer has taken the place of its parts."""
+        return bool(layer.kernel) or all(part.path in self.gone for part in layer.parts)
+
+    def _is_of_an_expert(self, path: str) -> bool:
+        return any(
+            path.startswith(start) and path.removeprefix(start).partition(".")[0].isdigit() for start in self._experts
+        )
+
+    @cached_property
+    def _experts(self) -> tuple[str, ...]:
+        return tuple({inside(stack.path) for stack in self.stacks})
 
     def __bool__(self) -> bool:
-        return bool(self.joined or self.others)
+        return bool(self.joined or self.others or self.stacks)
 
 
 def layers_of(model: nn.Module) -> Layers:
     """The layers of a model of transformers, with or without adapters in them."""
     joined: dict[str, JoinedLayer] = {}
     others: dict[str, str] = {}
-    here = []
+    stacks, here = [], []
     for path, module in inner_modules(model):
         here.append(path)
         prefix = inside(path)
@@ -99,9 +178,24 @@ def layers_of(model: nn.Module) -> Layers:
             layer = _joined(prefix, layout, mine) if layout in mine else None
             if layer is not None:
                 joined[layer.path] = layer
+            elif isinstance(layout, Matrices) and fused is not None:
+                stacks += _stack(path, module, layout, fused.names)
             elif not _is_bias(layout):
                 others |= {owner: str(layout) for name in layout.stock if (owner := _owner(prefix, name)) != path}
-    return Layers(joined, {path: text for path, text in others.items() if path not in joined}, tuple(here))
+    others = {path: text for path, text in others.items() if path not in joined}
+    stacks.sort(key=lambda stack: (stack.path, stack.place))
+    return Layers(joined, others, tuple(stacks), tuple(here))
+
+
+def _stack(path: str, module: nn.Module, layout: Matrices, order: tuple[str, ...]) -> list[Stack]:
+    """The stack that a layout makes layers of; none where it is one of biases."""
+    if any(name.rpartition(".")[2] != "weight" for name in layout.layers):
+        return []
+    names = tuple(name.removesuffix("weight").removesuffix(".") for name in layout.layers)
+    rows, count = layout.fused_shapes()[0][0], layout.stock_shapes[0][0]
+    readable = layout.transposed == bool(getattr(module, "is_transposed", False))
+    place = order.index(layout.stock[0])
+    return [Stack(path, layout.stock[0], place, count, names, rows, layout.interleaved, readable)]
 
 
 def _owner(prefix: str, name: str) -> str:

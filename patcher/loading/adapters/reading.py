@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from patcher.compat.adapters import (
     unusual_setting,
 )
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
-from patcher.loading.adapters.configs import for_joined_layers
+from patcher.loading.adapters.configs import for_layers_here
+from patcher.loading.adapters.experts import asked_parameters, check_new, onto_experts, ranks_of_stacks
 from patcher.loading.adapters.layers import JoinedLayer, Layers, layers_of
 from patcher.loading.adapters.lora import MAGNITUDE, NAMES, A, JoinedAdapter, have_one_input, join
 from patcher.loading.adapters.training import refuse_training
@@ -51,11 +52,13 @@ class AdapterPlan:
     Attributes:
         config: that of the adapter here.
         adapters: layer -> its adapter, of those that are made of several.
+        weights: its tensors, with those of single experts in the place of those of stacks.
     """
 
     layers: Layers
     config: Any
     adapters: Mapping[str, JoinedAdapter]
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +100,24 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
     _check_saved_modules(config, layers)
     if not hasattr(config, "target_modules"):
         return None
+    if read is None and layers.stacks:
+        targeted = linear_names(config, model) if is_all_linear(config) else _targeted(config, layers.here)
+        check_new(config, layers.stacks, targeted)
     if is_all_linear(config):
         if read is None:
             return None  # whatever is linear here
         config = copy.copy(config)
         config.target_modules = _all_linear_in_transformers(model, config)
-    asked = [name for name in layers.parts if name in layers.gone and is_targeted(config, name)]
-    lost = [name for name in layers.others if name in layers.gone and is_targeted(config, name)]
-    if not asked and not lost:
+    asked = _targeted(config, (name for name in layers.parts if name in layers.gone))
+    lost = _targeted(config, (name for name in layers.others if name in layers.gone))
+    if not asked and not lost and not (layers.stacks and read is not None):
         return None
-    _check_kind(config, layers, asked, lost)
+    if asked or lost:
+        _check_kind(config, layers, asked, lost)
     if read is None and not config.inference_mode:
         raise InvalidPatcherError(_new_text(config, layers, asked))
-    found = _by_part(layers, read.weights) if read is not None else {}
+    weights, adapted, shared = _of_experts(model, config, layers, read)
+    found = _by_part(layers, weights)
     settings: dict[str, dict[int, tuple[int, float]]] = {}
     for name in asked:
         layer, number = layers.parts[name]
@@ -121,11 +129,40 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
         tensors = [found[part.path] for part in parts if part.path in found]
         one_input = len(tensors) == len(parts) and have_one_input(tensors)
         adapters[path] = JoinedAdapter.of(layers.joined[path], own, bool(config.use_rslora), one_input)
+    others = [name for name in layers.here if name not in layers.joined and name not in layers.of_experts]
+    adapted |= {name: rank_and_alpha(config, name) for name in _targeted(config, others)}
     if read is not None:
         if read.is_trained:
-            _check_training(layers, adapters)
-        _check_places(model, config, layers, found, read.weights)
-    return AdapterPlan(layers, for_joined_layers(config, layers, adapters), adapters)
+            _check_training(layers, adapters, shared)
+        if not getattr(config, "target_parameters", None) or layers.stacks:
+            _check_places(model, {*adapted, *asked, *_around(config, layers)}, weights)
+    adapted |= {path: (adapter.rank, adapter.alpha) for path, adapter in adapters.items()}
+    return AdapterPlan(layers, for_layers_here(config, layers, adapted), adapters, weights)
+
+
+def _targeted(config: Any, names: Iterable[str]) -> list[str]:
+    return [name for name in names if is_targeted(config, name)]
+
+
+def _of_experts(
+    model: nn.Module, config: Any, layers: Layers, read: ReadAdapter | None
+) -> tuple[Mapping[str, torch.Tensor], dict[str, tuple[int, float]], list[str]]:
+    """The tensors of an adapter with those of single experts, the ranks of these, and the stacks of one `A`."""
+    if read is None:
+        return {}, {}, []
+    asked = {stack: rank_and_alpha(config, stack.parameter) for stack in asked_parameters(config, layers.stacks)}
+    weights, adapted, shared = onto_experts(asked, read.weights, bool(getattr(config, "use_rslora", False)))
+    own = {path for key in weights if (path := _split(key)[0]) in layers.of_experts and path not in adapted}
+    return weights, adapted | {path: rank_and_alpha(config, path) for path in _targeted(config, sorted(own))}, shared
+
+
+def _around(config: Any, layers: Layers) -> Iterator[str]:
+    """The paths under which peft has the adapters of parameters."""
+    for target in getattr(config, "target_parameters", None) or ():
+        for name in layers.here:
+            owner, _, _ = target.rpartition(".")
+            if not owner or f".{name}".endswith(f".{owner}"):
+                yield from (name, f"{name}.base_layer", f"{name}.base_layer.base_layer")
 
 
 def put_down(model: nn.Module, name: str, plan: AdapterPlan | None) -> None:
@@ -158,57 +195,50 @@ def joined_adapter(layer: nn.Module, name: str) -> JoinedAdapter | None:
     return found
 
 
-def onto_layers(model: nn.Module, name: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def onto_layers(
+    model: nn.Module, name: str, weights: Mapping[str, torch.Tensor], config: Any = None
+) -> dict[str, torch.Tensor]:
     """The tensors of an adapter that stands in a model, from a file of it or of one for the layers of transformers.
 
     Args:
         weights: by their names in files, with or without the prefix that peft puts there.
+        config: that of the adapter.
 
     Raises:
         PatchedWeightsError: they don't fit.
     """
     base = base_model(model)
     layers = layers_of(base)
-    bare = {key.removeprefix(PREFIX): key for key in weights}
     prefix = PREFIX if any(key.startswith(PREFIX) for key in weights) else ""
-    found = _by_part(layers, {key: weights[full] for key, full in bare.items()})
-    result = dict(weights)
+    result = {key.removeprefix(PREFIX): value for key, value in weights.items()}
+    if layers.stacks:
+        asked = ranks_of_stacks(base, config, layers.stacks, name)
+        result, _, _ = onto_experts(asked, result, bool(getattr(config, "use_rslora", False)))
+    found = _by_part(layers, result)
     for path, joined in layers.joined.items():
         layer = lora_layer(base.get_submodule(path), name)
         own = {number: found[part.path] for number, part in enumerate(joined.parts) if part.path in found}
-        if layer is None or not own or not joined_is_meant(joined, layers):
+        if layer is None or not own or not layers.is_joined(joined):
             continue
         adapter = joined_adapter(layer, name) or _trained_here(joined, own, layer, name)
         adapter, made = join(joined, adapter, own, lambda at=layer: magnitudes(at, name))
         layer.__dict__[JOINED] = {**layer.__dict__.get(JOINED, {}), name: adapter}
-        for number in own:
-            for kind in found[joined.parts[number].path]:
-                full = bare[_key(bare, joined.parts[number].path, kind)]
-                result.pop(full)
-        result |= {f"{prefix}{path}.{kind}": value for kind, value in made.items()}
+        taken = {joined.parts[number].path for number in own}
+        result = {key: value for key, value in result.items() if _split(key)[0] not in taken}
+        result |= {f"{path}.{kind}": value for kind, value in made.items()}
     wrapped = {path for path, module in inner_modules(base) if is_tuner_layer(module)}
-    return _with_joined_biases(base, layers, wrapped, result, prefix)
+    result = _with_joined_biases(base, layers, wrapped, result)
+    return {f"{prefix}{key}": value for key, value in result.items()}
 
 
-def joined_is_meant(joined: JoinedLayer, layers: Layers) -> bool:
-    return all(part.path in layers.gone or joined.kernel for part in joined.parts)
-
-
-def _key(bare: Mapping[str, str], path: str, kind: str) -> str:
-    return next(key for key in (f"{path}.{kind}", f"{path}.{kind}.weight") if key in bare)
-
-
-def joined_tensors(
-    model: nn.Module, plan: AdapterPlan, weights: Mapping[str, torch.Tensor]
-) -> tuple[AdapterPlan, dict[str, torch.Tensor]]:
+def joined_tensors(model: nn.Module, plan: AdapterPlan) -> tuple[AdapterPlan, dict[str, torch.Tensor]]:
     """The tensors of an adapter that is yet to be put onto a model, by the names of the layers there.
 
     Raises:
         PatchedWeightsError: they don't fit.
     """
-    found = _by_part(plan.layers, weights)
-    taken = {path for path in found}
-    result = {key: value for key, value in weights.items() if _split(key)[0] not in taken}
+    found = _by_part(plan.layers, plan.weights)
+    result = {key: value for key, value in plan.weights.items() if _split(key)[0] not in found}
     adapters = {}
     for path, adapter in plan.adapters.items():
         joined = plan.layers.joined[path]
@@ -216,8 +246,7 @@ def joined_tensors(
         layer = model.get_submodule(path)
         adapters[path], made = join(joined, adapter, own, lambda at=layer: _row_norms(base_weight(at)))
         result |= {f"{path}.{kind}": value for kind, value in made.items()}
-    result = _with_joined_biases(model, plan.layers, set(adapters), result, "")
-    return AdapterPlan(plan.layers, plan.config, adapters), result
+    return replace(plan, adapters=adapters), _with_joined_biases(model, plan.layers, adapters, result)
 
 
 def named_in_model(tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -275,7 +304,7 @@ def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tens
 
 
 def _with_joined_biases(
-    model: nn.Module, layers: Layers, wrapped: Collection[str], weights: dict[str, torch.Tensor], prefix: str
+    model: nn.Module, layers: Layers, wrapped: Collection[str], weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The tensors of an adapter with the biases of parts, which `bias=` has had trained, in those of joined layers.
 
@@ -288,8 +317,7 @@ def _with_joined_biases(
                 number: full
                 for number in numbers
                 for kind in ("base_layer.bias", "bias")
-                if (full := f"{prefix}{joined.parts[number].path}.{kind}") in weights
-                and joined_is_meant(joined, layers)
+                if (full := f"{joined.parts[number].path}.{kind}") in weights and layers.is_joined(joined)
             }
             if not keys:
                 continue
@@ -302,7 +330,7 @@ def _with_joined_biases(
                 if number in keys:
                     value[start : start + size] = weights.pop(keys[number])
                 start += size
-            weights[f"{prefix}{owner}.base_layer.{last}" if owner in wrapped else f"{prefix}{key}"] = value
+            weights[f"{owner}.base_layer.{last}" if owner in wrapped else key] = value
     return weights
 
 
@@ -333,26 +361,17 @@ def check_unexpected(model: nn.Module, unexpected: list[str]) -> None:
         warn(text)
 
 
-def _check_places(
-    model: nn.Module,
-    config: Any,
-    layers: Layers,
-    found: Mapping[str, Mapping[str, torch.Tensor]],
-    weights: Mapping[str, torch.Tensor],
-) -> None:
-    here = frozenset(layers.stock)
-    lost = []
-    for key in weights:
-        path, kind = _split(key)
-        if kind and not getattr(config, "target_parameters", None) and path not in found:
-            if path not in here or not is_targeted(config, path):
-                lost.append(key)
-        elif kind and path in found and not is_targeted(config, path):
-            lost.append(key)
-    check_unexpected(model, lost)
+def _check_places(model: nn.Module, adapted: Collection[str], weights: Mapping[str, torch.Tensor]) -> None:
+    check_unexpected(model, [key for key in weights if (place := _split(key))[1] and place[0] not in adapted])
 
 
-def _check_training(layers: Layers, adapters: Mapping[str, JoinedAdapter]) -> None:
+def _check_training(layers: Layers, adapters: Mapping[str, JoinedAdapter], shared: list[str]) -> None:
+    if shared:
+        raise InvalidPatcherError(
+            f"The adapter has one input matrix for both layers of each expert in {_listed(shared)}, and the model has "
+            f"layers of their own in its place: is_trainable=True would train another adapter. To go on with it {_UNFUSED} "
+            "of the experts."
+        )
     if refused := [path for path, adapter in adapters.items() if not adapter.is_trainable]:
         parts = [part.path for path in refused for part in layers.joined[path].parts]
         raise InvalidPatcherError(

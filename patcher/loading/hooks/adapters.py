@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from patcher.compat.adapters import (
+    PREFIX,
     base_model,
     converted_config,
     in_stock_names,
@@ -97,15 +98,15 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     if weights is None:
         weights = read_weights(path, options)
     read = _read(self, config, weights, name, is_trained=given["is_trainable"])
-    plan = plan_adapter(self, _converted(self, config), read)
+    plan = plan_adapter(self, _converted(self, config, read), read)
     if plan is None:
         result = stock(*arguments.args, **arguments.kwargs)
         check_unexpected(self, list(result.unexpected_keys))
         return result
     if given["hotswap"] is True or name in (getattr(self, "peft_config", None) or {}):
-        tensors = onto_layers(self, name, read.weights)
+        tensors = onto_layers(self, name, read.weights, _converted(self, config))
     else:
-        plan, tensors = joined_tensors(self, plan, read.weights)
+        plan, tensors = joined_tensors(self, plan)
     given["peft_config"], given["adapter_state_dict"] = config, named_in_model(tensors, name)
     if load_config is not None:
         given["load_config"] = replace(load_config, weight_mapping=None)
@@ -122,15 +123,30 @@ _PLAN: ContextVar[AdapterPlan | None] = ContextVar("patcher_adapter_plan", defau
 
 def _read(model: Any, config: Any, weights: Mapping[str, Any], name: str, *, is_trained: bool) -> ReadAdapter:
     base = base_model(model)
+    return ReadAdapter(base, _in_stock_names(base, config, weights, name), is_trained)
+
+
+def _in_stock_names(model: nn.Module, config: Any, weights: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The tensors of an adapter by the names of layers of today, or of the single experts that the model has."""
+    own, others = _of_experts(model, weights)
     with _with(_CONVERSIONS, "stock"):
-        named = in_stock_names(base, config, weights, name)
-    return ReadAdapter(base, named, is_trained)
+        return {**own, **(in_stock_names(model, config, others, name) if others else {})}
 
 
-def _converted(model: nn.Module, config: Any) -> Any:
+def _of_experts(model: nn.Module, weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors that are for single experts of the model as they are named, and the others."""
+    layers = layers_of(model).of_experts
+    bare = {key: key.removeprefix(PREFIX) for key in weights}
+    own = {key for key, name in bare.items() if layers and name.partition(".lora_")[0] in layers}
+    return {bare[key]: weights[key] for key in own}, {key: value for key, value in weights.items() if key not in own}
+
+
+def _converted(model: nn.Module, config: Any, read: ReadAdapter | None = None) -> Any:
     """A copy of a config for the layers that transformers has today."""
     config = copy.deepcopy(config)
-    converted_config(config, model)
+    layers = layers_of(model)
+    if not layers.stacks or (read is not None and not layers.of_experts & {k.partition(".lora_")[0] for k in read.weights}):
+        converted_config(config, model)
     return config
 
 
@@ -172,7 +188,7 @@ def _read_by_peft(model: Any, path: Any, given: Mapping[str, Any], config: Any) 
     weights = read_weights(path, options, given.get("key_mapping"))
     read = _read(model, config, weights, given["adapter_name"], is_trained=given["is_trainable"])
     if is_new:
-        plan_adapter(model, _converted(model, config), read)
+        plan_adapter(model, _converted(model, config, read), read)
     return read
 
 
@@ -187,11 +203,12 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
     if is_lora(config):
         with contextlib.suppress(ValueError):  # it knows no targets for the architecture: peft says so
             asked = prepared(self, config, model)
-        converted_config(asked, model)
+        asked = _converted(model, asked, read)
     weighted = _WEIGHTED.get()
     plan = plan or (plan_weighted(model, asked, *weighted) if weighted else plan_adapter(model, asked, read))
     if plan is None:
-        result = stock(self, model, adapter_name, *args, **kwargs)
+        with _with(_IS_CONVERTED, bool(layers_of(model).stacks)):
+            result = stock(self, model, adapter_name, *args, **kwargs)
         put_down(model, adapter_name, None)
         return result
     vars(config).update(vars(asked))  # as peft would have changed it
@@ -238,9 +255,12 @@ def convert_weights(stock: Stock, *args: Any, **kwargs: Any) -> Any:
     model, config = given.arguments["model"], given.arguments["peft_config"]
     if not is_lora(config) or not layers_of(base_model(model)):
         return stock(*args, **kwargs)
+    own, others = _of_experts(base_model(model), given.arguments["adapter_state_dict"])
+    given.arguments["adapter_state_dict"] = others
     with _with(_CONVERSIONS, "stock"):
-        found = stock(*args, **kwargs)
-    return onto_layers(model, given.arguments["adapter_name"], found)
+        found = stock(*given.args, **given.kwargs)
+    found |= {f"{PREFIX}{key}": value for key, value in own.items()}
+    return onto_layers(model, given.arguments["adapter_name"], found, config)
 
 
 def state_of(stock: Stock, model: Any, *args: Any, **kwargs: Any) -> Any:
