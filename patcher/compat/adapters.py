@@ -85,7 +85,9 @@ def rank_and_alpha(config: Any, name: str) -> tuple[int, float]:
 def patterns_that_match(patterns: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     from peft.utils.other import get_pattern_key
 
-    return {key: value for key, value in patterns.items() if any(get_pattern_key([key], name) == key for name in names)}
+    return {
+        key: value for key, value in patterns.items() if any(get_pattern_key([key], name) == key for name in names)
+    }
 
 
 def is_tuner_layer(module: nn.Module) -> bool:

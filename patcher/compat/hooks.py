@@ -84,8 +84,6 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "record outputs": (output_capturing, "install_all_output_capturing_hooks", ("model", "prefix")),
 }
 
-_STATE = ("model", "state_dict", "adapter_name")
-
 #: The same of modules that not everybody imports: hooked when somebody does. Names are found below the module.
 HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "transformers.pipelines": {
@@ -113,16 +111,24 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "peft.utils.hotswap": {
         "swap an adapter": ("hotswap_adapter_from_state_dict", ("model", "state_dict", "adapter_name", "config"))
     },
-    "peft.utils.save_and_load": {"state of an adapter": ("get_peft_model_state_dict", _STATE)},
-    "peft.utils": {"state of an adapter, from peft.utils": ("get_peft_model_state_dict", _STATE)},
+    "peft.utils.save_and_load": {
+        "state of an adapter": ("get_peft_model_state_dict", ("model", "state_dict", "adapter_name"))
+    },
     "peft.peft_model": {
-        "state of an adapter, from peft.peft_model": ("get_peft_model_state_dict", _STATE),
-        "load a PeftModel": ("PeftModel.from_pretrained", ("model", "model_id", "adapter_name", "is_trainable", "config")),
-        "load into a PeftModel": ("PeftModel.load_adapter", ("model_id", "adapter_name", "is_trainable", "key_mapping")),
+        "load a PeftModel": (
+            "PeftModel.from_pretrained",
+            ("model", "model_id", "adapter_name", "is_trainable", "config"),
+        ),
+        "load into a PeftModel": (
+            "PeftModel.load_adapter",
+            ("model_id", "adapter_name", "is_trainable", "key_mapping"),
+        ),
         "save a PeftModel": ("PeftModel.save_pretrained", ("save_directory",)),
     },
-    "peft": {"state of an adapter, from peft": ("get_peft_model_state_dict", _STATE)},
 }
+
+#: Functions that others import by name, also before the hook is there: all that have one are given the other.
+FOLLOWED = ("state of an adapter",)
 
 #: What is called or read besides.
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (

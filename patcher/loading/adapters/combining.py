@@ -13,7 +13,8 @@ from patcher.errors import InvalidPatcherError
 from patcher.loading.adapters.configs import for_layers_here
 from patcher.loading.adapters.layers import layers_of
 from patcher.loading.adapters.lora import JoinedAdapter, alpha_for, scaling_of
-from patcher.loading.adapters.reading import AdapterPlan, joined_adapter, named_in_model, onto_layers
+from patcher.loading.adapters.planning import AdapterPlan
+from patcher.loading.adapters.reading import joined_adapter, named_in_model, onto_layers
 from patcher.patterns import compress
 
 
@@ -41,7 +42,9 @@ def plan_weighted(model: nn.Module, config: Any, adapters: Sequence[str], kind: 
     layers, by_root = layers_of(model), bool(config.use_rslora)
     found = {}
     for path, joined in layers.joined.items():
-        ranks = [layer.r[name] for name in adapters if (layer := lora_layer(model.get_submodule(path), name)) is not None]
+        ranks = [
+            layer.r[name] for name in adapters if (layer := lora_layer(model.get_submodule(path), name)) is not None
+        ]
         if ranks:
             scaling = scaling_of(config.r, config.lora_alpha, by_root)
             rank = sum(ranks) if kind == "cat" else config.r

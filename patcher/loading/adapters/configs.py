@@ -87,8 +87,10 @@ def _says(config: Any, layers: Layers, adapted: Adapted, parameters: Adapted) ->
             return False
     # A name that means no layer of transformers may mean what peft has experts by.
     targets = config.target_modules
-    return not layers.stacks or isinstance(targets, str) or all(
-        any(f".{name}".endswith(f".{target}") for name in layers.stock) for target in targets or ()
+    return (
+        not layers.stacks
+        or isinstance(targets, str)
+        or all(any(f".{name}".endswith(f".{target}") for name in layers.stock) for target in targets or ())
     )
 
 

@@ -129,7 +129,9 @@ class Layers:
     @cached_property
     def parts(self) -> dict[str, tuple[JoinedLayer, int]]:
         """Layer of transformers -> the layer that it is a part of, and which."""
-        return {part.path: (layer, number) for layer in self.joined.values() for number, part in enumerate(layer.parts)}
+        return {
+            part.path: (layer, number) for layer in self.joined.values() for number, part in enumerate(layer.parts)
+        }
 
     @cached_property
     def gone(self) -> frozenset[str]:

@@ -167,7 +167,9 @@ def join(
         if MAGNITUDE in first:
             result[MAGNITUDE][rows] = own[MAGNITUDE].to(result[MAGNITUDE].dtype)
         is_kept = not _is_power_of_two(part.factor)
-        parts.append(replace(part, kept=tuple((n, t.detach().cpu().clone()) for n, t in kept.items()) if is_kept else ()))
+        parts.append(
+            replace(part, kept=tuple((n, t.detach().cpu().clone()) for n, t in kept.items()) if is_kept else ())
+        )
     return replace(adapter, parts=tuple(parts)), result
 
 
@@ -236,7 +238,9 @@ def _is_power_of_two(factor: float) -> bool:
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1:
         return tensor
-    return (tensor if _is_power_of_two(factor) else tensor.to(torch.promote_types(tensor.dtype, torch.float32))) * factor
+    return (
+        tensor if _is_power_of_two(factor) else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    ) * factor
 
 
 def _unscaled(tensor: torch.Tensor, factor: float, kept: torch.Tensor | None) -> torch.Tensor:

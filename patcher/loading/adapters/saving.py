@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from patcher.compat.adapters import PREFIX, adapters_of, base_model, inner_modules, is_lora, lora_layer, wraps_parameter
+from patcher.compat.adapters import (
+    PREFIX,
+    adapters_of,
+    base_model,
+    inner_modules,
+    is_lora,
+    lora_layer,
+    wraps_parameter,
+)
 from patcher.loading.adapters.configs import for_stock_layers
 from patcher.loading.adapters.experts import onto_stacks
 from patcher.loading.adapters.layers import JoinedLayer, Layers, layers_of

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from patcher.compat.adapters import (
@@ -28,21 +27,17 @@ from patcher.compat.hooks import Stock
 from patcher.compat.models import as_stock
 from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.selection import select_conversions
+from patcher.loading.adapters.combining import check_combination, plan_weighted, swapped
 from patcher.loading.adapters.layers import layers_of
-from patcher.loading.adapters.reading import (
+from patcher.loading.adapters.planning import (
     READING,
     AdapterPlan,
     ReadAdapter,
     check_unexpected,
-    joined_tensors,
-    named_in_model,
-    onto_layers,
     plan_adapter,
-    put_down,
     reading,
-    settle_magnitudes,
 )
-from patcher.loading.adapters.combining import check_combination, plan_weighted, swapped
+from patcher.loading.adapters.reading import joined_tensors, named_in_model, onto_layers, put_down, settle_magnitudes
 from patcher.loading.adapters.saving import stock_adapter, stock_configs
 from patcher.loading.record import record_of
 
@@ -145,7 +140,9 @@ def _converted(model: nn.Module, config: Any, read: ReadAdapter | None = None) -
     """A copy of a config for the layers that transformers has today."""
     config = copy.deepcopy(config)
     layers = layers_of(model)
-    if not layers.stacks or (read is not None and not layers.of_experts & {k.partition(".lora_")[0] for k in read.weights}):
+    if not layers.stacks or (
+        read is not None and not layers.of_experts & {k.partition(".lora_")[0] for k in read.weights}
+    ):
         converted_config(config, model)
     return config
 
@@ -166,7 +163,9 @@ def load_into(stock: Stock, self: Any, model_id: Any, *args: Any, **kwargs: Any)
     arguments.apply_defaults()
     base, read = base_model(self), READING.get()
     if read is None or read.model is not base:
-        read = _read_by_peft(base, model_id, arguments.arguments, self.peft_config.get(arguments.arguments["adapter_name"]))
+        read = _read_by_peft(
+            base, model_id, arguments.arguments, self.peft_config.get(arguments.arguments["adapter_name"])
+        )
     with reading(read) if read is not None else contextlib.nullcontext():
         result = stock(*arguments.args, **arguments.kwargs)
     if read is not None:
@@ -237,7 +236,9 @@ def add_weighted(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(*arguments.args, **arguments.kwargs)
 
 
-def hotswap(stock: Stock, model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any) -> Any:
+def hotswap(
+    stock: Stock, model: Any, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Put the tensors of another adapter in the place of those of one that stands."""
     if layers_of(base_model(model)):
         state_dict = swapped(model, state_dict, adapter_name, config)

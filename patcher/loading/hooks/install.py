@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from patcher.compat.conversions import follow_earlier_imports
-from patcher.compat.hooks import HOOKED, HOOKED_LATE, Stock, check, check_seam, when_imported
+from patcher.compat.hooks import FOLLOWED, HOOKED, HOOKED_LATE, Stock, check, check_seam, when_imported
 from patcher.loading.hooks import accelerate, adapters, exporters, loads, making, pipelines, recorders, saves, trainer
 
 _install_lock = threading.Lock()
@@ -54,7 +55,12 @@ def _hook_late(module: ModuleType) -> None:
         parents, _, name = path.rpartition(".")
         owner = getattr(module, parents) if parents else module
         check_seam(owner, name, parameters)
+        stock = getattr(owner, name)
         _hook(owner, name, HOOKS[place])
+        if place in FOLLOWED:
+            for each in list(sys.modules.values()):
+                if isinstance(each, ModuleType) and vars(each).get(name) is stock:
+                    setattr(each, name, getattr(owner, name))
 
 
 def _bound(hook: Callable[..., Any], stock: Stock) -> Callable[..., Any]:
@@ -84,9 +90,6 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "config of an adapter": adapters.convert_config,
     "weights of an adapter": adapters.convert_weights,
     "state of an adapter": adapters.state_of,
-    "state of an adapter, from peft.utils": adapters.state_of,
-    "state of an adapter, from peft.peft_model": adapters.state_of,
-    "state of an adapter, from peft": adapters.state_of,
     "load a PeftModel": adapters.from_pretrained,
     "load into a PeftModel": adapters.load_into,
     "save a PeftModel": adapters.save,

@@ -1,0 +1,81 @@
+"""What an adapter can't be on a fused model, said before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from patcher.compat.adapters import is_lora, is_targeted, kind_of, unusual_setting
+from patcher.errors import InvalidPatcherError
+from patcher.loading.adapters.layers import Layers
+from patcher.loading.adapters.lora import JoinedAdapter
+from patcher.patterns import compress
+
+_UNFUSED = "load the model without the fusion"
+
+
+def check_training(layers: Layers, adapters: Mapping[str, JoinedAdapter], shared: list[str]) -> None:
+    if shared:
+        raise InvalidPatcherError(
+            f"The adapter has one input matrix for both layers of each expert in {_listed(shared)}, and the model has "
+            f"layers of their own in its place: is_trainable=True would train another adapter. To go on with it {_UNFUSED} "
+            "of the experts."
+        )
+    if refused := [path for path, adapter in adapters.items() if not adapter.is_trainable]:
+        parts = [part.path for path in refused for part in layers.joined[path].parts]
+        raise InvalidPatcherError(
+            f"The adapter has matrices of its own for {_listed(parts)}, which are rows of {_listed(refused)} here. Joined "
+            "they compute the same, but training would fill the zeros between them, so is_trainable=True would train "
+            f"another adapter. To go on with it {_UNFUSED} of these layers; or train a new adapter, with "
+            f"target_modules={_names(refused)}."
+        )
+
+
+def check_kind(config: Any, layers: Layers, asked: list[str], lost: list[str]) -> None:
+    if lost:
+        made = "; ".join(dict.fromkeys(layers.others[name] for name in lost[:2]))
+        raise InvalidPatcherError(
+            f"The adapter is for {_listed(lost)}, and the model has other layers in their place ({made}). What an "
+            "adapter of the first is for these isn't known: load the model without the patcher."
+        )
+    joined = _listed(sorted({layers.parts[name][0].path for name in asked}))
+    if not is_lora(config):
+        raise InvalidPatcherError(
+            f"The adapter is a {kind_of(config)} for {_listed(asked)}, which are rows of {joined} here. Only LoRA and "
+            f"DoRA are the same on joined layers: {_UNFUSED} of these layers."
+        )
+    if setting := unusual_setting(config):
+        raise InvalidPatcherError(
+            f"The adapter has {setting}, and is for {_listed(asked)}, which are rows of {joined} here. With that setting "
+            f"joined layers aren't known to compute the same: {_UNFUSED} of these layers."
+        )
+
+
+def check_saved_modules(config: Any, layers: Layers) -> None:
+    saved = list(getattr(config, "modules_to_save", None) or ())
+    inner = [*layers.gone, *layers.joined]
+    if found := [name for name in inner if any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)]:
+        raise InvalidPatcherError(
+            f"modules_to_save={saved!r} means {_listed(found)}, of which the model has joined layers. A copy of a part of "
+            f"one can't be trained: {_UNFUSED} of these layers, or leave them out of modules_to_save."
+        )
+
+
+def new_text(config: Any, layers: Layers, asked: list[str]) -> str:
+    joined = sorted({layers.parts[name][0].path for name in asked})
+    others = [name for name in layers.here if name not in layers.joined and is_targeted(config, name)]
+    return (
+        f"A new adapter is asked for {_listed(asked)}, which are rows of {_listed(joined)} in this model: they have no "
+        f"layers of their own to be adapted. Write target_modules={_names([*joined, *others])}; saved, the adapter is one "
+        f"of the layers of transformers. Or {_UNFUSED} of these layers."
+    )
+
+
+def _names(paths: list[str]) -> list[str]:
+    return sorted({path.rpartition(".")[2] for path in paths})
+
+
+def _listed(paths: list[str]) -> str:
+    found = compress(paths)
+    return ", ".join(found[:6]) + (", ..." if len(found) > 6 else "")
