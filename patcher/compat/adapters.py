@@ -31,7 +31,7 @@ _DOWNLOAD = ("revision", "token", "cache_dir", "subfolder", "local_files_only", 
 
 
 def is_lora(config: Any) -> bool:
-    return getattr(config.peft_type, "value", config.peft_type) == "LORA"
+    return kind_of(config) == "LORA"
 
 
 def kind_of(config: Any) -> str:
@@ -66,7 +66,8 @@ def linear_names(config: Any, model: nn.Module) -> set[str]:
     """What "all-linear" means for a model."""
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
-    return set(_maybe_include_all_linear_layers(copy.copy(config), model).target_modules)
+    resolved: Any = _maybe_include_all_linear_layers(copy.copy(config), model)
+    return set(resolved.target_modules)
 
 
 def prepared(tuner: Any, config: Any, model: nn.Module) -> Any:
@@ -85,9 +86,10 @@ def rank_and_alpha(config: Any, name: str) -> tuple[int, float]:
 def patterns_that_match(patterns: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     from peft.utils.other import get_pattern_key
 
-    return {
-        key: value for key, value in patterns.items() if any(get_pattern_key([key], name) == key for name in names)
-    }
+    def matches(key: str) -> bool:
+        return any(get_pattern_key([key], name) == key for name in names)
+
+    return {key: value for key, value in patterns.items() if matches(key)}
 
 
 def is_tuner_layer(module: nn.Module) -> bool:

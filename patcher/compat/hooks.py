@@ -47,7 +47,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),
     "conversions of adapters": (peft_integration, "get_model_conversion_mapping", ("model",)),
-    "load an adapter": (
+    "adapter, loaded by transformers": (
         peft_integration.PeftAdapterMixin,
         "load_adapter",
         (
@@ -97,7 +97,7 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "optimizer of a trainer, loaded": ("Trainer._load_optimizer_and_scheduler", ("checkpoint",)),
     },
     "transformers.exporters.utils": {"patches of exporters": ("patch_attributes", ("patches",))},
-    "peft.tuners.tuners_utils": {"inject an adapter": ("BaseTuner.inject_adapter", ("model", "adapter_name"))},
+    "peft.tuners.tuners_utils": {"adapter, injected": ("BaseTuner.inject_adapter", ("model", "adapter_name"))},
     "peft.utils.transformers_weight_conversion": {
         "config of an adapter": ("convert_peft_config_for_transformers", ("peft_config", "model", "conversions")),
         "weights of an adapter": (
@@ -106,24 +106,24 @@ HOOKED_LATE: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         ),
     },
     "peft.tuners.lora.model": {
-        "add adapters up": ("LoraModel.add_weighted_adapter", ("adapters", "combination_type", "adapter_name"))
+        "adapters, added up": ("LoraModel.add_weighted_adapter", ("adapters", "combination_type", "adapter_name"))
     },
     "peft.utils.hotswap": {
-        "swap an adapter": ("hotswap_adapter_from_state_dict", ("model", "state_dict", "adapter_name", "config"))
+        "adapter, swapped": ("hotswap_adapter_from_state_dict", ("model", "state_dict", "adapter_name", "config"))
     },
     "peft.utils.save_and_load": {
         "state of an adapter": ("get_peft_model_state_dict", ("model", "state_dict", "adapter_name"))
     },
     "peft.peft_model": {
-        "load a PeftModel": (
+        "PeftModel, loaded": (
             "PeftModel.from_pretrained",
             ("model", "model_id", "adapter_name", "is_trainable", "config"),
         ),
-        "load into a PeftModel": (
+        "PeftModel, loaded into": (
             "PeftModel.load_adapter",
             ("model_id", "adapter_name", "is_trainable", "key_mapping"),
         ),
-        "save a PeftModel": ("PeftModel.save_pretrained", ("save_directory",)),
+        "PeftModel, saved": ("PeftModel.save_pretrained", ("save_directory",)),
     },
 }
 

@@ -31,9 +31,9 @@ def check_combination(model: nn.Module, adapters: Sequence[str], kind: str) -> N
     ]
     if mixed:
         raise InvalidPatcherError(
-            f"The adapters {', '.join(map(repr, adapters))} have matrices of their own for the layers that are joined in "
-            f"{', '.join(compress(mixed))}. combination_type={kind!r} would mix them: write combination_type='cat', or "
-            "combine them in a model without the fusion of these layers."
+            f"The adapters {', '.join(map(repr, adapters))} have matrices of their own for the layers that are joined "
+            f"in {', '.join(compress(mixed))}. combination_type={kind!r} would mix them: write "
+            "combination_type='cat', or combine them in a model without the fusion of these layers."
         )
 
 
@@ -71,14 +71,14 @@ def swapped(model: Any, weights: Mapping[str, torch.Tensor], name: str, config: 
         adapter = joined_adapter(layer, name) if layer is not None else None
         if adapter is not None and any(part.factor != 1 or part.rank != config.r for part in adapter.parts):
             raise InvalidPatcherError(
-                f"The adapter {name!r} joins several in {joined.path}, of ranks or alphas of their own, and another one "
-                "can't be put in its place: load it under a name of its own, with load_adapter()."
+                f"The adapter {name!r} joins several in {joined.path}, of ranks or alphas of their own, and another "
+                "one can't be put in its place: load it under a name of its own, with load_adapter()."
             )
         targeted = [p.path for p in joined.parts if p.path in layers.gone and is_targeted(config, p.path)]
         if any(rank_and_alpha(config, each) != (config.r, config.lora_alpha) for each in targeted):
             raise InvalidPatcherError(
-                f"The adapter has ranks or alphas of their own for parts of {joined.path}, and can't be put in the place "
-                "of another one: load it under a name of its own, with load_adapter()."
+                f"The adapter has ranks or alphas of their own for parts of {joined.path}, and can't be put in the "
+                "place of another one: load it under a name of its own, with load_adapter()."
             )
     files = {key.replace(f".{name}.", ".").removesuffix(f".{name}"): value for key, value in weights.items()}
     return named_in_model(onto_layers(model, name, files, config), name)

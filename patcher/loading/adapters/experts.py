@@ -37,7 +37,7 @@ def _in_file(stacks: Sequence[Stack]) -> dict[Stack, str]:
 def ranks_of_stacks(
     model: nn.Module, config: Any, stacks: Sequence[Stack], name: str
 ) -> dict[Stack, tuple[int, float] | None]:
-    """Stack -> rank and alpha of its adapter: as a config says, or None where it follows from the layers that stand."""
+    """Stack -> rank and alpha of its adapter: as a config says; None where it follows from the layers that stand."""
     if asked := asked_parameters(config, stacks):
         return {stack: rank_and_alpha(config, stack.parameter) for stack in asked}
     adapted = (stack for stack in stacks if any(lora_layer(model.get_submodule(path), name) for path in stack.paths()))
@@ -70,8 +70,8 @@ def onto_experts(
         rank, alpha = asked[stack] or (down.shape[0] // stack.count, 1.0)
         if down.shape[0] != rank * stack.count or up.shape != (stack.rows * len(stack.layers), rank * stack.count):
             raise PatchedWeightsError(
-                f"The adapter has {tuple(down.shape)} and {tuple(up.shape)} for {stack.parameter}, and its config says "
-                f"that the rank is {rank}, of {stack.count} experts of {stack.rows * len(stack.layers)} rows."
+                f"The adapter has {tuple(down.shape)} and {tuple(up.shape)} for {stack.parameter}, and its config "
+                f"says that the rank is {rank}, of {stack.count} experts of {stack.rows * len(stack.layers)} rows."
             )
         down = down.view(stack.count, rank, -1)
         up = stack.in_rows_of_parts(up.view(up.shape[0], rank, stack.count).permute(2, 0, 1).contiguous())
@@ -92,7 +92,7 @@ def _settings(
     stack: Stack, up: torch.Tensor, rank: int, alpha: float, by_root: bool
 ) -> tuple[dict[int, tuple[int, float]], bool]:
     """The ranks and alphas of the layers of an expert, and whether they have one `A`."""
-    pieces = up.split(stack.rows, dim=1)
+    pieces = torch.split(up, stack.rows, dim=1)
     count = len(pieces)
     used = [number for number, piece in enumerate(pieces) if piece.any()]
     if len(used) == 1:
@@ -100,7 +100,7 @@ def _settings(
     if rank % count == 0:
         one = rank // count
         own = alpha_for(scaling_of(rank, alpha, by_root), one, by_root)
-        blocks = [piece.split(one, dim=2) for piece in pieces]
+        blocks = [torch.split(piece, one, dim=2) for piece in pieces]
         if not any(block.any() for row, each in enumerate(blocks) for at, block in enumerate(each) if at != row):
             return dict.fromkeys(range(count), (one, own)), False
     return dict.fromkeys(range(count), (rank, alpha)), True
@@ -186,8 +186,8 @@ def check_new(config: Any, stacks: Sequence[Stack], targeted: Iterable[str]) -> 
     if asked := asked_parameters(config, stacks):
         names = sorted({name for stack in asked for name in stack.layers if name})
         raise InvalidPatcherError(
-            f"A new adapter is asked for {', '.join(compress(stack.parameter for stack in asked))}, and the model has a "
-            f"layer for each expert in its place. Write target_modules={names}."
+            f"A new adapter is asked for {', '.join(compress(stack.parameter for stack in asked))}, and the model has "
+            f"a layer for each expert in its place. Write target_modules={names}."
         )
     wanted = set(targeted)
     for stack in stacks:
@@ -197,8 +197,8 @@ def check_new(config: Any, stacks: Sequence[Stack], targeted: Iterable[str]) -> 
         for setting in ("use_dora", "lora_bias") if own else ():
             if getattr(config, setting, False):
                 raise InvalidPatcherError(
-                    f"{setting}=True for {', '.join(compress(own))}: peft has no such adapter of {stack.parameter}, as "
-                    "which this one is saved. Leave it out, or leave the experts out of target_modules."
+                    f"{setting}=True for {', '.join(compress(own))}: peft has no such adapter of {stack.parameter}, "
+                    "as which this one is saved. Leave it out, or leave the experts out of target_modules."
                 )
         for number in range(len(stack.layers)):
             paths = [stack.layer(expert, number) for expert in range(stack.count)]
@@ -213,6 +213,6 @@ def check_new(config: Any, stacks: Sequence[Stack], targeted: Iterable[str]) -> 
 def _check_readable(stack: Stack) -> None:
     if not stack.readable:
         raise InvalidPatcherError(
-            f"peft takes the inputs of {stack.parameter} for its outputs, so its adapters aren't those of the layers of "
-            "single experts. Leave the experts out of the adapter."
+            f"peft takes the inputs of {stack.parameter} for its outputs, so its adapters aren't those of the layers "
+            "of single experts. Leave the experts out of the adapter."
         )

@@ -129,9 +129,8 @@ class Layers:
     @cached_property
     def parts(self) -> dict[str, tuple[JoinedLayer, int]]:
         """Layer of transformers -> the layer that it is a part of, and which."""
-        return {
-            part.path: (layer, number) for layer in self.joined.values() for number, part in enumerate(layer.parts)
-        }
+        layers = self.joined.values()
+        return {part.path: (layer, number) for layer in layers for number, part in enumerate(layer.parts)}
 
     @cached_property
     def gone(self) -> frozenset[str]:
@@ -148,6 +147,10 @@ class Layers:
     def of_experts(self) -> frozenset[str]:
         """The layers of single experts."""
         return frozenset(path for stack in self.stacks for path in stack.paths())
+
+    def is_made_of_others(self, path: str) -> bool:
+        """Whether a module is a layer that transformers has otherwise, or has become one."""
+        return path in self.joined or path in self.of_experts or path in self.parts
 
     def is_joined(self, layer: JoinedLayer) -> bool:
         """Whether a layer has taken the place of its parts."""

@@ -1,9 +1,9 @@
 """The matrices of LoRA adapters of several layers as those of one layer whose rows they are, and back.
 
-Each layer has `B @ A`, times a scaling. Joined, the `A` lie one under the other and the `B` on a diagonal of blocks, so
-that the rank is the sum: that computes the same, but training it would fill the zeros between the blocks. Where all
-layers have the very same `A`, as those of an adapter that was trained on the joined layer, it is taken once and the `B`
-lie one under the other.
+Each layer has `B @ A`, times a scaling. Joined, the `A` lie one under the other and the `B` on a diagonal of blocks,
+so that the rank is the sum: that computes the same, but training it would fill the zeros between the blocks. Where all
+layers have the very same `A`, as those of an adapter that was trained on the joined layer, it is taken once and the
+`B` lie one under the other.
 """
 
 from __future__ import annotations
@@ -166,10 +166,9 @@ def join(
             kept[BIAS] = own[BIAS]
         if MAGNITUDE in first:
             result[MAGNITUDE][rows] = own[MAGNITUDE].to(result[MAGNITUDE].dtype)
-        is_kept = not _is_power_of_two(part.factor)
-        parts.append(
-            replace(part, kept=tuple((n, t.detach().cpu().clone()) for n, t in kept.items()) if is_kept else ())
-        )
+        if not _is_power_of_two(part.factor):
+            part = replace(part, kept=tuple((kind, value.detach().cpu().clone()) for kind, value in kept.items()))
+        parts.append(part)
     return replace(adapter, parts=tuple(parts)), result
 
 
@@ -209,13 +208,13 @@ def _check(layer: JoinedLayer, adapter: JoinedAdapter, found: Mapping[int, Mappi
         path, own = layer.parts[part.number].path, found.get(part.number, {})
         if own.keys() != names or not {A, B} <= own.keys():
             raise PatchedWeightsError(
-                f"The adapter has {', '.join(sorted(own)) or 'nothing'} for {path}, and {', '.join(sorted(names))} for "
-                f"another part of {layer.path}."
+                f"The adapter has {', '.join(sorted(own)) or 'nothing'} for {path}, and {', '.join(sorted(names))} "
+                f"for another part of {layer.path}."
             )
         if own[A].shape[0] != part.rank or own[B].shape[:2] != (layer.parts[part.number].size, part.rank):
             raise PatchedWeightsError(
-                f"The adapter has {tuple(own[A].shape)} and {tuple(own[B].shape)} for {path}, and its config says that "
-                f"the rank is {part.rank}, of a layer of {layer.parts[part.number].size} rows."
+                f"The adapter has {tuple(own[A].shape)} and {tuple(own[B].shape)} for {path}, and its config says "
+                f"that the rank is {part.rank}, of a layer of {layer.parts[part.number].size} rows."
             )
 
 

@@ -88,7 +88,7 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
             return None  # whatever is linear here
         config = copy.copy(config)
         config.target_modules = _all_linear_in_transformers(model, config)
-    asked = _targeted(config, (name for name in layers.parts if name in layers.gone))
+    asked = _targeted(config, (name for name, (layer, _) in layers.parts.items() if layers.is_joined(layer)))
     lost = _targeted(config, (name for name in layers.others if name in layers.gone))
     if not asked and not lost and not (layers.stacks and read is not None):
         return None
@@ -109,7 +109,7 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
         tensors = [found[part.path] for part in parts if part.path in found]
         one_input = len(tensors) == len(parts) and have_one_input(tensors)
         adapters[path] = JoinedAdapter.of(layers.joined[path], own, bool(config.use_rslora), one_input)
-    others = [name for name in layers.here if name not in layers.joined and name not in layers.of_experts]
+    others = (name for name in layers.here if not layers.is_made_of_others(name))
     adapted |= {name: rank_and_alpha(config, name) for name in _targeted(config, others)}
     if read is not None:
         if read.is_trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def onto_layers(
         if layer is None or not own or not layers.is_joined(joined):
             continue
         adapter = joined_adapter(layer, name) or _trained_here(joined, own, layer, name)
-        adapter, made = join(joined, adapter, own, lambda at=layer: magnitudes(at, name))
+        adapter, made = join(joined, adapter, own, partial(magnitudes, layer, name))
         layer.__dict__[JOINED] = {**layer.__dict__.get(JOINED, {}), name: adapter}
         taken = {joined.parts[number].path for number in own}
         result = {key: value for key, value in result.items() if split_key(key)[0] not in taken}
@@ -100,7 +101,7 @@ def joined_tensors(model: nn.Module, plan: AdapterPlan) -> tuple[AdapterPlan, di
         joined = plan.layers.joined[path]
         own = {number: found[part.path] for number, part in enumerate(joined.parts) if part.path in found}
         layer = model.get_submodule(path)
-        adapters[path], made = join(joined, adapter, own, lambda at=layer: _row_norms(base_weight(at)))
+        adapters[path], made = join(joined, adapter, own, partial(_norms_of, layer))
         result |= {f"{path}.{kind}": value for kind, value in made.items()}
     return replace(plan, adapters=adapters), _with_joined_biases(model, plan.layers, adapters, result)
 
@@ -125,8 +126,13 @@ def magnitudes(layer: Any, name: str) -> torch.Tensor:
     return _row_norms(base_weight(layer).to(layer.lora_A[name].weight.dtype))
 
 
+def _norms_of(layer: nn.Module) -> torch.Tensor:
+    return _row_norms(base_weight(layer))
+
+
 def _row_norms(weight: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.norm(weight.detach(), dim=1).to(weight.dtype)
+    norms: torch.Tensor = torch.linalg.norm(weight.detach(), dim=1)
+    return norms.to(weight.dtype)
 
 
 def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tensor]], layer: Any, name: str) -> Any:
@@ -136,8 +142,8 @@ def _trained_here(joined: JoinedLayer, own: Mapping[int, Mapping[str, torch.Tens
     if len(own) < len(joined.parts) or not have_one_input(listed) or listed[0][A].shape[0] != rank:
         raise PatchedWeightsError(
             f"{joined.path} has an adapter {name!r} of rank {rank} of its own, and what is loaded into it has "
-            f"{', '.join(f'{joined.parts[n].path}: {tuple(t[A].shape)}' for n, t in own.items())}, which is no adapter "
-            "that was trained on it. Load it under another name, with load_adapter()."
+            f"{', '.join(f'{joined.parts[n].path}: {tuple(t[A].shape)}' for n, t in own.items())}, which is no "
+            "adapter that was trained on it. Load it under another name, with load_adapter()."
         )
     return JoinedAdapter.whole(joined, rank, alpha)
 
@@ -161,7 +167,7 @@ def _with_joined_biases(
             if not keys:
                 continue
             owner, _, last = key.rpartition(".")
-            found = model.get_submodule(owner)
+            found: Any = model.get_submodule(owner)
             value = (found.get_base_layer() if is_tuner_layer(found) else found).get_parameter(last)
             value, start = value.detach().to("cpu", copy=True), 0
             for number in numbers:

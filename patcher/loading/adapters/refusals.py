@@ -19,15 +19,15 @@ def check_training(layers: Layers, adapters: Mapping[str, JoinedAdapter], shared
     if shared:
         raise InvalidPatcherError(
             f"The adapter has one input matrix for both layers of each expert in {_listed(shared)}, and the model has "
-            f"layers of their own in its place: is_trainable=True would train another adapter. To go on with it {_UNFUSED} "
-            "of the experts."
+            "layers of their own in its place: is_trainable=True would train another adapter. To go on with it "
+            f"{_UNFUSED} of the experts."
         )
     if refused := [path for path, adapter in adapters.items() if not adapter.is_trainable]:
         parts = [part.path for path in refused for part in layers.joined[path].parts]
         raise InvalidPatcherError(
-            f"The adapter has matrices of its own for {_listed(parts)}, which are rows of {_listed(refused)} here. Joined "
-            "they compute the same, but training would fill the zeros between them, so is_trainable=True would train "
-            f"another adapter. To go on with it {_UNFUSED} of these layers; or train a new adapter, with "
+            f"The adapter has matrices of its own for {_listed(parts)}, which are rows of {_listed(refused)} here. "
+            "Joined they compute the same, but training would fill the zeros between them, so is_trainable=True would "
+            f"train another adapter. To go on with it {_UNFUSED} of these layers; or train a new adapter, with "
             f"target_modules={_names(refused)}."
         )
 
@@ -47,8 +47,8 @@ def check_kind(config: Any, layers: Layers, asked: list[str], lost: list[str]) -
         )
     if setting := unusual_setting(config):
         raise InvalidPatcherError(
-            f"The adapter has {setting}, and is for {_listed(asked)}, which are rows of {joined} here. With that setting "
-            f"joined layers aren't known to compute the same: {_UNFUSED} of these layers."
+            f"The adapter has {setting}, and is for {_listed(asked)}, which are rows of {joined} here. With that "
+            f"setting joined layers aren't known to compute the same: {_UNFUSED} of these layers."
         )
 
 
@@ -57,8 +57,8 @@ def check_saved_modules(config: Any, layers: Layers) -> None:
     inner = [*layers.gone, *layers.joined]
     if found := [name for name in inner if any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)]:
         raise InvalidPatcherError(
-            f"modules_to_save={saved!r} means {_listed(found)}, of which the model has joined layers. A copy of a part of "
-            f"one can't be trained: {_UNFUSED} of these layers, or leave them out of modules_to_save."
+            f"modules_to_save={saved!r} means {_listed(found)}, of which the model has joined layers. A copy of a "
+            f"part of one can't be trained: {_UNFUSED} of these layers, or leave them out of modules_to_save."
         )
 
 
@@ -66,14 +66,15 @@ def new_text(config: Any, layers: Layers, asked: list[str]) -> str:
     joined = sorted({layers.parts[name][0].path for name in asked})
     others = [name for name in layers.here if name not in layers.joined and is_targeted(config, name)]
     return (
-        f"A new adapter is asked for {_listed(asked)}, which are rows of {_listed(joined)} in this model: they have no "
-        f"layers of their own to be adapted. Write target_modules={_names([*joined, *others])}; saved, the adapter is one "
-        f"of the layers of transformers. Or {_UNFUSED} of these layers."
+        f"A new adapter is asked for {_listed(asked)}, which are rows of {_listed(joined)} in this model: they have "
+        f"no layers of their own to be adapted. Write target_modules={_names([*joined, *others])}; saved, the adapter "
+        f"is one of the layers of transformers. Or {_UNFUSED} of these layers."
     )
 
 
 def _names(paths: list[str]) -> list[str]:
-    return sorted({path.rpartition(".")[2] for path in paths})
+    """The ends of paths by which peft finds them, with what a layer without a name of its own is in."""
+    return sorted({".".join(path.split(".")[-2 if path.endswith(".linear") else -1 :]) for path in paths})
 
 
 def _listed(paths: list[str]) -> str:

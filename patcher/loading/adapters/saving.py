@@ -48,7 +48,7 @@ def stock_adapter(model: Any, name: str, weights: Mapping[str, torch.Tensor]) ->
     parts |= _biases(base, layers, name, bare)
     result: dict[str, torch.Tensor] = {}
     for key, value in bare.items():
-        result |= parts[key] if key in parts else {key: value}
+        result |= parts.get(key, {key: value})
     if layers.stacks:
         result, _ = onto_stacks(base, layers.stacks, name, result, _by_root(base, name))
     return {f"{prefix}{key}": value for key, value in result.items()}
@@ -87,7 +87,7 @@ def _separate(base: nn.Module, joined: JoinedLayer, name: str, own: Mapping[str,
 def _adapted(
     base: nn.Module, layers: Layers, name: str
 ) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]] | None:
-    """Layer of transformers -> rank and alpha of its adapter, and parameter -> those of its own; None if all is stock."""
+    """Layer -> rank and alpha of its adapter, and parameter -> those of its own; None if all is as in transformers."""
     result: dict[str, tuple[int, float]] = {}
     of_experts: dict[str, torch.Tensor] = {}
     has_joined = False

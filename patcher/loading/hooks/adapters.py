@@ -39,7 +39,8 @@ from patcher.loading.adapters.planning import (
 )
 from patcher.loading.adapters.reading import joined_tensors, named_in_model, onto_layers, put_down, settle_magnitudes
 from patcher.loading.adapters.saving import stock_adapter, stock_configs
-from patcher.loading.record import record_of
+from patcher.loading.hooks.loads import record_of_load
+from patcher.loading.record import keep_record, record_of
 
 #: Which conversions whoever asks for those of a model gets: its own, those of transformers, or none.
 _CONVERSIONS: ContextVar[str] = ContextVar("patcher_adapter_conversions", default="own")
@@ -72,8 +73,12 @@ def conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) ->
 
 def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Load an adapter into a model of transformers; `from_pretrained` of an adapter's folder does it too."""
+    if (record := record_of_load(self)) is not None:  # of an adapter's folder: the end of the load is yet to come
+        keep_record([("", self)], record)
     if not modules_with_layouts(self):
-        return stock(self, *args, **kwargs)
+        result = stock(self, *args, **kwargs)
+        _check_places(self, result)
+        return result
     arguments = inspect.signature(stock).bind(self, *args, **kwargs)
     arguments.apply_defaults()
     given = arguments.arguments
@@ -96,7 +101,7 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = plan_adapter(self, _converted(self, config, read), read)
     if plan is None:
         result = stock(*arguments.args, **arguments.kwargs)
-        check_unexpected(self, list(result.unexpected_keys))
+        _check_places(self, result)
         return result
     if given["hotswap"] is True or name in (getattr(self, "peft_config", None) or {}):
         tensors = onto_layers(self, name, read.weights, _converted(self, config))
@@ -108,8 +113,14 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     with reading(read), _with(_CONVERSIONS, "none"), _with(_PLAN, plan):
         result = stock(*arguments.args, **arguments.kwargs)
     settle_magnitudes(self, name, plan)
-    check_unexpected(self, list(result.unexpected_keys))
+    _check_places(self, result)
     return result
+
+
+def _check_places(model: Any, result: Any) -> None:
+    """Say which tensors have found no place in a patched model, as far as peft or transformers know."""
+    if record_of(model) is not None or layers_of(model):
+        check_unexpected(model, list(result.unexpected_keys))
 
 
 #: How the adapter that this thread loads is put onto its model, once that is known.
@@ -168,8 +179,7 @@ def load_into(stock: Stock, self: Any, model_id: Any, *args: Any, **kwargs: Any)
         )
     with reading(read) if read is not None else contextlib.nullcontext():
         result = stock(*arguments.args, **arguments.kwargs)
-    if read is not None:
-        check_unexpected(base, list(result.unexpected_keys))
+    _check_places(base, result)
     return result
 
 

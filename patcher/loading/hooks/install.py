@@ -59,7 +59,7 @@ def _hook_late(module: ModuleType) -> None:
         _hook(owner, name, HOOKS[place])
         if place in FOLLOWED:
             for each in list(sys.modules.values()):
-                if isinstance(each, ModuleType) and vars(each).get(name) is stock:
+                if getattr(each, "__dict__", {}).get(name) is stock:
                     setattr(each, name, getattr(owner, name))
 
 
@@ -83,16 +83,16 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "conversions": loads.conversion_mapping,
     "conversions of others": adapters.conversions_of,
     "conversions of adapters": adapters.conversions_of,
-    "load an adapter": adapters.load_adapter,
-    "inject an adapter": adapters.inject,
-    "add adapters up": adapters.add_weighted,
-    "swap an adapter": adapters.hotswap,
+    "adapter, loaded by transformers": adapters.load_adapter,
+    "adapter, injected": adapters.inject,
+    "adapters, added up": adapters.add_weighted,
+    "adapter, swapped": adapters.hotswap,
     "config of an adapter": adapters.convert_config,
     "weights of an adapter": adapters.convert_weights,
     "state of an adapter": adapters.state_of,
-    "load a PeftModel": adapters.from_pretrained,
-    "load into a PeftModel": adapters.load_into,
-    "save a PeftModel": adapters.save,
+    "PeftModel, loaded": adapters.from_pretrained,
+    "PeftModel, loaded into": adapters.load_into,
+    "PeftModel, saved": adapters.save,
     "read GGUF": loads.read_gguf,
     "distribute": loads.distribute,
     "device map": loads.device_map,

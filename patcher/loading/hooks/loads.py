@@ -48,6 +48,7 @@ from patcher.loading.parallel.sharing import follow_plan
 from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
 from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read
+from patcher.loading.record import PatchRecord
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
 
@@ -90,6 +91,12 @@ def from_pretrained(
         if isinstance(load, Constructed) and dry is None:
             finish(load)
         return result
+
+
+def record_of_load(model: Any) -> PatchRecord | None:
+    """The record of a model whose load in this thread has come as far as its weights, and not to its end."""
+    load = _LOAD.get()
+    return load.record if isinstance(load, Loaded) and load.model is model else None
 
 
 def find_weights(
