@@ -1,0 +1,156 @@
+"""Adapters of experts: of stacks, which peft adapts as parameters, and of the layers of single experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import GptOssConfig, Qwen3MoeConfig
+
+from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
+from tests.support.adapters import (
+    LOADS,
+    SEVEN,
+    Load,
+    as_peft_model,
+    assert_close,
+    assert_same_files,
+    base,
+    config,
+    new_adapter,
+    settings_of,
+    tensors_of,
+    train,
+    trained,
+)
+from tests.support.comparing import logits
+from tests.support.tiny import DECODER_SIZES, save_tiny, tiny_mixtral_config, tiny_qwen2_moe_config
+
+# peft says it of the ranks of parameters, its own too
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
+EXPERTS = Patcher(fusions="sequential_experts")
+ALL = Patcher(fusions=["sequential_experts", "qkv"])
+CONFIGS = {
+    "mixtral": tiny_mixtral_config(),
+    "qwen2_moe": tiny_qwen2_moe_config(),
+    "qwen3_moe": Qwen3MoeConfig(
+        **DECODER_SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    # its stacks have the input on the left, and gate and up take turns
+    "gpt_oss": GptOssConfig(**DECODER_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_tiny(each, tmp_path_factory.mktemp(name)) for name, each in CONFIGS.items()}
+
+
+@pytest.mark.parametrize(
+    "targets", ["all-linear", SEVEN, ["experts.1.up_proj", "q_proj"]], ids=["all", "seven", "one"]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_new_one_is_saved_for_the_stacks(name: str, targets: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = trained(folders[name], tmp_path / "ours", EXPERTS, target_modules=targets, use_rslora=True)
+    experts = [path for path, part in model.named_modules() if "experts." in path and hasattr(part, "lora_A")]
+    assert len(experts) == (2 if targets[0].startswith("experts") else 2 * 4 * 3)
+    assert not any("experts.1" in key for key in tensors_of(tmp_path / "ours"))
+    assert settings_of(tmp_path / "ours")["target_parameters"]
+    stock = as_peft_model(folders[name], tmp_path / "ours")
+    assert_close(logits(stock), logits(model))
+    again = PeftModel.from_pretrained(base(folders[name], patcher=EXPERTS), tmp_path / "ours", is_trainable=True)
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "again")
+    assert_same_files(tmp_path / "ours", tmp_path / "again")
+    assert torch.equal(logits(train(again)), logits(train(model)))
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_of_the_stacks_is_put_onto_single_experts(
+    name: str, load: Load, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    settings = {"target_modules": ["q_proj", "v_proj"], "target_parameters": parameters, "lora_alpha": 6}
+    expected = new_adapter(base(folders[name]), tmp_path / "stock", **settings)
+    model = load(folders[name], tmp_path / "stock", patcher=ALL)
+    assert any(path.endswith("experts.3.down_proj.lora_A") for path, _ in model.named_modules())
+    assert_close(logits(model), expected)
+    model.save_pretrained(tmp_path / "ours")
+    assert_same_files(tmp_path / "ours", tmp_path / "stock")
+    with pytest.raises(InvalidPatcherError, match=r"one input matrix for both layers of each expert in model\."):
+        PeftModel.from_pretrained(base(folders[name], patcher=ALL), tmp_path / "stock", is_trainable=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_one_of_the_stacks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    expected = new_adapter(base(folders[name]), tmp_path, target_modules=[], target_parameters=["experts.down_proj"])
+    for load in LOADS:
+        assert_close(logits(load(folders[name], tmp_path, patcher=EXPERTS)), expected)
+
+
+def test_one_that_was_made_for_experts_one_by_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """As it was done before transformers 5: `w1`, `w2` and `w3` of each expert of Mixtral."""
+    settings = config(target_modules=["w1", "w2", "w3", "q_proj"], base_model_name_or_path=str(folders["mixtral"]))
+    settings.inference_mode = True
+    settings.save_pretrained(tmp_path)
+    sizes = {"w1": (64, 96), "w3": (64, 96), "w2": (96, 64)}
+    weights = {}
+    for layer in range(2):
+        start = f"base_model.model.model.layers.{layer}."
+        weights |= pair(f"{start}self_attn.q_proj", 64, 64)
+        for expert in range(4):
+            for each, (inputs, outputs) in sizes.items():
+                weights |= pair(f"{start}block_sparse_moe.experts.{expert}.{each}", inputs, outputs)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    expected = logits(as_peft_model(folders["mixtral"], tmp_path))
+    assert not torch.allclose(expected, logits(base(folders["mixtral"])), atol=1e-2)
+    for load in LOADS:
+        assert_close(logits(load(folders["mixtral"], tmp_path, patcher=ALL)), expected)
+    model = PeftModel.from_pretrained(base(folders["mixtral"], patcher=EXPERTS), tmp_path, is_trainable=True)
+    assert_close(logits(model), expected)
+    gate = model.get_submodule("base_model.model.model.layers.1.mlp.experts.2.gate_proj")
+    own = weights["base_model.model.model.layers.1.block_sparse_moe.experts.2.w1.lora_A.weight"]
+    assert torch.equal(gate.lora_A["default"].weight, own)
+
+
+def pair(path: str, inputs: int, outputs: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    return {
+        f"{path}.lora_A.weight": torch.randn(rank, inputs) * 0.2,
+        f"{path}.lora_B.weight": torch.randn(outputs, rank) * 0.2,
+    }
+
+
+def test_its_state_is_set_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = trained(folders["qwen3_moe"], tmp_path, EXPERTS, target_modules=SEVEN)
+    expected = logits(model)
+    state = {key: value.clone() for key, value in get_peft_model_state_dict(model).items()}
+    train(model)
+    assert not torch.equal(logits(model), expected)
+    assert not set_peft_model_state_dict(model, state).unexpected_keys
+    assert torch.equal(logits(model), expected)
+
+
+def test_what_peft_has_not_for_stacks(folders: dict[str, Path]) -> None:
+    def new(**settings: Any) -> None:
+        get_peft_model(base(folders["mixtral"], patcher=EXPERTS), config(**settings))
+
+    with pytest.raises(InvalidPatcherError, match=r"use_dora=True for model.layers.0.mlp.experts.\{0..3\}.gate_proj"):
+        new(target_modules=SEVEN, use_dora=True)
+    with pytest.raises(InvalidPatcherError, match=r"different ranks or alphas, and model\.layers\.0"):
+        new(target_modules=SEVEN, rank_pattern={"experts.1.gate_proj": 8})
+    with pytest.raises(InvalidPatcherError, match=r"has a layer for each expert in its place. Write target_modules="):
+        new(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+
+
+def test_a_tensor_of_an_expert_without_a_place(folders: dict[str, Path], tmp_path: Path) -> None:
+    new_adapter(base(folders["mixtral"]), tmp_path, target_modules=["q_proj"])
+    weights = tensors_of(tmp_path) | pair("base_model.model.model.layers.0.mlp.experts.9.gate_proj", 64, 96)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    for load in LOADS:
+        with pytest.raises(PatchedWeightsError, match="has no place"):
+            load(folders["mixtral"], tmp_path, patcher=EXPERTS)
