@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import reprlib
@@ -65,11 +66,23 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
 
 def _no_model(model: str | os.PathLike[str], error: Exception) -> InvalidPatcherError:
     folder, hint = Path(model), ""
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if (base := _base_of_adapter(folder)) is not None:
+        hint = f"It is an adapter: write the model that it is for, {base!r}. "
+    elif folder.is_dir() and not (folder / "config.json").is_file():
         hint = "It has no config.json: write the folder that save_pretrained has written. "
     elif not folder.exists() and isinstance(error, OSError):
         hint = "There is no such folder: write the path of one that is there, or a repo that can be reached. "
     return InvalidPatcherError(f"{str(model)!r} is no model that can be used here. {hint}({_line(error)})")
+
+
+def _base_of_adapter(folder: Path) -> str | None:
+    """The model that the adapter in a folder is for, None if the folder holds none or doesn't say."""
+    try:
+        found = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    base = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+    return base if isinstance(base, str) and base else None
 
 
 def _line(error: Exception) -> str:

@@ -146,7 +146,7 @@ def join(
     _check(layer, adapter, found)
     tensors = {part.number: _flat(layer, found[part.number]) for part in adapter.parts}
     first = tensors[adapter.parts[0].number]
-    is_exact = all(_is_power_of_two(part.factor) for part in adapter.parts)
+    is_exact = all(_is_exact(part.factor, first[B]) for part in adapter.parts)
     wide = first[B].dtype if is_exact else torch.promote_types(first[B].dtype, torch.float32)
     inputs = [tensors[part.number][A] for part in adapter.parts]
     result = {A: (inputs[0] if adapter.has_one_input else torch.cat(inputs)).to(wide)}
@@ -166,7 +166,7 @@ def join(
             kept[BIAS] = own[BIAS]
         if MAGNITUDE in first:
             result[MAGNITUDE][rows] = own[MAGNITUDE].to(result[MAGNITUDE].dtype)
-        if not _is_power_of_two(part.factor):
+        if not _is_exact(part.factor, own[B]):
             part = replace(part, kept=tuple((kind, value.detach().cpu().clone()) for kind, value in kept.items()))
         parts.append(part)
     return replace(adapter, parts=tuple(parts)), result
@@ -230,16 +230,17 @@ def _as_convolution(layer: JoinedLayer, own: Mapping[str, torch.Tensor]) -> dict
     return {name: value.reshape(shapes[name]) for name, value in own.items()}
 
 
-def _is_power_of_two(factor: float) -> bool:
-    return factor != 0 and math.frexp(abs(factor))[0] == 0.5
+def _is_exact(factor: float, tensor: torch.Tensor) -> bool:
+    """Whether a multiplication only changes exponents, of which float16 has few."""
+    return factor == 1 or (math.frexp(abs(factor))[0] == 0.5 and tensor.dtype != torch.float16)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1:
         return tensor
-    return (
-        tensor if _is_power_of_two(factor) else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    ) * factor
+    if not _is_exact(factor, tensor):
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor * factor
 
 
 def _unscaled(tensor: torch.Tensor, factor: float, kept: torch.Tensor | None) -> torch.Tensor:

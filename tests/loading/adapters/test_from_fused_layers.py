@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, Trainer
 
-from patcher import Patcher
+from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
 from tests.support.adapters import (
     LOADS,
     Load,
@@ -21,6 +21,7 @@ from tests.support.adapters import (
     assert_same_files,
     base,
     config,
+    new_adapter,
     settings_of,
     tensors_of,
     train,
@@ -30,6 +31,7 @@ from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_qwen2_vl_config
 from tests.support.trainer import MIDDLE, trainer
 
+WEIGHTS = "adapter_model.safetensors"
 FUSED = Patcher(fusions=["qkv", "gate_up"])
 JOINED = ["qkv_proj", "gate_up_proj", "o_proj"]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -125,12 +127,20 @@ def test_a_file_with_the_names_of_joined_layers(load: Load, llama: Path, tmp_pat
     save_file(raw, tmp_path / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(tmp_path)
     assert_close(logits(load(llama, tmp_path, patcher=FUSED)), logits(model))
+    assert_close(logits(load(llama, tmp_path)), logits(model))
+
+
+def test_a_file_with_the_names_of_joined_layers_that_nobody_knows(llama: Path, tmp_path: Path) -> None:
+    model = trained(llama, tmp_path, FUSED, target_modules=JOINED)
+    raw = {key.replace(".default", ""): value for key, value in model.state_dict().items() if "lora_" in key}
+    save_file({key.replace("layers.1", "layers.7"): value for key, value in raw.items()}, tmp_path / WEIGHTS)
+    model.peft_config["default"].save_pretrained(tmp_path)
+    for load in LOADS:
+        with pytest.raises(InvalidPatcherError, match=r"is for model.layers.7.mlp.gate_up_proj, model.layers.7.self_"):
+            load(llama, tmp_path)
 
 
 def test_an_adapter_of_another_making_does_not_fit_into_it(llama: Path, tmp_path: Path) -> None:
-    from patcher import PatchedWeightsError
-    from tests.support.adapters import new_adapter
-
     model = trained(llama, tmp_path / "ours", FUSED, target_modules=JOINED)
     new_adapter(base(llama), tmp_path / "stock", target_modules=["q_proj", "k_proj", "v_proj"])
     with pytest.raises(PatchedWeightsError, match="has an adapter 'default' of rank 4 of its own"):
