@@ -17,6 +17,7 @@ import pytest
 from tests.project.advice import (
     CASES,
     Place,
+    adapters,
     checkpoints,
     construction,
     families,
@@ -50,6 +51,7 @@ TABLES = (
     generated_sources,
     generated_models,
     training,
+    adapters,
 )
 
 #: How advice begins, behind the end of a sentence or of a part of one.

@@ -57,7 +57,6 @@ def onto_experts(
         The tensors; layer -> rank and alpha; and the stacks whose layers have one `A`.
 
     Raises:
-        InvalidPatcherError: peft takes the dimensions of a stack for others.
         PatchedWeightsError: the tensors don't fit.
     """
     result, adapted, shared = dict(weights), {}, []
@@ -65,16 +64,19 @@ def onto_experts(
         keys = [f"{start}{kind}" for kind in (A, B)]
         if any(key not in weights for key in keys):
             continue
-        _check_readable(stack)
         down, up = (result.pop(key) for key in keys)
         rank, alpha = asked[stack] or (down.shape[0] // stack.count, 1.0)
-        if down.shape[0] != rank * stack.count or up.shape != (stack.rows * len(stack.layers), rank * stack.count):
+        rows = (down if stack.turned else up.T).shape[1]
+        if not down.shape[0] == up.shape[1] == rank * stack.count or rows != stack.rows * len(stack.layers):
             raise PatchedWeightsError(
                 f"The adapter has {tuple(down.shape)} and {tuple(up.shape)} for {stack.parameter}, and its config "
                 f"says that the rank is {rank}, of {stack.count} experts of {stack.rows * len(stack.layers)} rows."
             )
         down = down.view(stack.count, rank, -1)
-        up = stack.in_rows_of_parts(up.view(up.shape[0], rank, stack.count).permute(2, 0, 1).contiguous())
+        up = up.view(up.shape[0], rank, stack.count).permute(2, 0, 1)
+        if stack.turned:
+            down, up = up.transpose(1, 2), down.transpose(1, 2)
+        up = stack.in_rows_of_parts(up.contiguous())
         settings, one_input = _settings(stack, up, rank, alpha, by_root)
         adapter = JoinedAdapter.of(stack.joined, settings, by_root, one_input)
         for expert in range(stack.count):
@@ -132,7 +134,10 @@ def onto_stacks(
         adapter = JoinedAdapter.of(stack.joined, settings[stack], by_root, one_input)
         made = [join(stack.joined, adapter, expert, _no_magnitudes)[1] for expert in found[stack]]
         down, up = (torch.stack([each[kind] for each in made]) for kind in (A, B))
-        up = stack.in_rows_of_stack(up).permute(1, 2, 0)
+        up = stack.in_rows_of_stack(up)
+        if stack.turned:
+            down, up = up.transpose(1, 2), down.transpose(1, 2)
+        up = up.permute(1, 2, 0)
         result[f"{start}{A}"] = down.flatten(0, 1).contiguous()
         result[f"{start}{B}"] = up.reshape(up.shape[0], -1).contiguous()
         adapted[stack] = adapter.rank, adapter.alpha
@@ -192,8 +197,6 @@ def check_new(config: Any, stacks: Sequence[Stack], targeted: Iterable[str]) -> 
     wanted = set(targeted)
     for stack in stacks:
         own = [path for path in stack.paths() if path in wanted]
-        if own and not stack.readable:
-            _check_readable(stack)
         for setting in ("use_dora", "lora_bias") if own else ():
             if getattr(config, setting, False):
                 raise InvalidPatcherError(
@@ -208,11 +211,3 @@ def check_new(config: Any, stacks: Sequence[Stack], targeted: Iterable[str]) -> 
                     f"{stack.parameter}, as whose adapter this one is saved, has one for all experts. Use expressions "
                     "that mean all of them."
                 )
-
-
-def _check_readable(stack: Stack) -> None:
-    if not stack.readable:
-        raise InvalidPatcherError(
-            f"peft takes the inputs of {stack.parameter} for its outputs, so its adapters aren't those of the layers "
-            "of single experts. Leave the experts out of the adapter."
-        )

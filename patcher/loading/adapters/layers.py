@@ -66,7 +66,7 @@ class Stack:
         layers: what the layers of one expert are called, "" if an expert is a layer.
         rows: how many rows each of these has.
         interleaved: whether the rows of the layers take turns.
-        readable: whether peft takes the dimensions for what they are.
+        turned: whether peft takes the inputs of the matrices for their outputs.
     """
 
     path: str
@@ -76,7 +76,7 @@ class Stack:
     layers: tuple[str, ...]
     rows: int
     interleaved: bool
-    readable: bool
+    turned: bool
 
     @property
     def parameter(self) -> str:
@@ -209,9 +209,9 @@ def _stack(path: str, module: nn.Module, layout: Matrices, order: tuple[str, ...
         return []
     names = tuple(name.removesuffix("weight").removesuffix(".") for name in layout.layers)
     rows, count = layout.fused_shapes()[0][0], layout.stock_shapes[0][0]
-    readable = layout.transposed == bool(getattr(module, "is_transposed", False))
+    turned = layout.transposed != bool(getattr(module, "is_transposed", False))
     place = order.index(layout.stock[0])
-    return [Stack(path, layout.stock[0], place, count, names, rows, layout.interleaved, readable)]
+    return [Stack(path, layout.stock[0], place, count, names, rows, layout.interleaved, turned)]
 
 
 def _owner(prefix: str, name: str) -> str:

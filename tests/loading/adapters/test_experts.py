@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
 from tests.support.adapters import (
@@ -42,6 +42,10 @@ CONFIGS = {
     ),
     # its stacks have the input on the left, and gate and up take turns
     "gpt_oss": GptOssConfig(**DECODER_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    # its stacks have the input on the left as well, and don't say so to peft
+    "llama4": Llama4TextConfig(
+        **DECODER_SIZES, intermediate_size_mlp=96, head_dim=16, num_local_experts=4, num_experts_per_tok=1
+    ),
 }
 
 
@@ -55,6 +59,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_new_one_is_saved_for_the_stacks(name: str, targets: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    if (name, targets) == ("llama4", "all-linear"):
+        pytest.skip("its router is an nn.Linear that gives two tensors, which peft can't adapt")
     model = trained(folders[name], tmp_path / "ours", EXPERTS, target_modules=targets, use_rslora=True)
     experts = [path for path, part in model.named_modules() if "experts." in path and hasattr(part, "lora_A")]
     assert len(experts) == (2 if targets[0].startswith("experts") else 2 * 4 * 3)
