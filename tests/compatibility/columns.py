@@ -28,6 +28,7 @@ SUBJECTS = (
     "optimizers",
     "data_parallel",
     "tensor_parallel",
+    "adapters",
     "quantizers",
     "device_maps",
     "front_doors",

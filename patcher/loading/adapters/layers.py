@@ -192,17 +192,6 @@ def layers_of(model: nn.Module) -> Layers:
     return Layers(joined, others, tuple(stacks), tuple(here))
 
 
-def layers_by(layouts: Mapping[str, Iterable[Layout]], here: tuple[str, ...]) -> Layers:
-    """The layers that a fusion would join in a model that has them as transformers does.
-
-    Args:
-        layouts: path of a module -> its layouts, fused.
-        here: the paths of all modules.
-    """
-    found = [_joined(inside(path), layout, tuple(own)) for path, own in layouts.items() for layout in own]
-    return Layers({layer.path: layer for layer in found if layer is not None}, {}, (), here)
-
-
 def _stack(path: str, module: nn.Module, layout: Matrices, order: tuple[str, ...]) -> list[Stack]:
     """The stack that a layout makes layers of; none where it is one of biases."""
     if any(name.rpartition(".")[2] != "weight" for name in layout.layers):

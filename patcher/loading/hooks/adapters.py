@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -40,11 +39,7 @@ from patcher.loading.adapters.planning import (
 )
 from patcher.loading.adapters.reading import joined_tensors, named_in_model, onto_layers, put_down, settle_magnitudes
 from patcher.loading.adapters.saving import stock_adapter, stock_configs
-from patcher.loading.adapters.stock_models import (
-    config_for_stock_model,
-    names_joined_layers,
-    weights_for_stock_model,
-)
+from patcher.loading.adapters.stock_models import check_names
 from patcher.loading.hooks.loads import record_of_load
 from patcher.loading.record import keep_record, record_of
 
@@ -91,12 +86,11 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     path = given["peft_model_id"] or getattr(load_config, "pretrained_model_name_or_path", None)
     config = given["peft_config"]
     is_patched = bool(modules_with_layouts(self))
-    if config is None and path is not None and (is_patched or Path(path).is_dir()):
+    if config is None and path is not None and is_patched:
         config = read_config(path, options)
     name = given["adapter_name"] or "default"
     weights = given["adapter_state_dict"]
-    is_of_joined = config is not None and not is_patched and names_joined_layers(self, config)
-    if config is None or not (is_patched or is_of_joined) or not is_lora(config) or (weights is None and path is None):
+    if config is None or not is_patched or not is_lora(config) or (weights is None and path is None):
         result = stock(*arguments.args, **arguments.kwargs)
         _check_places(self, result)
         return result
@@ -104,10 +98,6 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
     if weights is None:
         weights = read_weights(path, options)
     read = _read(self, config, weights, name, is_trained=given["is_trainable"])
-    if is_of_joined:
-        given["peft_config"] = config_for_stock_model(self, config)
-        given["adapter_state_dict"] = weights_for_stock_model(self, read.weights)
-        return stock(*arguments.args, **arguments.kwargs)
     plan = plan_adapter(self, _converted(self, config, read), read)
     if plan is None:
         result = stock(*arguments.args, **arguments.kwargs)
@@ -128,9 +118,11 @@ def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_places(model: Any, result: Any) -> None:
-    """Say which tensors have found no place in a patched model, as far as peft or transformers know."""
+    """Say which tensors have found no place, as far as peft or transformers know."""
     if record_of(model) is not None or layers_of(model):
         check_unexpected(model, list(result.unexpected_keys))
+    else:
+        check_names(model, result.unexpected_keys)
 
 
 #: How the adapter that this thread loads is put onto its model, once that is known.
@@ -174,7 +166,7 @@ def from_pretrained(stock: Stock, cls: Any, model: Any, model_id: Any, *args: An
     arguments.apply_defaults()
     given = arguments.arguments
     read = _read_by_peft(model, model_id, given, given["config"])
-    with reading(read) if read is not None else contextlib.nullcontext(), _with(_IS_LOADING, True):
+    with reading(read) if read is not None else contextlib.nullcontext():
         return stock(*arguments.args, **arguments.kwargs)
 
 
@@ -187,7 +179,7 @@ def load_into(stock: Stock, self: Any, model_id: Any, *args: Any, **kwargs: Any)
         read = _read_by_peft(
             base, model_id, arguments.arguments, self.peft_config.get(arguments.arguments["adapter_name"])
         )
-    with reading(read) if read is not None else contextlib.nullcontext(), _with(_IS_LOADING, True):
+    with reading(read) if read is not None else contextlib.nullcontext():
         result = stock(*arguments.args, **arguments.kwargs)
     _check_places(base, result)
     return result
@@ -214,9 +206,6 @@ def _read_by_peft(model: Any, path: Any, given: Mapping[str, Any], config: Any) 
 def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     """Put layers with an adapter into a model: peft's own place for it, whoever calls."""
     if not isinstance(model, nn.Module) or not layers_of(model):
-        config = self.peft_config[adapter_name]
-        if _IS_LOADING.get() and names_joined_layers(model, config):
-            vars(config).update(vars(config_for_stock_model(model, config)))
         return stock(self, model, adapter_name, *args, **kwargs)
     read, plan, config = READING.get(), _PLAN.get(), self.peft_config[adapter_name]
     if read is not None and read.model is not model:
@@ -242,10 +231,6 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
         self.peft_config[adapter_name] = config
     put_down(model, adapter_name, plan)
     return result
-
-
-#: Whether an adapter is being loaded by peft, rather than made.
-_IS_LOADING: ContextVar[bool] = ContextVar("patcher_adapter_loading", default=False)
 
 
 #: What is being added up to a new adapter: the names of adapters, and how.
@@ -285,8 +270,8 @@ def convert_weights(stock: Stock, *args: Any, **kwargs: Any) -> Any:
     if not is_lora(config):
         return stock(*args, **kwargs)
     if not layers_of(base):
-        given.arguments["adapter_state_dict"] = weights_for_stock_model(base, given.arguments["adapter_state_dict"])
-        return stock(*given.args, **given.kwargs)
+        check_names(base, given.arguments["adapter_state_dict"])
+        return stock(*args, **kwargs)
     own, others = _of_experts(base_model(model), given.arguments["adapter_state_dict"])
     given.arguments["adapter_state_dict"] = others
     with _with(_CONVERSIONS, "stock"):

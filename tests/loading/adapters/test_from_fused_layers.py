@@ -127,17 +127,8 @@ def test_a_file_with_the_names_of_joined_layers(load: Load, llama: Path, tmp_pat
     save_file(raw, tmp_path / "adapter_model.safetensors")
     model.peft_config["default"].save_pretrained(tmp_path)
     assert_close(logits(load(llama, tmp_path, patcher=FUSED)), logits(model))
-    assert_close(logits(load(llama, tmp_path)), logits(model))
-
-
-def test_a_file_with_the_names_of_joined_layers_that_nobody_knows(llama: Path, tmp_path: Path) -> None:
-    model = trained(llama, tmp_path, FUSED, target_modules=JOINED)
-    raw = {key.replace(".default", ""): value for key, value in model.state_dict().items() if "lora_" in key}
-    save_file({key.replace("layers.1", "layers.7"): value for key, value in raw.items()}, tmp_path / WEIGHTS)
-    model.peft_config["default"].save_pretrained(tmp_path)
-    for load in LOADS:
-        with pytest.raises(InvalidPatcherError, match=r"is for model.layers.7.mlp.gate_up_proj, model.layers.7.self_"):
-            load(llama, tmp_path)
+    with pytest.raises(InvalidPatcherError, match=r"is for model\.layers\.\{0\.\.1\}\.mlp\.gate_up_proj, model\.lay"):
+        load(llama, tmp_path)  # in what order they are joined it doesn't say
 
 
 def test_an_adapter_of_another_making_does_not_fit_into_it(llama: Path, tmp_path: Path) -> None:
