@@ -31,6 +31,6 @@ def check_names(model: nn.Module, keys: Iterable[str]) -> None:
     if lost := owners.difference(path for path, _ in inner_modules(model)) if owners else ():
         raise InvalidPatcherError(
             f"The adapter is for {', '.join(compress(sorted(lost)))}, which {type(model).__name__} doesn't have: "
-            "layers of it are joined there. Load the model with the patcher of the adapter; what save_pretrained then writes "
-            "of a fused model is for the layers of transformers."
+            "layers of it are joined there. Load the model with the patcher of the adapter; what save_pretrained then "
+            "writes of a fused model is for the layers of transformers."
         )
