@@ -3,6 +3,7 @@ as they were."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, PatcherError
 from tests.support.adapters import (
@@ -55,6 +57,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "a head to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
+#: Whether transformers reads what `modules_to_save` has saved: some releases drop that, and says nothing.
+READS_SAVED_MODULES = "AuxiliaryTrainingWrapper" in inspect.getsource(inspect.unwrap(PreTrainedModel.load_adapter))
+
 
 @pytest.fixture(scope="module")
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
@@ -75,6 +80,10 @@ def test_it_computes_the_same_and_is_saved_as_it_was(
     name: str, load: Load, llama: Path, adapters: dict[str, tuple[Path, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, expected = adapters[name]
+    if name == "a head to save" and load in LOADS[2:] and not READS_SAVED_MODULES:
+        with pytest.raises(PatchedWeightsError, match=r"has no place:\n  lm_head\.weight"):
+            load(llama, folder, patcher=FUSED)
+        return
     model = load(llama, folder, patcher=FUSED)
     assert any(path.endswith("qkv_proj") for path, part in model.named_modules() if hasattr(part, "lora_A"))
     assert_close(logits(model), expected)
