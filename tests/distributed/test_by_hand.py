@@ -34,13 +34,13 @@ from patcher import (
 )
 from tests.compatibility.outcomes import compared
 from tests.compatibility.rows import ROWS, Row
+from tests.distributed.comparing import assert_same_weights
 from tests.support.checkpoints import files
 from tests.support.processes import two_processes
 from tests.support.splitting import (
     ROUNDING,
     adamw,
     all_whole,
-    assert_same_weights,
     batch,
     in_double_of,
     logits,

@@ -25,6 +25,7 @@ from patcher import (
 from tests.compatibility.outcomes import compared
 from tests.compatibility.rows import Row
 from tests.compatibility.subjects.data_parallel import split_by_transformers
+from tests.distributed.comparing import assert_same_weights
 from tests.support.beside import FUSED_QKV
 from tests.support.checkpoints import files
 from tests.support.processes import two_processes
@@ -32,7 +33,6 @@ from tests.support.replacements import JOINED
 from tests.support.split_replacements import CONVERTING, IN_BFLOAT16, WITH_VALUES
 from tests.support.splitting import (
     all_whole,
-    assert_same_weights,
     logits,
     split,
 )
@@ -176,6 +176,12 @@ def _forms(folder: Path, rank: int) -> None:
     undone = Patcher().apply(model)
     assert not any(isinstance(parameter, DTensor) for parameter in undone.parameters())
     compared(dict(undone.state_dict()), original_state_dict(model), rounding=0)
+    other = BOTH.apply(AutoModelForCausalLM.from_pretrained(folder / "llama", **split()))
+    assert type(other).__name__ == "LlamaForCausalLM"
+    assert torch.equal(logits(other, inputs), expected)
+    if rank == 0:  # it is split no more
+        other.save_pretrained(folder / "applied")
+        assert files(folder / "applied") == files(folder / "llama")
     assert model.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False).shape == (1, 14)
     heads = AutoModelForCausalLM.from_pretrained(
         folder / "llama", patcher=BOTH, attn_implementation="eager", **split()

@@ -10,9 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from patcher import original_state_dict
-from tests.compatibility.outcomes import compared
-from tests.compatibility.rows import Row
 from tests.support.resuming import as_double, in_double
 
 #: What rounding in float64 explains, after a few steps.
@@ -41,13 +38,13 @@ def all_whole(values: dict[str, Any]) -> dict[str, Any]:
     return {name: whole(value) for name, value in values.items()}
 
 
-def in_double_of(row: Row) -> dict[str, Any]:
-    """Arguments of `from_pretrained`: what rounding explains is far from what is wrong."""
+def in_double_of(row: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained`, of a row of the table: what rounding explains is far from what is wrong."""
     return in_double(row.config())
 
 
-def batch(row: Row) -> dict[str, Any]:
-    """Arguments of `forward` with labels: others in each process, where it takes text alone."""
+def batch(row: Any) -> dict[str, Any]:
+    """Arguments of `forward` with labels, of a row of the table: others in each process, where it takes text alone."""
     inputs = as_double(row.training_inputs())
     if row.has_images:
         return inputs
@@ -77,11 +74,6 @@ def train(model: Any, optimizer: optim.Optimizer, inputs: dict[str, Any], steps:
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def assert_same_weights(model: nn.Module, stock: nn.Module, rounding: float = ROUNDING) -> None:
-    """A patched model has the weights of the stock one, under its names and in its order."""
-    compared(original_state_dict(model), all_whole(dict(stock.state_dict())), rounding=rounding)
 
 
 def zeroed(model: Any) -> Any:
