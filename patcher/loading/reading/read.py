@@ -54,7 +54,7 @@ def read(
         raise reading.problem
     running = list(mapping)
     if split := is_split(selected.model):
-        reading, running = with_whole_conversions(selected.model, reading, mapping, load_config)
+        reading, running = with_whole_conversions(selected.model, reading, mapping, selected.followed, load_config)
     weights, conversions = reading.for_load(running)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
     if split:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, key_renamer
+from patcher.compat.conversions import copy_transform, dot_natural_key, key_renamer
 from patcher.compat.models import state_tensors
 from patcher.conversions.groups import Group
 from patcher.conversions.sources import Computation, Computed, dtype_of, on_meta
@@ -35,13 +35,19 @@ def is_split(model: PreTrainedModel) -> bool:
 
 
 def with_whole_conversions(
-    model: PreTrainedModel, reading: FusedReading, mapping: Sequence[WeightTransform], load_config: Any
+    model: PreTrainedModel,
+    reading: FusedReading,
+    mapping: Sequence[WeightTransform],
+    followed: Sequence[WeightTransform],
+    load_config: Any,
 ) -> tuple[FusedReading, list[WeightTransform]]:
     """The reading with sources for what conversions make, and the conversions that transformers runs itself.
 
     Args:
         mapping: the conversions of the load, in their order.
+        followed: those of them that are transformers' own.
     """
+    stacking = {id(item) for item in followed if _stacks(item)}
     own = state_tensors(model)
     rename = key_renamer(mapping, model, own)
     groups: dict[str, Group] = {}
@@ -51,14 +57,14 @@ def with_whole_conversions(
             if renamed not in groups:
                 groups[renamed] = Group(taker, renamed)
             source = reading.rest[key]
-            if _stacks(taker):
+            if id(taker) in stacking:
                 groups[renamed].add(key, pattern or "", on_meta(source))
             else:
                 read = _Read(source, _dtype(load_config, own, renamed))
                 groups[renamed].add(key, pattern or "", on_meta(source), read)
     rest, sources = dict(reading.rest), dict(reading.sources)
     for group in groups.values():
-        if _stacks(group.converter):
+        if id(group.converter) in stacking:
             group.convert(model)  # for its trace
             continue
         taken = {key: rest.pop(key) for key in group.shapes}
@@ -67,7 +73,7 @@ def with_whole_conversions(
         for name, tensor in shapes.items():
             source = Computed(computation, name, tuple(tensor.shape), dtype_of(next(iter(taken.values()))))
             (sources if name in own else rest)[name] = source
-    plain = [trace.transform if (trace := trace_of(item)) and _stacks(item) else item for item in mapping]
+    plain = [_untraced(item) if id(item) in stacking else item for item in mapping]
     return replace(reading, rest=rest, sources=sources), plain
 
 
@@ -107,6 +113,13 @@ class _Conversion:
                 f"{describe(self._group.converter)} failed for {self._group.first}: {type(error).__name__}: {error}\n"
                 "Check the patterns, the order of the sources and the operations of this conversion."
             ) from error
+
+
+def _untraced(transform: WeightTransform) -> WeightTransform:
+    """A copy for one load, without the trace."""
+    trace = trace_of(transform)
+    copy: WeightTransform = copy_transform(transform if trace is None else trace.transform)
+    return copy
 
 
 def _stacks(transform: WeightTransform) -> bool:
