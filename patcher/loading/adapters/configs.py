@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from patcher.compat.adapters import is_targeted, is_targeted_parameter, patterns_that_match, rank_and_alpha
+from patcher.errors import PatchedWeightsError
 from patcher.loading.adapters.layers import Layers
+from patcher.patterns import compress
 
 #: Layer -> rank and alpha.
 Adapted = Mapping[str, tuple[int, float]]
@@ -38,12 +40,21 @@ def for_stock_layers(config: Any, layers: Layers, adapted: Adapted, parameters: 
 
     Args:
         parameters: the parameters that are adapted by themselves.
+
+    Raises:
+        PatchedWeightsError: no config says it.
     """
     short = _with_parts(config, layers)
     for candidate in (config, short, short and _with_parameters(short, parameters)):
         if candidate is not None and _says(candidate, layers, adapted, parameters):
             return candidate
-    return _with_parameters(written_out(config, adapted, layers.stock), parameters, in_full=True)
+    result = _with_parameters(written_out(config, adapted, layers.stock), parameters, in_full=True)
+    if not _says(result, layers, adapted, parameters):
+        raise PatchedWeightsError(
+            f"peft has no config for an adapter of the layers {', '.join(compress(adapted))} and the parameters "
+            f"{', '.join(compress(parameters)) or '(none)'} of transformers, each with the rank that it has."
+        )
+    return result
 
 
 def written_out(config: Any, adapted: Adapted, names: Collection[str]) -> Any:
@@ -103,7 +114,8 @@ def _with_parameters(config: Any, parameters: Adapted, *, in_full: bool = False)
     own = {name: pair for name, pair in named.items() if rank_and_alpha(config, f".{name}") != pair}
     result.target_parameters = sorted({*(config.target_parameters or ()), *named})
     for number, kind in enumerate(("rank_pattern", "alpha_pattern")):
-        patterns = {rf".*\.{re.escape(name)}": pair[number] for name, pair in own.items()}
+        start = "" if in_full else r".*\."
+        patterns = {f"{start}{re.escape(name)}": pair[number] for name, pair in own.items()}
         setattr(result, kind, patterns | getattr(config, kind))
     return result
 

@@ -19,7 +19,7 @@ from patcher.loading.adapters.configs import for_layers_here
 from patcher.loading.adapters.experts import asked_parameters, check_new, onto_experts
 from patcher.loading.adapters.layers import Layers, layers_of
 from patcher.loading.adapters.lora import MAGNITUDE, NAMES, JoinedAdapter, have_one_input
-from patcher.loading.adapters.refusals import check_kind, check_saved_modules, check_training, new_text
+from patcher.loading.adapters.refusals import check_biases, check_kind, check_saved_modules, check_training, new_text
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
@@ -80,6 +80,8 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
     check_saved_modules(config, layers)
     if not hasattr(config, "target_modules"):
         return None
+    if read is None and not is_all_linear(config):
+        check_biases(config, layers)
     if read is None and layers.stacks:
         targeted = linear_names(config, model) if is_all_linear(config) else _targeted(config, layers.here)
         check_new(config, layers.stacks, targeted)

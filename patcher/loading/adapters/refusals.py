@@ -62,6 +62,22 @@ def check_saved_modules(config: Any, layers: Layers) -> None:
         )
 
 
+def check_biases(config: Any, layers: Layers) -> None:
+    """Refuse to train the biases of adapted layers where peft doesn't know them for such.
+
+    Raises:
+        InvalidPatcherError: there are some.
+    """
+    if getattr(config, "bias", "none") == "lora_only":
+        targeted = [joined for joined in layers.joined.values() if is_targeted(config, joined.path)]
+        lost = [key for joined in targeted for key, _ in joined.biases if not key.startswith(f"{joined.path}.")]
+        if lost:
+            raise InvalidPatcherError(
+                f"bias='lora_only' would not train {_listed(lost)}: only some parts of the joined layers have a bias, "
+                "and peft doesn't know these for theirs. Write bias='all' or bias='none'."
+            )
+
+
 def new_text(config: Any, layers: Layers, asked: list[str]) -> str:
     joined = sorted({layers.parts[name][0].path for name in asked})
     others = [name for name in layers.here if name not in layers.joined and is_targeted(config, name)]

@@ -49,6 +49,8 @@ def stock_adapter(model: Any, name: str, weights: Mapping[str, torch.Tensor]) ->
     result: dict[str, torch.Tensor] = {}
     for key, value in bare.items():
         result |= parts.get(key, {key: value})
+    for key in parts.keys() - bare.keys():
+        result |= parts[key]
     if layers.stacks:
         result, _ = onto_stacks(base, layers.stacks, name, result, _by_root(base, name))
     return {f"{prefix}{key}": value for key, value in result.items()}
@@ -120,24 +122,28 @@ def _tensors(layer: Any, name: str) -> dict[str, torch.Tensor | None]:
 def _biases(
     base: nn.Module, layers: Layers, name: str, weights: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Key of the bias of a joined layer -> the biases of its parts, of what `bias=` has had trained."""
+    """Key of the bias of a joined layer -> the biases of its parts, of what `bias=` has had trained.
+
+    Where only some of the parts have one, it is a parameter of its own, by which peft doesn't know a bias.
+    """
     result: dict[str, dict[str, torch.Tensor]] = {}
-    only_adapted = getattr(adapters_of(base).get(name), "bias", "none") == "lora_only"
-    for joined in layers.joined.values():
+    kinds = getattr(adapters_of(base).get(name), "bias", "none")
+    for joined in layers.joined.values() if kinds != "none" else ():
         layer = lora_layer(base.get_submodule(joined.path), name)
         adapter = joined_adapter(layer, name) if layer is not None else None
         with_adapter = {part.number for part in adapter.parts} if adapter else set(range(len(joined.parts)))
         for key, numbers in joined.biases:
             owner, _, last = key.rpartition(".")
             full = next((each for each in (key, f"{owner}.base_layer.{last}") if each in weights), None)
-            if full is None:
+            if full is None and owner == joined.path:
                 continue
-            pieces = torch.split(weights[full], [joined.parts[number].size for number in numbers])
+            value = base.get_parameter(key).detach() if full is None else weights[full]
+            pieces = torch.split(value, [joined.parts[number].size for number in numbers])
             found = {}
             for number, piece in zip(numbers, pieces, strict=True):
                 is_adapted = layer is not None and number in with_adapter
-                if is_adapted or not only_adapted:
+                if is_adapted or kinds == "all":
                     kind = "base_layer.bias" if is_adapted else "bias"
                     found[f"{joined.parts[number].path}.{kind}"] = piece.clone()
-            result[full] = found
+            result[full or key] = found
     return result

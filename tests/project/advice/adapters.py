@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import save_file
-from transformers import MixtralForCausalLM
+from transformers import MixtralForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 import patcher
 from patcher import Patcher
@@ -25,8 +26,10 @@ from tests.support.adapters import (
 )
 from tests.support.beside import FUSED_QKV
 from tests.support.comparing import logits
+from tests.support.tiny import ENCODER_DECODER_SIZES
 
 QKV = Patcher(fusions="qkv")
+WHISPER = WhisperConfig(**ENCODER_DECODER_SIZES, num_mel_bins=8, max_source_positions=32, max_target_positions=64)
 EXPERTS = Patcher(fusions="sequential_experts")
 _UNFUSED = "load the model without the fusion"
 
@@ -192,3 +195,29 @@ def experts_of_different_ranks(at: Place) -> Steps:
     model = experts(at, target_modules=["gate_proj"], rank_pattern={r"experts\.\d+\.gate_proj": 2})
     model.save_pretrained(at.tmp)
     assert tensors_of(at.tmp)
+
+
+@advice("and peft doesn't know these for theirs. Write bias='all' or bias='none'.")
+def biases_of_some_parts(at: Place) -> Steps:
+    folder, model_class = at.tmp / "base", WhisperForConditionalGeneration
+    model_class(WHISPER).save_pretrained(folder)
+
+    def new(**settings: Any) -> Any:
+        model = model_class.from_pretrained(folder, patcher=QKV)
+        return get_peft_model(model, config(target_modules=["qkv_proj"], task_type=None, **settings))
+
+    said = yield lambda: new(bias="lora_only")
+    model = new(bias=written(said, r"Write bias=('\w+') or"))
+    inputs = {
+        "input_features": torch.randn(1, 8, 64),
+        "decoder_input_ids": torch.arange(3, 9).unsqueeze(0),
+    }
+    model(**inputs).logits.sum().backward()
+    own = model.get_base_model().model.decoder.layers[0].self_attn.q_proj_bias
+    assert own.grad is not None
+    with torch.no_grad():
+        own += 1
+    model.save_pretrained(at.tmp / "adapter")
+    stock = PeftModel.from_pretrained(model_class.from_pretrained(folder), at.tmp / "adapter")
+    assert_close(logits(stock, inputs), logits(model, inputs))
+    new(bias="none")
