@@ -80,11 +80,11 @@ def plan_adapter(model: nn.Module, config: Any, read: ReadAdapter | None) -> Ada
     check_saved_modules(config, layers)
     if not hasattr(config, "target_modules"):
         return None
-    if read is None and not is_all_linear(config):
-        check_biases(config, layers)
-    if read is None and layers.stacks:
+    if read is None:
         targeted = linear_names(config, model) if is_all_linear(config) else _targeted(config, layers.here)
         check_new(config, layers.stacks, targeted)
+        if not config.inference_mode:
+            check_biases(config, layers, targeted)
     if is_all_linear(config):
         if read is None:
             return None  # whatever is linear here

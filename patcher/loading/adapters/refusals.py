@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from patcher.compat.adapters import is_lora, is_targeted, kind_of, unusual_setting
@@ -62,20 +62,20 @@ def check_saved_modules(config: Any, layers: Layers) -> None:
         )
 
 
-def check_biases(config: Any, layers: Layers) -> None:
+def check_biases(config: Any, layers: Layers, targeted: Collection[str]) -> None:
     """Refuse to train the biases of adapted layers where peft doesn't know them for such.
 
     Raises:
         InvalidPatcherError: there are some.
     """
-    if getattr(config, "bias", "none") == "lora_only":
-        targeted = [joined for joined in layers.joined.values() if is_targeted(config, joined.path)]
-        lost = [key for joined in targeted for key, _ in joined.biases if not key.startswith(f"{joined.path}.")]
-        if lost:
-            raise InvalidPatcherError(
-                f"bias='lora_only' would not train {_listed(lost)}: only some parts of the joined layers have a bias, "
-                "and peft doesn't know these for theirs. Write bias='all' or bias='none'."
-            )
+    kinds = getattr(config, "bias", "none")
+    meant = [joined for joined in layers.joined.values() if kinds == "all" or joined.path in targeted]
+    lost = [key for joined in meant for key, _ in joined.biases if not key.startswith(f"{joined.path}.")]
+    if kinds != "none" and lost:
+        raise InvalidPatcherError(
+            f"bias={kinds!r} would not train {_listed(lost)}: only some parts of the joined layers have a bias, and "
+            f"peft doesn't know these for theirs. Write bias='none', or {_UNFUSED} of these layers."
+        )
 
 
 def new_text(config: Any, layers: Layers, asked: list[str]) -> str:

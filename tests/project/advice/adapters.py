@@ -18,6 +18,7 @@ from tests.support.adapters import (
     adapted_layers,
     as_peft_model,
     assert_close,
+    assert_same_files,
     config,
     new_adapter,
     tensors_of,
@@ -197,27 +198,27 @@ def experts_of_different_ranks(at: Place) -> Steps:
     assert tensors_of(at.tmp)
 
 
-@advice("and peft doesn't know these for theirs. Write bias='all' or bias='none'.")
+@advice("peft doesn't know these for theirs. Write bias='none', or {} of these layers.")
 def biases_of_some_parts(at: Place) -> Steps:
     folder, model_class = at.tmp / "base", WhisperForConditionalGeneration
     model_class(WHISPER).save_pretrained(folder)
 
-    def new(**settings: Any) -> Any:
-        model = model_class.from_pretrained(folder, patcher=QKV)
-        return get_peft_model(model, config(target_modules=["qkv_proj"], task_type=None, **settings))
+    def new(targets: list[str], bias: str, **options: Any) -> Any:
+        return get_peft_model(
+            model_class.from_pretrained(folder, **options), config(target_modules=targets, task_type=None, bias=bias)
+        )
 
-    said = yield lambda: new(bias="lora_only")
-    model = new(bias=written(said, r"Write bias=('\w+') or"))
-    inputs = {
-        "input_features": torch.randn(1, 8, 64),
-        "decoder_input_ids": torch.arange(3, 9).unsqueeze(0),
-    }
-    model(**inputs).logits.sum().backward()
-    own = model.get_base_model().model.decoder.layers[0].self_attn.q_proj_bias
-    assert own.grad is not None
-    with torch.no_grad():
-        own += 1
-    model.save_pretrained(at.tmp / "adapter")
-    stock = PeftModel.from_pretrained(model_class.from_pretrained(folder), at.tmp / "adapter")
-    assert_close(logits(stock, inputs), logits(model, inputs))
-    new(bias="none")
+    inputs = {"input_features": torch.randn(1, 8, 64), "decoder_input_ids": torch.arange(3, 9).unsqueeze(0)}
+    for bias in ("lora_only", "all"):
+        said = yield lambda bias=bias: new(["qkv_proj"], bias, patcher=QKV)
+        new(["qkv_proj"], written(said, r"Write bias=('\w+'), or"), patcher=QKV)
+        adapted = new(["q_proj", "k_proj"], bias)
+        with torch.no_grad():
+            for name, value in adapted.named_parameters():
+                if value.requires_grad and name.endswith("bias"):
+                    value += 1
+        adapted.save_pretrained(at.tmp / bias)
+        fused = PeftModel.from_pretrained(model_class.from_pretrained(folder, patcher=QKV), at.tmp / bias)
+        assert_close(logits(fused, inputs), logits(adapted, inputs))
+        fused.save_pretrained(at.tmp / "again" / bias)
+        assert_same_files(at.tmp / "again" / bias, at.tmp / bias)
