@@ -9,13 +9,14 @@ from typing import Any
 from torch import distributed as dist
 from transformers.distributed import DistributedConfig
 
+from patcher import original_state_dict
 from tests.compatibility.columns import column
 from tests.compatibility.outcomes import NOT_APPLICABLE, compared, worst
 from tests.compatibility.rows import Row
 from tests.compatibility.subjects.data_parallel import in_both
 from tests.support.checkpoints import files
 from tests.support.resuming import as_double
-from tests.support.splitting import ROUNDING, adamw, in_double_of, logits, original_state_dict, train
+from tests.support.splitting import ROUNDING, adamw, in_double_of, logits, train
 
 SUBJECT = "Tensor and expert parallelism, two processes"
 
