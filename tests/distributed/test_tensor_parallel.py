@@ -11,15 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    MiniMaxConfig,
     Olmo2Config,
     modeling_utils,
 )
 from transformers.distributed import DistributedConfig
 
 import patcher
-from patcher import InvalidPatcherError, Patcher
+from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
@@ -152,6 +154,10 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
             found = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, **cache)
             assert torch.equal(found, generated)
         as_original(model, folder)
+        for path, module, carried in fused_modules(model) if case.blocks else ():
+            if any(isinstance(layout, Rows) and layout.blocks > 1 for layout in carried.layouts):
+                with pytest.raises(PatchConflictError, match=r"is rows of .*, which processes share"):
+                    assert getattr(module, "v_proj" if path.endswith("attn") else "up_proj").weight is None
         model.save_pretrained(tmp_path / "saved")
         model.save_pretrained(tmp_path / "in shards", max_shard_size="40KB")
         before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -205,7 +211,20 @@ def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     assert torch.equal(logits(again), logits(one))
 
 
-SIX = tiny_mixtral_config(num_local_experts=5)
+class OfHeadsUnknown(QKV):
+    """Does not say how many rows a head has."""
+
+    def rows_together(self, module: nn.Module) -> int:
+        return 0
+
+
+def tiny_minimax_config() -> MiniMaxConfig:
+    """The other half of its layers has a `qkv_proj` of its own."""
+    layers = {"layer_types": ["full_attention", "linear_attention"], "block_size": 8, "head_dim": 16}
+    return MiniMaxConfig(**tiny_mixtral_config().to_diff_dict() | {"model_type": "minimax"} | layers)
+
+
+FIVE = tiny_mixtral_config(num_local_experts=5)
 UNEVEN = tiny_llama_config(num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=48)
 #: config, patcher, what is asked for, the error
 REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
@@ -241,12 +260,24 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         TENSORS,
         "has it work on a share of something",
     ),
+    "heads that aren't known": (
+        tiny_llama_config(),
+        Patcher(fusions=[OfHeadsUnknown()]),
+        TENSORS,
+        "belong together, as those of a head do, is not known",
+    ),
+    "another layer of the name": (
+        tiny_minimax_config(),
+        Patcher(fusions="qkv"),
+        TENSORS,
+        r"is model.layers.1.self_attn.qkv_proj as well, a layer of the model that isn't shared",
+    ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }
 if DEALS_EXPERTS:
     LISTED = Patcher(fusions="sequential_experts")
     REFUSED |= {
-        "five experts": (SIX, LISTED, EXPERTS, "5 experts can't be dealt equally to 2 processes"),
+        "five experts": (FIVE, LISTED, EXPERTS, "5 experts can't be dealt equally to 2 processes"),
         "several batches": (
             tiny_mixtral_config(),
             LISTED,
