@@ -77,7 +77,8 @@ def load_original_state_dict(
 
     `model.load_state_dict` takes that layout too. This is for tools that look at the names of the model first, as
     `torch.distributed.checkpoint` does, and for conversions after which a tensor has the name and shape that it had
-    before. It takes the names of a checkpoint as well, and none for weights that are tied.
+    before. It takes the names of a checkpoint as well, and none for weights that are tied. Of a model that is sharded
+    over processes each has to call this, with whole tensors or with DTensors; what is whole is taken from the first.
 
     Args:
         model: any module, also one around a patched model, or a layer of one.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, ConversionOps, MergeModulelist, Transpose, WeightConverter
 
 from patcher import Patcher
 from tests.support.beside import FUSED_QKV
@@ -126,6 +126,40 @@ class ComputedMLP(OwnMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.norms.mean() + self.mean
+
+
+class TurnedExperts(nn.Module):
+    """Experts in stacks, each matrix on the right of its input."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        number, outside, inside = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate = nn.Parameter(torch.empty(number, outside, inside))
+        self.up = nn.Parameter(torch.empty(number, outside, inside))
+        self.down = nn.Parameter(torch.empty(number, inside, outside))
+
+    def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for expert in range(len(self.gate)):
+            token, position = torch.where(top_k_index == expert)
+            made = (silu(x[token] @ self.gate[expert]) * (x[token] @ self.up[expert])) @ self.down[expert]
+            result.index_add_(0, token, (made * top_k_weights[token, position, None]).to(x.dtype))
+        return result
+
+
+#: For Qwen2-MoE.
+TURNED_EXPERTS = Patcher(
+    {"Qwen2MoeExperts": TurnedExperts},
+    [r"mlp\.experts"],
+    [
+        WeightConverter(
+            f"mlp.experts.*.{name}_proj.weight",
+            f"mlp.experts.{name}",
+            [MergeModulelist(dim=0), Transpose(1, 2)],
+        )
+        for name in ("gate", "up", "down")
+    ],
+)
 
 
 def _mapped(cls: type[nn.Module], *conversions: WeightConverter) -> Patcher:

@@ -78,7 +78,10 @@ def with_whole_conversions(
 
 
 def in_order(mapping: Sequence[WeightTransform]) -> None:
-    """Put what was traced in several threads into the order in which a load of one process has it."""
+    """Put what was traced in several threads into the order in which a load of one process has it.
+
+    All processes have to agree on it, for they gather the weights of a module in this order.
+    """
     for item in mapping:
         if (trace := trace_of(item)) is not None:
             trace.entries.sort(key=lambda entry: dot_natural_key(entry.target))
