@@ -129,20 +129,21 @@ class ComputedMLP(OwnMLP):
 
 
 class TurnedExperts(nn.Module):
-    """Experts in stacks, each matrix on the right of its input."""
+    """Experts in stacks whose second dimension counts them."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         number, outside, inside = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate = nn.Parameter(torch.empty(number, outside, inside))
-        self.up = nn.Parameter(torch.empty(number, outside, inside))
-        self.down = nn.Parameter(torch.empty(number, inside, outside))
+        self.gate = nn.Parameter(torch.empty(inside, number, outside))
+        self.up = nn.Parameter(torch.empty(inside, number, outside))
+        self.down = nn.Parameter(torch.empty(outside, number, inside))
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(x)
-        for expert in range(len(self.gate)):
+        for expert in range(self.gate.shape[1]):
             token, position = torch.where(top_k_index == expert)
-            made = (silu(x[token] @ self.gate[expert]) * (x[token] @ self.up[expert])) @ self.down[expert]
+            gate, up, down = (stack[:, expert].T for stack in (self.gate, self.up, self.down))
+            made = (silu(x[token] @ gate) * (x[token] @ up)) @ down
             result.index_add_(0, token, (made * top_k_weights[token, position, None]).to(x.dtype))
         return result
 
@@ -155,7 +156,7 @@ TURNED_EXPERTS = Patcher(
         WeightConverter(
             f"mlp.experts.*.{name}_proj.weight",
             f"mlp.experts.{name}",
-            [MergeModulelist(dim=0), Transpose(1, 2)],
+            [MergeModulelist(dim=0), Transpose(0, 1)],
         )
         for name in ("gate", "up", "down")
     ],
