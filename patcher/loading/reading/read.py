@@ -53,7 +53,7 @@ def read(
     if reading.problem is not None:
         raise reading.problem
     running = list(mapping)
-    if split := is_split(selected.model):
+    if split := load_config.device_mesh is not None and is_split(selected.model):
         reading, running = with_whole_conversions(selected.model, reading, mapping, selected.followed, load_config)
     weights, conversions = reading.for_load(running)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
