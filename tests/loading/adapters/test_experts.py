@@ -28,7 +28,7 @@ from tests.support.adapters import (
     trained,
 )
 from tests.support.comparing import logits
-from tests.support.tiny import DECODER_SIZES, save_tiny, tiny_mixtral_config, tiny_qwen2_moe_config
+from tests.support.tiny import DECODER_SIZES, save_tiny, tiny_jamba_config, tiny_mixtral_config, tiny_qwen2_moe_config
 
 # peft says it of the ranks of parameters, its own too
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
@@ -90,6 +90,17 @@ def test_one_of_the_stacks_is_put_onto_single_experts(
     assert_same_files(tmp_path / "ours", tmp_path / "stock")
     with pytest.raises(InvalidPatcherError, match=r"one input matrix for both layers of each expert in model\."):
         PeftModel.from_pretrained(base(folders[name], patcher=ALL), tmp_path / "stock", is_trainable=True)
+
+
+def test_a_stack_and_a_joined_layer_of_one_name(tmp_path: Path) -> None:
+    """Jamba has an MLP in every other layer, whose gate and up are joined under the name of a stack."""
+    folder = save_tiny(tiny_jamba_config(), tmp_path / "base")
+    patched = Patcher(fusions=["qkv", "gate_up", "sequential_experts"])
+    settings = {"target_modules": "all-linear", "rank_pattern": {"q_proj": 5, "feed_forward.gate_up_proj": 2}}
+    model = trained(folder, tmp_path / "adapter", patched, **settings)
+    assert_close(logits(as_peft_model(folder, tmp_path / "adapter")), logits(model))
+    for load in LOADS:
+        assert_close(logits(load(folder, tmp_path / "adapter", patcher=patched)), logits(model))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -29,7 +29,7 @@ from tests.support.adapters import (
 )
 from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_qwen2_vl_config
-from tests.support.trainer import MIDDLE, trainer
+from tests.support.trainer import FIRST_IS_BEST, MIDDLE, trainer
 
 WEIGHTS = "adapter_model.safetensors"
 FUSED = Patcher(fusions=["qkv", "gate_up"])
@@ -100,6 +100,9 @@ def test_it_resumes_in_trainer(llama: Path, tmp_path: Path) -> None:
     resumed, again = run(FUSED, tmp_path / "again")
     again.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(logits(resumed), logits(whole), atol=1e-5, rtol=1e-5)
+    best, third = run(FUSED, tmp_path / "best", **FIRST_IS_BEST)
+    third.train()
+    assert_close(logits(best), logits(as_peft_model(llama, tmp_path / "best" / MIDDLE)))
     stock = as_peft_model(llama, checkpoint)
     assert not torch.allclose(logits(stock), logits(whole), atol=1e-4)
 
