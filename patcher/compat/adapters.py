@@ -156,12 +156,11 @@ def adapters_of(model: Any) -> Mapping[str, Any]:
 
 def inner_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of a model without what adapters have put inside of its layers."""
-    inside_of: list[str] = []
+    inside_of = ""  # what is inside of a module follows it
     for name, module in model.named_modules():
-        if not name.startswith(tuple(inside_of)):
+        if not inside_of or not name.startswith(inside_of):
             yield name, module
-            if name and is_tuner_layer(module):
-                inside_of.append(f"{name}.")
+            inside_of = f"{name}." if name and is_tuner_layer(module) else ""
 
 
 def wraps_parameter(layer: nn.Module) -> bool:
