@@ -20,7 +20,7 @@ from transformers.modeling_utils import (
 )
 from transformers.utils.generic import TransformersKwargs
 
-from patcher.compat.sharding import unsplit_class
+from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.

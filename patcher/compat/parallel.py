@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism as transformers plans it: styles by the names of modules."""
+"""Models that processes share: what a load asks for, the plans by the names of modules, what a shared model is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import tensor_parallel
 
 #: Styles that give each process an equal share of the outputs, and keep it there.
@@ -95,3 +96,24 @@ def has_some_experts(module: nn.Module, number: int) -> None:
 def is_quantized(model: nn.Module) -> bool:
     """Whether a quantizer has prepared a model for its weights."""
     return bool(getattr(model, "is_quantized", False))
+
+
+def gathers_for_saving(model: Any) -> bool:
+    """Whether transformers itself puts the pieces of a model together when it saves that: it has split it."""
+    config = getattr(model.config, "distributed_config", None)
+    return config is not None and max(sizes(config)) > 1
+
+
+def unsplit_class(module: nn.Module) -> type[Any]:
+    """The class of a module, without what `fully_shard` has made of it."""
+    cls = type(module)
+    return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
+
+
+def unsplit_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A config that says nothing of how a model was split."""
+    if getattr(config, "distributed_config", None) is None:
+        return config
+    found = copy.copy(config)
+    del found.distributed_config
+    return found

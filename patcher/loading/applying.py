@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.models import kept_in_fp32
-from patcher.compat.sharding import unsplit_class, unsplit_config
+from patcher.compat.parallel import unsplit_class, unsplit_config
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
 from patcher.construction.init_hooks import covering

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.hooks import Stock
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
-from patcher.compat.sharding import gathers_for_saving
+from patcher.compat.parallel import gathers_for_saving
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
