@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def on_stock(row: Row, folder: Path) -> str:
     model(**row.training_inputs()).loss.backward()
     optimizer.step()
     model.save_pretrained(folder)
+    # peft says it of the ranks of parameters, its own too
+    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
     return _compared(row, PeftModel.from_pretrained(row.stock(), folder), logits(model, row.inputs()))
 
 
