@@ -90,7 +90,6 @@ def keep_config(model: PreTrainedModel, config: Any) -> None:
 def has_some_experts(module: nn.Module, number: int) -> None:
     """Let a module of experts know how many of them it has: a greater index is one of another process."""
     module.num_experts = number  # type: ignore[assignment]
-    module._is_expert_parallel = True  # type: ignore[assignment]
 
 
 def is_quantized(model: nn.Module) -> bool:

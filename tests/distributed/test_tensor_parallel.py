@@ -18,10 +18,13 @@ from transformers import (
     Olmo2Config,
     modeling_utils,
 )
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.distributed import DistributedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
+from patcher.compat.parallel import in_plan
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
@@ -52,12 +55,28 @@ FUSED_PLAN = {"model.layers.*.self_attn.qkv_proj": "colwise", "model.layers.*.se
 CONFIGS = {
     "llama": tiny_llama_config(num_attention_heads=8, num_key_value_heads=2),
     "biases": tiny_llama_config(attention_bias=True, mlp_bias=True),
+    "square": tiny_llama_config(intermediate_size=64),
     "tied": tiny_llama_config(tie_word_embeddings=True),
     "norms of heads": tiny_qwen3_config(),
     "gathered": Olmo2Config(**tiny_llama_config().to_diff_dict() | {"model_type": "olmo2"}),
     "mixtral": tiny_mixtral_config(),
     "shared expert": tiny_qwen2_moe_config(),
 }
+
+
+class TurnedMLP(LlamaMLP):
+    """Has the weight of its gate the other way round."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(x @ self.gate_proj.weight) * self.up_proj(x))
+
+
+TURNED = Patcher(
+    {"LlamaMLP": TurnedMLP},
+    extra_weight_conversions=WeightConverter(
+        "mlp.gate_proj.weight", "mlp.gate_proj.weight", operations=[Transpose(0, 1)]
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,7 @@ CASES = {
         "shared expert", Patcher(fusions=["sequential_experts", *BOTH.fusions]), TENSORS, 4
     ),
     "a class mapping with conversions": Case("llama", JOINED, TENSORS),
+    "one with weights of the same names and shapes": Case("square", TURNED, TENSORS),
     "that and a fusion": Case("llama", JOINED.replace(fusions="qkv"), TENSORS, 2),
     "experts of a class mapping": Case("shared expert", LINEAR_EXPERTS, TENSORS),
 }
@@ -108,6 +128,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def stock_in_one_process(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def in_blocks_of(model: nn.Module) -> list[str]:
+    """The parameters whose rows lie in two blocks."""
+    return [
+        f"{path}.{layout.fused[0]}"
+        for path, _, carried in fused_modules(model)
+        for layout in carried.layouts
+        if isinstance(layout, Rows) and layout.blocks == 2
+    ]
 
 
 def step(model: Any) -> torch.Tensor:
@@ -143,24 +173,30 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
     stock = stock_in_one_process(folder)
     expected = logits(stock)
     generated = stock.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)
+    known = {in_plan(name) for name, _ in (*stock.named_modules(), *stock.named_parameters())}
+    idle = {rule for rule in stock.tp_plan if rule not in known}
     loss = step(stock)
 
     def work(rank: int) -> None:
         model = case.load(folder)
-        layouts = [each for _, _, carried in fused_modules(model) for each in carried.layouts]
-        assert sum(isinstance(each, Rows) and each.blocks == 2 for each in layouts) == case.blocks
+        assert len(in_blocks_of(model)) == case.blocks
+        known = {in_plan(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+        assert {rule for rule in model.tp_plan if rule not in known} <= idle
+        if isinstance(plan := case.asked.get("tp_plan"), dict):
+            assert model.config.distributed_config.tp_plan == plan
         torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
         for cache in ({}, {"cache_implementation": "static"}):
             found = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False, **cache)
             assert torch.equal(found, generated)
         as_original(model, folder)
-        for path, module, carried in fused_modules(model) if case.blocks else ():
-            if any(isinstance(layout, Rows) and layout.blocks > 1 for layout in carried.layouts):
-                with pytest.raises(PatchConflictError, match=r"is rows of .*, which processes share"):
-                    assert getattr(module, "v_proj" if path.endswith("attn") else "up_proj").weight is None
+        for name in in_blocks_of(model):
+            owner = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+            with pytest.raises(PatchConflictError, match=r"is rows of .*, which processes share"):
+                assert getattr(owner, "v_proj" if "qkv" in name else "up_proj").weight is None
         model.save_pretrained(tmp_path / "saved")
         model.save_pretrained(tmp_path / "in shards", max_shard_size="40KB")
-        before = {key: value.clone() for key, value in model.state_dict().items()}
+        before = model.state_dict()
+        before.update({key: value.clone() for key, value in before.items()})  # with what it says of its layout
         torch.testing.assert_close(step(model), loss, atol=1e-5, rtol=1e-5)
         trained = patcher.original_state_dict(model)
         for key, value in stock.state_dict().items():
@@ -170,6 +206,9 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
         model.load_state_dict(before)
         as_original(model, folder)
         patcher.load_original_state_dict(model, trained | stock.state_dict())
+        for name in in_blocks_of(model):  # rows that lie part by part aren't taken for rows in blocks
+            with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+                patcher.load_original_state_dict(model, {name: torch.empty(before[name].shape)}, strict=False)
         torch.testing.assert_close(logits(model), logits(stock), atol=1e-4, rtol=1e-4)
 
     two_processes(work, tmp_path)
@@ -198,7 +237,10 @@ def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     def work(rank: int) -> None:
         model = case.load(folder)
         model.save_pretrained(tmp_path / "of two", save_original_format=False)
-        again = case.load(tmp_path / "of one")
+        again, info = case.load(tmp_path / "of one", output_loading_info=True)
+        assert not any(info.values())
+        experts = {key: value for key, value in one.state_dict().items() if ".experts." in key}  # of all processes
+        assert not patcher.load_original_state_dict(again, experts, strict=False).unexpected_keys
         as_original(again, folder)
         torch.testing.assert_close(logits(again), logits(stock), atol=1e-4, rtol=1e-4)
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from patcher.compat.adapters import inner_modules
 from patcher.conversions.either_layout import layouts_of
-from patcher.conversions.fused_weights import fused_weights
+from patcher.conversions.fused_weights import FusedWeights, fused_weights
 from patcher.conversions.layouts import Flatten, Layout, Rows
+from patcher.errors import InvalidPatcherError
 from patcher.fusions.experts.matrices import Matrices
 from patcher.patterns import inside
 
@@ -170,7 +171,11 @@ class Layers:
 
 
 def layers_of(model: nn.Module) -> Layers:
-    """The layers of a model of transformers, with or without adapters in them."""
+    """The layers of a model of transformers, with or without adapters in them.
+
+    Raises:
+        InvalidPatcherError: processes share the joined layers: each has other rows, or other experts.
+    """
     joined: dict[str, JoinedLayer] = {}
     others: dict[str, str] = {}
     stacks, here = [], []
@@ -178,6 +183,12 @@ def layers_of(model: nn.Module) -> Layers:
         here.append(path)
         prefix = inside(path)
         fused = fused_weights(module)
+        if fused is not None and is_shared(module, fused):
+            raise InvalidPatcherError(
+                f"An adapter is asked for a model whose processes share {path}, by tensor or expert parallelism: each "
+                "has other rows of what is joined there, or other experts. Load the model without the fusions, or "
+                "without that parallelism."
+            )
         mine = fused.layouts if fused is not None else ()
         for layout in layouts_of(module):
             layer = _joined(prefix, layout, mine) if layout in mine else None
@@ -190,6 +201,13 @@ def layers_of(model: nn.Module) -> Layers:
     others = {path: text for path, text in others.items() if path not in joined}
     stacks.sort(key=lambda stack: (stack.path, stack.place))
     return Layers(joined, others, tuple(stacks), tuple(here))
+
+
+def is_shared(module: nn.Module, fused: FusedWeights) -> bool:
+    """Whether what this process has of a fused module is not what others have."""
+    return getattr(module, "are_dealt", False) or any(
+        isinstance(layout, Rows) and layout.blocks > 1 for layout in fused.layouts
+    )
 
 
 def _stack(path: str, module: nn.Module, layout: Matrices, order: tuple[str, ...]) -> list[Stack]:

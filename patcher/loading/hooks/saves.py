@@ -145,8 +145,6 @@ def save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan, offloaded = SAVING.get(), OFFLOADED.get()
-    if not state_dict:  # of a process that saves nothing of what it shares
-        return state_dict
     if offloaded is not None and offloaded.plan.model is model:
         return offloaded.original(state_dict)
     if record_of(model) is None and not fused_modules(model):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, TorchAoConfig
 from transformers.distributed import DistributedConfig
@@ -122,3 +123,15 @@ def parts_of_rows_in_blocks(at: Place) -> Steps:
     yield lambda: in_two(at, lambda: fused_parameters(shared(at.llama, patcher)))
     assert len(fused_parameters(load(at.llama, patcher))) == 2
     in_two(at, lambda: fused_parameters(shared(at.llama, Patcher({"LlamaMLP": OwnMLP}))))
+
+
+@advice("Load the model without the fusions, or without that parallelism.")
+def an_adapter_of_shared_layers(at: Place) -> Steps:
+    fused = Patcher(fusions="qkv")
+    config = LoraConfig(target_modules=["o_proj"], r=2)
+    yield lambda: in_two(at, lambda: get_peft_model(shared(at.llama, fused), config))
+    if DEALS_EXPERTS:
+        experts = Patcher(fusions="sequential_experts")
+        yield lambda: in_two(at, lambda: get_peft_model(shared(at.moe, experts, ep_size=2), config))
+    get_peft_model(load(at.llama, Patcher(fusions="qkv")), config)
+    in_two(at, lambda: get_peft_model(shared(at.llama, Patcher({"LlamaMLP": OwnMLP})), config))
