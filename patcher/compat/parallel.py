@@ -50,7 +50,7 @@ def in_plan(name: str) -> str:
 def deals_experts_by_plan(config: Any) -> bool:
     """Whether experts are dealt to processes by a plan that takes the place of that of tensor parallelism.
 
-    So did releases before 5.21.
+    So did releases before 5.19.
     """
     return bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
 
@@ -60,7 +60,7 @@ def tensor_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
     asked = config.tp_plan
     if not isinstance(asked, dict):
         return dict(model.tp_plan or {})
-    replaces = not asked or not hasattr(config, "ep_size")  # before 5.21 a plan takes the place of the model's
+    replaces = not asked or not hasattr(config, "ep_size")  # before 5.19 a plan takes the place of the model's
     return dict(asked) if replaces else {**model.tp_plan, **asked}
 
 
