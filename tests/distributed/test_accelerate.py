@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import launch_command_parser
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
@@ -54,6 +54,7 @@ def _launched(state_dict_type: str) -> None:
     asked += [f"--fsdp_activation_checkpointing={state_dict_type == 'FULL_STATE_DICT'}", "program.py"]
     own = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     os.environ.update(prepare_multi_gpu_env(launch_command_parser().parse_args(asked)) | own)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a test before may have had one, in one process
     found = PartialState.__init__
 
     def told(self: PartialState, *args: Any, **kwargs: Any) -> None:
