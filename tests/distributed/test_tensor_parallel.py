@@ -28,7 +28,7 @@ from patcher.compat.parallel import in_plan
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
-from patcher.fusions import QKV
+from patcher.fusions import QKV, SequentialExperts
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.checkpoints import files
 from tests.support.comparing import logits
@@ -117,6 +117,9 @@ CASES = {
 if DEALS_EXPERTS:
     CASES |= {
         "dealt experts": Case("mixtral", Patcher(fusions=["sequential_experts", "qkv"]), EXPERTS, 2),
+        "dealt experts of which each takes every token": Case(
+            "mixtral", Patcher(fusions=[SequentialExperts(all_tokens=True)]), EXPERTS
+        ),
         "dealt stacks": Case("mixtral", Patcher(fusions="qkv"), EXPERTS, 2),
     }
 
