@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,17 +15,12 @@ from torch import nn
 PREFIX = "base_model.model."
 #: How adapters may start that don't change the weights of the model beneath: others are another model's adapters.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-#: Settings of LoRA that change what its matrices mean.
-_VARIANTS = (
-    "layer_replication",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "use_bdlora",
-    "velora_config",
-    "monteclora_config",
-    "kasa_config",
-    "megatron_config",
-    "loftq_config",
+#: The settings of LoRA that mean the same for joined layers; of any other, of a newer peft too, that isn't known.
+_KNOWN = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+    "exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights "
+    "layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core trainable_token_indices eva_config "
+    "use_dora qalora_group_size runtime_config lora_bias target_parameters ensure_weight_tying".split()
 )
 #: What `PeftConfig.from_pretrained` and the readers of weights take of the options of a download.
 _DOWNLOAD = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download", "proxies")
@@ -39,11 +35,16 @@ def kind_of(config: Any) -> str:
 
 
 def unusual_setting(config: Any) -> str:
-    """A setting with which the matrices of an adapter are no plain LoRA or DoRA, "" if there is none."""
+    """A setting with which the matrices of an adapter aren't known to be a plain LoRA or DoRA, "" if there is none."""
     start = getattr(config, "init_lora_weights", True)
     if start not in _PLAIN_STARTS:
         return f"init_lora_weights={start!r}"
-    return next((f"{name}={value!r}" for name in _VARIANTS if (value := getattr(config, name, None))), "")
+    for field in dataclasses.fields(config):
+        factory = field.default_factory
+        usual = field.default if factory is dataclasses.MISSING else factory()
+        if field.name not in _KNOWN and (value := getattr(config, field.name)) != usual:
+            return f"{field.name}={value!r}"
+    return ""
 
 
 def is_targeted(config: Any, name: str) -> bool:

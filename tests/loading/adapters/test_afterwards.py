@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +242,20 @@ def test_one_that_changes_the_weights_beneath(start: str, llama: Path, tmp_path:
     with pytest.raises(InvalidPatcherError, match=f"The adapter has init_lora_weights='{start}'"):
         as_peft_model(llama, tmp_path, patcher=FUSED)
     assert tensors_of(tmp_path)
+
+
+@dataclass
+class LaterConfig(LoraConfig):
+    """LoRA as a later peft may have it."""
+
+    use_something_new: bool = False
+
+
+def test_a_setting_that_nobody_knows_is_refused(llama: Path, tmp_path: Path) -> None:
+    new_adapter(base(llama), tmp_path, target_modules=["q_proj"])
+    model = base(llama, patcher=FUSED)
+    for changes in ({"use_something_new": True}, {"use_qalora": True}, {"layer_replication": [(0, 1)]}):
+        asked = LaterConfig(target_modules=["q_proj"], r=4, **changes)
+        with pytest.raises(InvalidPatcherError, match=f"The adapter has {next(iter(changes))}="):
+            PeftModel.from_pretrained(model, tmp_path, config=asked)
+    PeftModel.from_pretrained(model, tmp_path, config=LaterConfig(target_modules=["q_proj"], r=4, qalora_group_size=4))
