@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from patcher.compat.models import named_modules
-from patcher.conversions.layouts import Layout
+from patcher.conversions.layouts import Layout, lies_in_blocks
 from patcher.conversions.sharded import one_piece
 from patcher.conversions.transforms import by_itself
 from patcher.errors import PatchedWeightsError
@@ -125,6 +125,11 @@ def _unpickled(*values: Any) -> FusedWeights:
 def fused_weights(module: nn.Module) -> FusedWeights | None:
     """What a module carries, None if it isn't fused."""
     return module.__dict__.get(FUSED)
+
+
+def is_shared(module: nn.Module, carried: FusedWeights) -> bool:
+    """Whether what this process has of a fused module is not what others have: other rows, or other experts."""
+    return getattr(module, "are_dealt", False) or any(map(lies_in_blocks, carried.layouts))
 
 
 def fused_modules(model: nn.Module) -> list[tuple[str, nn.Module, FusedWeights]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import nn
@@ -148,6 +148,11 @@ class Rows(Layout):
             return list(torch.split(tensors[0], list(self.sizes)))
         blocks = [torch.split(block, list(self.block_sizes)) for block in tensors[0].chunk(self.blocks)]
         return [torch.cat(part) for part in zip(*blocks, strict=True)]
+
+
+def lies_in_blocks(layout: Layout) -> TypeGuard[Rows]:
+    """Whether processes share joined rows, so that these don't lie part by part."""
+    return isinstance(layout, Rows) and layout.blocks > 1
 
 
 class Flatten(Layout):

@@ -43,9 +43,8 @@ class JoinedRows:
     def __init__(self, parts: Sequence[Any], blocks: int = 1) -> None:
         sizes = [shape_of(part)[0] for part in parts]
         self._rows, self._tail = sum(sizes), shape_of(parts[0])[1:]
-        #: (part, its first row, how many rows), in the order in which they lie here
         self._pieces = [
-            (part, block * (size // blocks), size // blocks)
+            RowsOf(part, block * (size // blocks), size // blocks)
             for block in range(blocks)
             for part, size in zip(parts, sizes, strict=True)
         ]
@@ -54,7 +53,7 @@ class JoinedRows:
         return [self._rows, *self._tail]
 
     def get_dtype(self) -> str:
-        return dtype_of(self._pieces[0][0])
+        return self._pieces[0].get_dtype()
 
     @property
     def shape(self) -> torch.Size:
@@ -68,38 +67,33 @@ class JoinedRows:
             return self[...][index]
         start, stop, _ = first.indices(self._rows)
         found, end = [], 0
-        for part, row, rows in self._pieces:
-            begin, end = end, end + rows
+        for piece in self._pieces:
+            begin, end = end, end + piece.rows
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                found.append(_rows(part, row + low - begin, row + high - begin, rest))
-        return joined(found) if found else self._pieces[0][0][(slice(0, 0), *rest)]
-
-
-def _rows(part: Any, start: int, stop: int, rest: Sequence[Any]) -> torch.Tensor:
-    if not rest and (start, stop) == (0, shape_of(part)[0]):
-        whole: torch.Tensor = part[...]  # which a file that is mapped gives without a copy
-        return whole
-    rows: torch.Tensor = part[(slice(start, stop), *rest)]
-    return rows
+                found.append(piece[(slice(low - begin, high - begin), *rest)])
+        return joined(found) if found else self._pieces[0][(slice(0, 0), *rest)]
 
 
 class RowsOf:
     """Some rows of a tensor, one behind the other."""
 
     def __init__(self, whole: Any, start: int, rows: int) -> None:
-        self._whole, self._start, self._rows = whole, start, rows
+        self._whole, self._start, self.rows = whole, start, rows
 
     def get_shape(self) -> list[int]:
-        return [self._rows, *shape_of(self._whole)[1:]]
+        return [self.rows, *shape_of(self._whole)[1:]]
 
     def get_dtype(self) -> str:
         return dtype_of(self._whole)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self._rows)
-        found: torch.Tensor = self._whole[(slice(self._start + start, self._start + stop), *rest)]
+        start, stop, _ = (slice(None) if first is Ellipsis else first).indices(self.rows)
+        rows: Any = (slice(self._start + start, self._start + stop), *rest)
+        if not rest and rows == (slice(0, shape_of(self._whole)[0]),):
+            rows = ...  # which a file that is mapped gives without a copy
+        found: torch.Tensor = self._whole[rows]
         return found
 
 

@@ -22,7 +22,7 @@ from patcher.compat.conversions import (
 from patcher.compat.models import ModelView, has_adapters
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
-from patcher.conversions.layouts import Rows
+from patcher.conversions.layouts import lies_in_blocks
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.sharded import on_meta
@@ -94,7 +94,7 @@ class SavePlan:
         for path, _, carried in fused_modules(self.model):
             for layout in carried.layouts:
                 key = f"{inside(path)}{layout.fused[0]}"
-                if isinstance(layout, Rows) and layout.blocks > 1 and key in result:
+                if lies_in_blocks(layout) and key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 

@@ -14,7 +14,7 @@ from patcher.compat.models import named_modules, state_tensors, ties
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import in_original_layout, modules_with_layouts
 from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.conversions.layouts import Rows
+from patcher.conversions.layouts import lies_in_blocks
 from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.parallel.dealt_experts import with_all_experts
@@ -106,7 +106,7 @@ def load_original_state_dict(
     own = {in_state_dict(name): value for name, value in state_tensors(model).items()}
     for path, _, layouts in modules_with_layouts(model):  # what lies in blocks is made of its parts alone
         for layout in layouts:
-            if isinstance(layout, Rows) and layout.blocks > 1:
+            if lies_in_blocks(layout):
                 own.pop(in_state_dict(f"{inside(path)}{layout.fused[0]}"))
     given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():

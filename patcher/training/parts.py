@@ -8,7 +8,7 @@ from torch import nn
 
 from patcher.conversions.concatenate import ReversibleConcatenate
 from patcher.conversions.converted_weights import Converted
-from patcher.conversions.layouts import Layout, Rows
+from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
@@ -85,7 +85,7 @@ def _parts(layout: Layout, prefix: str) -> dict[str, tuple[Part, ...]]:
     """
     if len(layout.stock) == 1 < len(layout.fused):
         return {}  # pieces of one
-    if isinstance(layout, Rows) and layout.blocks > 1:
+    if lies_in_blocks(layout):
         raise InvalidPatcherError(
             f"{prefix}{layout.fused[0]} lies in {layout.blocks} blocks for tensor parallelism, each with rows of "
             f"{', '.join(f'{prefix}{name}' for name in layout.stock)}, so none of these is one slice of it. Load the "

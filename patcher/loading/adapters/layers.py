@@ -12,7 +12,7 @@ from torch import nn
 
 from patcher.compat.adapters import inner_modules
 from patcher.conversions.either_layout import layouts_of
-from patcher.conversions.fused_weights import FusedWeights, fused_weights
+from patcher.conversions.fused_weights import fused_weights, is_shared
 from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.experts.matrices import Matrices
@@ -201,13 +201,6 @@ def layers_of(model: nn.Module) -> Layers:
     others = {path: text for path, text in others.items() if path not in joined}
     stacks.sort(key=lambda stack: (stack.path, stack.place))
     return Layers(joined, others, tuple(stacks), tuple(here))
-
-
-def is_shared(module: nn.Module, fused: FusedWeights) -> bool:
-    """Whether what this process has of a fused module is not what others have."""
-    return getattr(module, "are_dealt", False) or any(
-        isinstance(layout, Rows) and layout.blocks > 1 for layout in fused.layouts
-    )
 
 
 def _stack(path: str, module: nn.Module, layout: Matrices, order: tuple[str, ...]) -> list[Stack]:

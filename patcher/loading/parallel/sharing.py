@@ -43,7 +43,7 @@ from patcher.compat.parallel import (
     with_plans,
 )
 from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
-from patcher.conversions.layouts import Layout, Rows
+from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
@@ -118,7 +118,7 @@ class _Change:
     def apply(self) -> None:
         self.module.__dict__[FUSED] = self.carried
         for layout in self.carried.layouts:
-            if isinstance(layout, Rows) and layout.blocks > 1:
+            if lies_in_blocks(layout):
                 owner, _, last = layout.fused[0].rpartition(".")
                 if last == "weight":
                     setattr(self.module, f"{owner}_sizes", layout.block_sizes)

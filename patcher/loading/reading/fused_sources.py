@@ -14,12 +14,11 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import ModelView, state_tensors
-from patcher.conversions.fused_weights import FusedWeights, fused_modules
-from patcher.conversions.layouts import Layout, Rows
+from patcher.conversions.fused_weights import FusedWeights, fused_modules, is_shared
+from patcher.conversions.layouts import Layout, lies_in_blocks
 from patcher.conversions.simulation import Route
 from patcher.conversions.sources import fused_sources, in_blocks, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
-from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.loading.expert_names import keys_of_experts
 from patcher.loading.reading.stock_parameters import Parts, StockParameters
@@ -102,7 +101,7 @@ def with_fused_sources(
     misfits: list[str] = []
     for path, module, carried in fused:
         prefix = inside(path)
-        dealt = isinstance(module, ListedExperts) and module.are_dealt
+        shared = is_shared(module, carried)
         for layout in carried.layouts:
             names = [f"{prefix}{name}" for name in layout.stock]
             found = [parts.found[name] for name in names if name in parts.found]
@@ -122,7 +121,7 @@ def with_fused_sources(
                 misfits += unfit
                 continue
             taken = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            here = [not dealt or target in own for target in targets]  # the others are experts of other processes
+            here = [not shared or target in own for target in targets]  # the others are experts of other processes
             keys |= dict.fromkeys(compressed(targets, here), (taken, layout))
             shapes |= compressed(zip(targets, layout.fused_shapes(), strict=True), here)
             if not simulated:
@@ -146,9 +145,11 @@ def in_runtime_layout(
     model: PreTrainedModel, checkpoint: Mapping[str, Any], conversions: Sequence[WeightTransform]
 ) -> FusedReading:
     """A checkpoint that has the parameters of the model as they are."""
-    rest, own = dict(checkpoint), state_tensors(model)
-    rename = key_renamer(conversions, model, own)
-    _share(rest, {rename(key)[0]: key for key in checkpoint}, fused_modules(model), own)
+    rest, fused = dict(checkpoint), fused_modules(model)
+    if any(is_shared(module, carried) for _, module, carried in fused):
+        own = state_tensors(model)
+        rename = key_renamer(conversions, model, own)
+        _share(rest, {rename(key)[0]: key for key in checkpoint}, fused, own)
     return FusedReading(rest, fused_already=True)
 
 
@@ -164,15 +165,15 @@ def _share(
         rest: the checkpoint, which is changed.
         read: parameter -> its key in the checkpoint.
     """
-    for path, _, carried in fused:
-        for layout in carried.layouts:
+    for path, module, carried in fused:
+        for layout in carried.layouts if is_shared(module, carried) else ():
             for target in (f"{inside(path)}{name}" for name in layout.fused):
                 if target not in read:
                     continue
                 key = read[target]
                 if target not in own:  # an expert of another process
                     del rest[key]
-                elif isinstance(layout, Rows) and layout.blocks > 1:
+                elif lies_in_blocks(layout):
                     rest[key] = in_blocks(layout, rest[key])
 
 
