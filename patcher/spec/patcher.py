@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -65,6 +66,9 @@ class _Empty(dict[str, Any]):
         return 0
 
 
+#: The fields that map what is replaced to what takes its place.
+MAPPINGS = ("class_mapping", "module_mapping", "function_mapping")
+
 Expressions = Converted[str | Iterable[str], tuple[str, ...]]
 
 
@@ -87,6 +91,11 @@ class Patcher:
     Args:
         class_mapping: class name -> the class to build in its place. A key that is a Python identifier is an exact
             name; any other key is a regular expression, searched in class names. An exact name wins.
+        module_mapping: path -> the class to build in place of the modules there, whatever theirs is, with the
+            arguments of theirs. Paths are those that reports print: `model.layers.{0..3}.mlp`, `*` for one segment,
+            `**` for any number. It wins over the class mapping.
+        function_mapping: `module:name`, or the bare name of a function that modeling code calls -> what is called in
+            its place, by this model only.
         fusions: layout families, by name or as objects of `patcher.fusions.Fusion`. With `modules=` an object is
             applied at some paths only: `QKV(modules="model.layers.{0..3}.self_attn")`.
 
@@ -131,6 +140,12 @@ class Patcher:
         Converted(arguments.transforms, read=lambda transforms: tuple(map(copy_transform, transforms)))
     )
     _: KW_ONLY
+    module_mapping: Converted[Mapping[str, type[nn.Module]], Mapping[str, type[nn.Module]]] = Converted(
+        arguments.module_mapping, default=_Empty()
+    )
+    function_mapping: Converted[Mapping[str, Callable[..., Any]], Mapping[str, Callable[..., Any]]] = Converted(
+        arguments.function_mapping, default=_Empty()
+    )
     fusions: Converted[str | Fusion | Iterable[str | Fusion], tuple[str | Fusion, ...]] = Converted(arguments.fusions)
     new_weights: Expressions = Converted(arguments.expressions)
     dropped_weights: Expressions = Converted(arguments.expressions)
@@ -148,6 +163,8 @@ class Patcher:
             find_key(name, self.class_mapping)
         key = (
             frozenset(self.class_mapping.items()),
+            frozenset(self.module_mapping.items()),
+            frozenset(self.function_mapping.items()),
             self.filtered_weight_conversion_patterns,
             tuple(map(identity, self.extra_weight_conversions)),
             self.fusions,
@@ -214,18 +231,20 @@ class Patcher:
         """
         if not isinstance(other, Patcher):
             return NotImplemented
-        for key, mine in self.class_mapping.items():
-            if (theirs := other.class_mapping.get(key, mine)) is not mine:
+        for field in MAPPINGS:
+            mapping, others = getattr(self, field), getattr(other, field)
+            for key in (key for key in mapping if others.get(key, mapping[key]) is not mapping[key]):
                 raise PatchConflictError(
-                    f"Both patchers replace {key!r}, by {mine.__qualname__} and by {theirs.__qualname__}. "
-                    f"Combine after taking one away: patcher.replace(class_mapping={{...}})."
+                    f"Both patchers replace {key!r}, by {_item_repr(mapping[key])} and by {_item_repr(others[key])}. "
+                    f"Combine after taking one away: patcher.replace({field}={{...}})."
                 )
         names = dict.fromkeys((*self.fingerprints, *other.fingerprints))
-        # What is a tuple is joined; the constructor drops what is there twice.
-        joined = [field.name for field in dataclasses.fields(self) if field.default == ()]
+        joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
+        for field in dataclasses.fields(self):
+            if field.default == ():  # the constructor drops what is there twice
+                joined[field.name] = (*getattr(self, field.name), *getattr(other, field.name))
         return Patcher(
-            {**self.class_mapping, **other.class_mapping},
-            **{name: (*getattr(self, name), *getattr(other, name)) for name in joined},
+            **joined,
             strict=self.strict or other.strict,
             name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
@@ -260,7 +279,7 @@ class Patcher:
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
+        Classes and functions are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
 
         Raises:
             InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, a
@@ -269,7 +288,9 @@ class Patcher:
         return serializing.to_dict(self._given())
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], allowed: str | type | Iterable[str | type] = ()) -> Patcher:
+    def from_dict(
+        cls, data: Mapping[str, Any], allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
+    ) -> Patcher:
         """The patcher that `to_dict` has written, from data that anyone may have written.
 
         >>> Patcher.from_dict({"schema": 1, "fusions": ["qkv"]})
@@ -277,10 +298,12 @@ class Patcher:
 
         Args:
             data: what `json.load` gives.
-            allowed: the classes that it may use, themselves or as `module:qualname`. Nothing else is imported.
+            allowed: the classes and functions that it may use, themselves or as `module:qualname`. Nothing else is
+                imported.
 
         Raises:
-            InvalidPatcherError: a schema, key, name or type that isn't known, or a class that isn't allowed.
+            InvalidPatcherError: a schema, key, name or type that isn't known, or a class or function that isn't
+                allowed.
             PatchConflictError: two conversions take the same tensors.
         """
         return serializing.from_dict(cls, data, allowed)
@@ -382,7 +405,7 @@ def _argument_repr(value: Any) -> str:
 
 
 def _item_repr(item: Any) -> str:
-    if isinstance(item, type):
+    if isinstance(item, type | FunctionType):
         return item.__qualname__
     if not isinstance(item, WeightTransform):
         return repr(item)

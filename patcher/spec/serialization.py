@@ -53,7 +53,11 @@ _TYPES: dict[str, Any] = {
     "fingerprints": dict[str, list[str]],
     "alternatives": list[list[str]],
     "class_mapping": dict[str, str],
+    "module_mapping": dict[str, str],
+    "function_mapping": dict[str, str],
 }
+#: What stands in for what a mapping names, until all else has been found right.
+_STAND_INS: dict[str, Any] = {"class_mapping": nn.Module, "module_mapping": nn.Module, "function_mapping": repr}
 _RENAMING: dict[str, Any] = dict.fromkeys(("type", "scope_prefix", "base_model_prefix"), str)
 _RENAMING |= dict.fromkeys(("source_patterns", "target_patterns"), list[str])
 _CONVERTER = _RENAMING | {"operations": list[dict[str, Any]], "force_cpu": bool}
@@ -88,26 +92,26 @@ def _data(field: str, value: Any) -> Any:
         return {key: _data(f"{field}[{key!r}]", item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [_data(field, item) for item in value]
-    if isinstance(value, type):
-        return _reference(field, value)
     if isinstance(value, Fusion):
         return _fusion_data(field, value)
-    return _transform_data(field, value) if isinstance(value, WeightTransform) else value
+    if isinstance(value, WeightTransform):
+        return _transform_data(field, value)
+    return _reference(field, value) if callable(value) else value
 
 
-def _reference(field: str, cls: type[nn.Module]) -> str:
-    """`module:qualname` of a class that another process finds there."""
-    where = f"{cls.__module__}:{cls.__qualname__}"
-    found: Any = sys.modules.get(cls.__module__) if cls.__module__ != "__main__" else None
-    for part in cls.__qualname__.split("."):
-        found = vars(found).get(part) if found is not None else None
-    if found is not cls:
+def _reference(field: str, named: Any) -> str:
+    """`module:qualname` of a class or function that another process finds there."""
+    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", repr(named))
+    found: Any = sys.modules.get(module) if module is not None and module != "__main__" else None
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if found is not named:
         raise InvalidPatcherError(
-            f"{field}: {where} can't be said as data, because an import doesn't find it there: it was "
-            "made in a notebook, a script or a function, or its name means something else by now. Put the class into "
+            f"{field}: {module}:{name} can't be said as data, because an import doesn't find it there: it was "
+            f"made in a notebook, a script or a function, or its name means something else by now. Put it into "
             "a module of its own, or pickle the patcher."
         )
-    return where
+    return f"{module}:{name}"
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
@@ -148,7 +152,9 @@ def _attributes(value: object) -> dict[str, Any]:
     return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
 
 
-def from_dict(make: Callable[..., _What], data: Any, allowed: str | type | Iterable[str | type] = ()) -> _What:
+def from_dict(
+    make: Callable[..., _What], data: Any, allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
+) -> _What:
     """See `Patcher.from_dict`.
 
     Args:
@@ -169,33 +175,37 @@ def from_dict(make: Callable[..., _What], data: Any, allowed: str | type | Itera
         for number, item in enumerate(settings.get("extra_weight_conversions", []))
     ]
     # Last, so that nothing is imported for a patcher that is no good anyway.
-    mapping = settings.pop("class_mapping", {})
-    for key, where in mapping.items():
+    named = {field: settings.pop(field) for field in _STAND_INS if field in settings}
+    for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
         if where not in permitted:
             raise InvalidPatcherError(
-                f"class_mapping[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
-                f"({', '.join(permitted) or 'it is empty'}). If you trust the code of that class, write "
+                f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
+                f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
                 f"Patcher.from_dict(data, allowed=[{_short(where)}])."
             )
     try:
-        make(dict.fromkeys(mapping, nn.Module), **settings)
-        return make({key: permitted[where] or _imported(key, where) for key, where in mapping.items()}, **settings)
+        make(**{field: dict.fromkeys(mapping, _STAND_INS[field]) for field, mapping in named.items()}, **settings)
+        found = {
+            field: {key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()}
+            for field, mapping in named.items()
+        }
+        return make(**found, **settings)
     except (RecursionError, OverflowError, MemoryError) as error:  # of an expression
         raise InvalidPatcherError(f"{what}: an expression in it is too large to be compiled ({error}).") from error
 
 
-def _permitted(allowed: str | type | Iterable[str | type]) -> dict[str, type | None]:
-    """What may be imported, and the classes that needn't be."""
-    permitted: dict[str, type | None] = {}
+def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
+    """What may be imported, and the classes and functions that needn't be."""
+    permitted: dict[str, Callable[..., Any] | None] = {}
     item: Any
     for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
-        if isinstance(item, type):
-            permitted[f"{item.__module__}:{item.__qualname__}"] = item
-        elif isinstance(item, str) and _is_reference(item):
+        if isinstance(item, str) and _is_reference(item):
             permitted[item] = None
+        elif callable(item) and hasattr(item, "__qualname__"):
+            permitted[f"{item.__module__}:{item.__qualname__}"] = item
         else:
             raise InvalidPatcherError(
-                f"allowed takes classes, or texts such as 'package.module:Class', found {_short(item)}."
+                f"allowed takes classes and functions, or texts such as 'package.module:Class', found {_short(item)}."
             )
     return permitted
 
@@ -205,7 +215,7 @@ def _is_reference(text: str) -> bool:
     return all(part.isidentifier() and not part.startswith("__") for part in (*module.split("."), *name.split(".")))
 
 
-def _imported(key: str, where: str) -> Any:
+def _imported(field: str, where: str) -> Any:
     module, _, name = where.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -214,7 +224,7 @@ def _imported(key: str, where: str) -> Any:
             found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
     except (ImportError, AttributeError, KeyError) as error:
         raise InvalidPatcherError(
-            f"class_mapping[{key!r}]: {where} can't be imported: {type(error).__name__}: {error}. "
+            f"{field}: {where} can't be imported: {type(error).__name__}: {error}. "
             "Install the package that has it, or correct the name."
         ) from error
     return found

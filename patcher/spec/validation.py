@@ -18,7 +18,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.expressions import checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, shortest
-from patcher.patterns import is_expression, nearest
+from patcher.patterns import check_path, is_expression, nearest
 
 T = TypeVar("T")
 
@@ -33,12 +33,7 @@ def typed(kind: type[T]) -> Callable[[str, Any], T]:
 
 
 def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
-    if not isinstance(mapping, Mapping):
-        instead = _meant(mapping) or 'Patcher({"LlamaMLP": MyMLP})'
-        raise InvalidPatcherError(
-            f"{field} must map class names to classes, found {mapping!r} ({type(mapping).__name__}); write {instead}."
-        )
-    for key, cls in mapping.items():
+    for key, cls in _checked_mapping(field, mapping, "class names to classes", 'Patcher({"LlamaMLP": MyMLP})'):
         if not isinstance(key, str) or not key:
             raise InvalidPatcherError(
                 f"{field}: a key is the name of a class, or an expression, found {key!r}; "
@@ -46,17 +41,75 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
             )
         if is_expression(key):
             checked_expression(f"{field} key {key!r}", key)
-        if not isinstance(cls, type):
-            kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
-            raise InvalidPatcherError(
-                f"{field}[{key!r}] must be a class, found {cls!r} ({kind}); {_class_instead(cls)}."
-            )
-        if not issubclass(cls, nn.Module):
-            raise InvalidPatcherError(
-                f"{field}[{key!r}] must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
-                f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
-            )
+        _check_replacement(f"{field}[{key!r}]", cls)
     return MappingProxyType(dict(mapping))
+
+
+def module_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
+    instead = 'Patcher(module_mapping={"model.layers.{0..3}.mlp": MyMLP})'
+    for key, cls in _checked_mapping(field, mapping, "paths of modules to classes", instead):
+        try:
+            check_path(key)
+        except InvalidPatcherError as error:
+            raise InvalidPatcherError(f"{field}: {error}") from error
+        _check_replacement(f"{field}[{key!r}]", cls)
+    return MappingProxyType(dict(mapping))
+
+
+def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any]]:
+    instead = 'Patcher(function_mapping={"apply_rotary_pos_emb": my_rotary})'
+    for key, function in _checked_mapping(field, mapping, "names of functions to functions", instead):
+        module, _, name = key.rpartition(":") if isinstance(key, str) else ("", "", "")
+        if not name.isidentifier() or (":" in key and not all(part.isidentifier() for part in module.split("."))):
+            raise InvalidPatcherError(
+                f"{field}: a key is the name of a function, or module:name, found {key!r}; write for instance "
+                "'apply_rotary_pos_emb' or 'transformers.models.llama.modeling_llama:apply_rotary_pos_emb'."
+            )
+        if not callable(function) or isinstance(function, type | nn.Module):
+            kind = type(function).__name__
+            raise InvalidPatcherError(
+                f"{field}[{key!r}] must be a function, found {function!r} ({kind}); write a function with the "
+                "parameters of the one that it replaces. Classes belong into class_mapping, by the name of the class."
+            )
+        _check_hashable(f"{field}[{key!r}]", function)
+    return MappingProxyType(dict(mapping))
+
+
+def _check_hashable(what: str, function: Any) -> None:
+    try:
+        hash(function)
+    except TypeError as error:
+        raise InvalidPatcherError(
+            f"{what}: {function!r} has no hash, so that two patchers with it can't be compared; write a function "
+            "that calls it."
+        ) from error
+
+
+def _checked_mapping(field: str, mapping: Any, what: str, instead: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(mapping, Mapping):
+        raise InvalidPatcherError(
+            f"{field} must map {what}, found {mapping!r} ({type(mapping).__name__}); write "
+            f"{_meant(mapping) or instead}."
+        )
+    return mapping.items()
+
+
+def _check_replacement(what: str, cls: Any) -> None:
+    """Raise for what can't be built in place of a module, or whose own conversions are none."""
+    if not isinstance(cls, type):
+        kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
+        raise InvalidPatcherError(f"{what} must be a class, found {cls!r} ({kind}); {_class_instead(cls)}.")
+    if not issubclass(cls, nn.Module):
+        raise InvalidPatcherError(
+            f"{what} must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
+            f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
+        )
+    conversions_of(cls)
+
+
+def conversions_of(cls: type[nn.Module]) -> tuple[WeightTransform, ...]:
+    """The conversions that a replacement class brings: copies of those in its attribute `conversion_mapping`."""
+    return transforms(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
 
 
 def _class_instead(value: Any) -> str:

@@ -314,7 +314,9 @@ def test_hostile_names_are_refused_and_on_a_list_most_of_them_as_well(where: str
 
 @pytest.mark.parametrize("allowed", [3, [None], [["a:B"]], "module.alone", [OWN], ["a:B", "a b:C"]], ids=repr)
 def test_a_list_that_means_nothing_is_told(allowed: Any) -> None:
-    with pytest.raises(InvalidPatcherError, match=r"allowed takes classes, or texts such as 'package.module:Class'"):
+    with pytest.raises(
+        InvalidPatcherError, match=r"allowed takes classes and functions, or texts such as 'package.module:Class'"
+    ):
         Patcher.from_dict(_data(OWN_MLP), allowed=allowed)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import pickle
+import re
 from typing import Any
 
 from torch import nn
 from transformers import LlamaConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, apply_rotary_pos_emb
 
 import patcher
 from patcher import Patcher, monkey_patching, presets
@@ -83,11 +84,45 @@ def a_fusion_config_that_is_none(at: Place) -> Steps:
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 
-@advice("{} must map class names to classes, found {} ({}); write {}.")
+@advice("{} must map {}, found {} ({}); write {}.")
 def a_name_in_place_of_the_mapping(at: Place) -> Steps:
     for value in ("qkv", ["qkv", "gate_up"], OwnMLP, 3):
         said = yield lambda value=value: Patcher(value)  # type: ignore[arg-type, misc]
         assert same(load(at.llama, written(said, r"write (.*)\.$", MyMLP=OwnMLP)), at.llama)
+
+
+@advice("{} must map {}, found {} ({}); write {}.")
+def lists_in_place_of_other_mappings(at: Place) -> Steps:
+    for name in ("module_mapping", "function_mapping"):
+        said = yield lambda name=name: Patcher(**{name: 3})  # type: ignore[arg-type, misc]
+        assert written(said, r"write (.*)\.$", MyMLP=OwnMLP, my_rotary=apply_rotary_pos_emb).to_dict()[name]
+
+
+@advice("a key is the name of a function, or module:name, found {}; write for instance ")
+def no_name_of_a_function(at: Place) -> Steps:
+    for key in ("modeling_llama.apply_rotary_pos_emb", "transformers.models.llama.modeling_llama:", ":f", 3):
+        said = yield lambda key=key: Patcher(function_mapping={key: apply_rotary_pos_emb})  # type: ignore[misc]
+        for instead in re.findall(r"'([\w.:]+)'", said.partition("write for instance")[2]):
+            assert Patcher(function_mapping={instead: apply_rotary_pos_emb}).function_mapping
+
+
+@advice("write a function with the parameters of the one that it replaces. Classes belong into class_mapping")
+def a_class_for_a_function(at: Place) -> Steps:
+    for value in (OwnMLP, "rotary", None):
+        yield lambda value=value: Patcher(function_mapping={"apply_rotary_pos_emb": value})  # type: ignore[dict-item, misc]
+    assert Patcher(function_mapping={"apply_rotary_pos_emb": apply_rotary_pos_emb}).function_mapping
+
+
+@advice("{} has no hash, so that two patchers with it can't be compared; write a function that calls it.")
+def a_function_without_a_hash(at: Place) -> Steps:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Any) -> Any:
+            return x
+
+    yield lambda: Patcher(function_mapping={"rotate_half": Unhashable()})
+    assert hash(Patcher(function_mapping={"rotate_half": lambda x: Unhashable()(x)}))
 
 
 @advice("a key is the name of a class, or an expression, found {}; write {}.")
@@ -315,7 +350,7 @@ def a_registered_key_that_is_no_expression(at: Place) -> Steps:
 # --- as data -------------------------------------------------------------------------------------------------------
 
 
-@advice("Put the class into a module of its own, or pickle the patcher.")
+@advice("Put it into a module of its own, or pickle the patcher.")
 def a_class_that_no_import_finds(at: Place) -> Steps:
     class Local(LlamaMLP):
         pass
@@ -351,7 +386,7 @@ def data_of_another_release(at: Place) -> Steps:
     assert Patcher.from_dict(Patcher(fusions="qkv").to_dict()) == Patcher(fusions="qkv")
 
 
-@advice("If you trust the code of that class, write Patcher.from_dict(data, allowed=[{}]).")
+@advice("If you trust that code, write Patcher.from_dict(data, allowed=[{}]).")
 def a_class_that_is_not_allowed(at: Place) -> Steps:
     data = OWN.to_dict()
     said = yield lambda: Patcher.from_dict(data)
