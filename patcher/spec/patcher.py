@@ -240,9 +240,8 @@ class Patcher:
                 )
         names = dict.fromkeys((*self.fingerprints, *other.fingerprints))
         joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
-        for field in dataclasses.fields(self):
-            if field.default == ():  # the constructor drops what is there twice
-                joined[field.name] = (*getattr(self, field.name), *getattr(other, field.name))
+        for name in (each.name for each in dataclasses.fields(self) if each.default == ()):
+            joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
         return Patcher(
             **joined,
             strict=self.strict or other.strict,
