@@ -1,8 +1,8 @@
-"""Which class is built in place of another: the class mappings in force, asked class by class."""
+"""Which class is built in place of another: the mappings in force, asked class by class and path by path."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,17 @@ from patcher.compat.modeling_code import module_subclasses
 from patcher.construction.in_force import InForce, Matched
 from patcher.errors import PatchConflictError
 from patcher.expressions import Expressions
-from patcher.patterns import find_key, hits, is_expression
+from patcher.patterns import find_key, hits, is_expression, matches_path
 
 
 @dataclass(frozen=True)
 class Match:
-    """What is built in place of a class, and which key, or which fusion, of which patcher asks for it."""
+    """What is built in place of a class, and which key of which field of which patcher asks for it."""
 
     key: Any
     replacement: type[nn.Module]
     entry: InForce
+    field: str = "class_mapping"
 
 
 class ClassRules:
@@ -82,13 +83,55 @@ class ClassRules:
         except PatchConflictError:
             return True
 
+    @property
+    def has_paths(self) -> bool:
+        """Whether a module mapping is in force."""
+        return any(entry.patcher.module_mapping for entry in self.entries)
+
+    def match_path(self, path: str, used: Container[tuple[InForce, str]] = ()) -> Match | None:
+        """What is built in place of the module at a path: the innermost wins, and within a patcher the exact path.
+
+        Args:
+            used: keys that have replaced what is around this module: they mean nothing inside of that.
+
+        Raises:
+            PatchConflictError: two patterns of a patcher ask for different replacements.
+        """
+        for entry in self.entries:
+            mapping = entry.patcher.module_mapping
+            keys = [key for key in mapping if (entry, key) not in used and matches_path(key, path)]
+            keys = [path] if path in keys else keys
+            for key in keys[1:]:
+                if mapping[key] is not mapping[keys[0]]:
+                    raise PatchConflictError(
+                        f"module_mapping: {keys[0]!r} and {key!r} both name {path}, and they ask for different "
+                        f"replacements, {mapping[keys[0]].__qualname__} and {mapping[key].__qualname__}. Narrow one "
+                        f"of them, or add the exact path, which wins: {path!r}: ..."
+                    )
+            if keys:
+                return Match(keys[0], mapping[keys[0]], entry, "module_mapping")
+        return None
+
+    def matched_paths(self, path: str, used: Container[tuple[InForce, str]] = ()) -> Matched:
+        """The keys that have done their part when the module at a path is replaced, those included that others win
+        over."""
+        return Matched(
+            frozenset(
+                (entry, "module_mapping", key)
+                for entry in self.entries
+                for key in entry.patcher.module_mapping
+                if (entry, key) not in used and matches_path(key, path)
+            )
+        )
+
     def matched(self, cls: type[nn.Module], match: Match) -> Matched:
         """The keys that have done their part when `match` decides about `cls`, those included that it overrides."""
         found: set[tuple[InForce, str, Hashable]] = set()
         for entry in self.entries[self.entries.index(match.entry) :]:
-            if match.key in entry.patcher.fusions:
-                found.add((entry, "fusions", match.key))
-            elif entry is match.entry:  # by a name that the class was bound to
+            if match.field == "fusions":
+                if match.key in entry.patcher.fusions:
+                    found.add((entry, "fusions", match.key))
+            elif match.field == "class_mapping" and entry is match.entry:  # by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 named = hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)

@@ -69,11 +69,14 @@ class Construction:
     on_meta: bool = False
     is_skeleton: bool = False
     thread: int = field(init=False, default_factory=threading.get_ident)
+    #: the classes of what a module mapping names and whose constructor arguments were not recorded
+    unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
     matched: Matched = field(init=False, default_factory=Matched)
-    #: what the fusions in force do to the model, and the constructor arguments of what they may build again
+    #: what the patchers in force do to the model where its modules stand
     resolution: Any = field(init=False, default=None)
-    recorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
+    #: the classes of what may be built again, with the constructor arguments that are kept of their objects
+    recorded: frozenset[type[nn.Module]] = frozenset()
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
     at_end: Callable[[], None] | None = field(init=False, default=None)
@@ -140,7 +143,8 @@ class Construction:
         is_outermost = not self._building
         needs_values, numbers = self._construct(module, original, match.replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
-        self.note(original, match)
+        if match.field != "module_mapping":  # which says itself what it has matched
+            self.note(original, match)
         entry, replacement = match.entry, match.replacement
         built = Built(module, original, replacement, entry, args, kwargs, is_outermost, needs_values, numbers)
         self.built.append(built)
@@ -279,6 +283,8 @@ def build_replacement(
         # A module by itself, or a replaced model: whatever it builds belongs to it.
         with constructing(Construction(ClassRules(entries), by_hand=True)):
             return build_replacement(cls, name, module, args, kwargs)
+    if module is not None and cls in construction.recorded:
+        construction.arguments[id(module)] = (module, args, kwargs)
     if not construction.decides(module, 2):
         return None
     rules = construction.rules
@@ -289,6 +295,4 @@ def build_replacement(
         return module
     if match is not None:  # the class itself, whatever the outer patchers say
         construction.note(cls, match)
-    if module is not None and cls in construction.recorded:
-        construction.arguments[id(module)] = (module, args, kwargs)
     return None

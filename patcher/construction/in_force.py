@@ -45,6 +45,8 @@ class Matched:
         classes: the names of the classes in the models, as they were before anything was replaced.
         refused: (fusion, path, reason) of what fusions left alone.
         paths: those of the modules in the models, where a patcher says any.
+        shared: (patcher in force, key, path, another path) of what a key of a module mapping names under one of its
+            paths only.
         places: (path, class) of the modules, where the key of a class may be meant as a path.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
@@ -57,6 +59,7 @@ class Matched:
     classes: frozenset[str] = frozenset()
     refused: frozenset[tuple[Hashable, str, str]] = frozenset()
     paths: frozenset[str] = frozenset()
+    shared: frozenset[tuple[InForce, str, str, str]] = frozenset()
     places: frozenset[tuple[str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()

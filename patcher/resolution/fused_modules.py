@@ -20,14 +20,15 @@ from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_forc
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
 
-def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
+def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept."""
     entries = construction.rules.entries
-    if not any(entry.patcher.fusions for entry in entries):
-        return
-    resolution = construction.resolution = resolve_in_force(entries, model_class, config)
-    construction.recorded = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
-    cover_new_classes(construction.recorded)
+    if not construction.is_skeleton and any(entry.patcher.fusions or entry.patcher.module_mapping for entry in entries):
+        resolution = construction.resolution = resolve_in_force(entries, model_class, config)
+        rebuilt = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
+        construction.recorded = rebuilt | resolution.recorded
+    if construction.recorded:
+        cover_new_classes(construction.recorded)
 
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
@@ -53,7 +54,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             original = type(module)
             new = original.__new__(original)
             key, entry = _fusion_of(construction, path)
-            construction.build(new, original, Match(key, cls, entry), args, kwargs)
+            construction.build(new, original, Match(key, cls, entry, "fusions"), args, kwargs)
             new.train(module.training)
             fused[id(module)] = new
         parent._modules[name] = new

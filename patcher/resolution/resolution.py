@@ -70,6 +70,7 @@ class Resolution:
         dropped: the stock conversions that are left out.
         added: the conversions that come in front.
         original_classes: path -> the class that stood there, of what is replaced or fused.
+        recorded: the classes whose constructor arguments the replacements of a module mapping take.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Resolution:
     dropped: tuple[WeightTransform, ...] = ()
     added: tuple[WeightTransform, ...] = ()
     original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
+    recorded: frozenset[type[nn.Module]] = field(default=frozenset(), repr=False)
     fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
 
     def __str__(self) -> str:
@@ -93,14 +95,33 @@ class Resolution:
 NO_CHANGE = Resolution()
 
 
-def skeleton(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce] = ()
+def skeleton(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """The model on the meta device, as transformers builds it: modules, names and shapes, no weight."""
+    return _built_on_meta(model_class, config, Construction(ClassRules(()), on_meta=True, is_skeleton=True))
+
+
+def _patched_skeleton(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
+) -> tuple[PreTrainedModel, frozenset[type[nn.Module]]]:
+    """The same with the replacements of mappings in it, and the classes whose constructor arguments that took.
+
+    Which classes these are shows where modules stand, so it is built once more whenever some were not recorded.
+    """
+    recorded: frozenset[type[nn.Module]] = frozenset()
+    while True:
+        construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True, recorded=recorded)
+        model = _built_on_meta(model_class, config, construction)
+        if not construction.unrecorded:
+            return model, recorded
+        recorded |= construction.unrecorded
+
+
+def _built_on_meta(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, construction: Construction
 ) -> PreTrainedModel:
-    """The model on the meta device, patched by `entries` alone: modules, names and shapes, no weight."""
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
-    construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True):
@@ -117,10 +138,11 @@ def resolve_in_force(
 ) -> Resolution:
     """What several patchers do to one model, the innermost first."""
     entries = tuple(entries)
-    model = skeleton(model_class, config, entries)
+    model, recorded = _patched_skeleton(model_class, config, entries)
     modules = dict(named_modules(model))
     replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
-    classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
+    rules = ClassRules(entries)
+    matches = {cls: rules.match(cls) for module in modules.values() if (cls := original_class(module)) is not None}
 
     fused: dict[str, type[nn.Module]] = {}
     refused: dict[str, str] = {}
@@ -137,7 +159,7 @@ def resolve_in_force(
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
             if path in replaced:
                 raise PatchConflictError(
-                    f"The fusion {named!r} claims {path}, which the class mapping replaces by "
+                    f"The fusion {named!r} claims {path}, which a mapping replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
             claimed[path] = named
@@ -152,7 +174,7 @@ def resolve_in_force(
 
     selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
     return Resolution(
-        classes=MappingProxyType({cls: new for cls, new in classes.items() if cls is not None}),
+        classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
         refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
@@ -161,6 +183,7 @@ def resolve_in_force(
         original_classes=MappingProxyType(
             {path: original_class(modules[path]) or type(modules[path]) for path in (*replaced, *fused)}
         ),
+        recorded=recorded,
         fusion_plan=FusionPlan(
             by_fusion=MappingProxyType(by_fusion),
             refused=MappingProxyType(refused_by),

@@ -14,11 +14,12 @@ from patcher.construction.construction import Construction, begin_by_hand, curre
 from patcher.construction.in_force import in_force_for
 from patcher.construction.init_hooks import building, cover_new_classes
 from patcher.construction.lock import construction_lock
+from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
 from patcher.loading.load import check_supported, finish_by_hand
 from patcher.loading.reading.initial_values import keeping_computed
-from patcher.resolution.fused_modules import fuse_standing_modules, prepare_fusions, rebuild_fused_modules
+from patcher.resolution.fused_modules import fuse_standing_modules, prepare, rebuild_fused_modules
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -52,9 +53,9 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
             "and so on."
         )
     construction = current_construction() or begin_by_hand(self)
-    if construction is not None and not construction.is_skeleton and construction.root in (None, self):
+    if construction is not None and construction.root in (None, self):
         construction.root = self
-        prepare_fusions(construction, original_class(self) or type(self), config)  # type: ignore[arg-type]
+        prepare(construction, original_class(self) or type(self), config)  # type: ignore[arg-type]
     stock(self, config, *args, **kwargs)
 
 
@@ -66,16 +67,22 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
 
 def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     construction = current_construction()
-    if construction is None or construction.is_skeleton:
+    if construction is None:
         stock(self)
         return
     is_root = construction.root is self
+    if construction.is_skeleton:
+        if is_root:
+            construction.unrecorded = replace_modules(construction, self)
+        stock(self)
+        return
     if is_root:
         for entry in construction.rules.entries:
             if entry.patcher.fingerprints:  # what the model is made of is all imported now
                 classes = {original_class(module) or type(module) for module in self.modules()}
                 home = (original_class(self) or type(self)).__module__
                 check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
+        replace_modules(construction, self)
         rebuild_fused_modules(construction, self)
     with keeping_computed(construction.outermost_built):
         stock(self)

@@ -1,0 +1,180 @@
+"""Modules that are replaced by their path: when all modules of the outermost model stand, before it looks at them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from patcher.compat.modeling_code import is_modeling_module
+from patcher.compat.models import original_class
+from patcher.construction.class_rules import Match
+from patcher.construction.construction import Construction
+from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.errors import PatchConflictError, PatchConstructionError
+from patcher.patterns import ROOT
+
+#: What constructors of torch take besides what makes a module what it is.
+_PLACEMENT = frozenset({"device", "dtype"})
+
+
+def replace_modules(construction: Construction, model: PreTrainedModel) -> frozenset[type[nn.Module]]:
+    """Build the replacements of the modules that a module mapping names, from the outside in.
+
+    Returns:
+        The classes of modeling code whose objects were left alone, since their constructor arguments are not known: a
+        skeleton is built again with these recorded.
+
+    Raises:
+        PatchConflictError: two patterns ask for different classes in place of one module.
+        PatchConstructionError: a replacement can't be built, or the arguments of what it replaces can't be known.
+    """
+    if not construction.rules.has_paths:
+        return frozenset()
+    used: dict[str, frozenset[tuple[InForce, str]]] = {}
+    unrecorded: set[type[nn.Module]] = set()
+    left_alone: set[int] = set()
+    depth = 1
+    while paths_of := _paths_of(model):
+        if depth > max(path.count(".") + 1 for paths in paths_of.values() for path in paths):
+            break
+        modules = dict(model.named_modules(remove_duplicate=False))
+        at_depth = {path: paths for paths in paths_of.values() for path in paths if path.count(".") + 1 == depth}
+        for path, paths in at_depth.items():
+            module = modules[path]
+            if path in used or id(module) in left_alone:
+                continue
+            match = _match(construction, path, paths, used)
+            if match is None:
+                continue
+            arguments = _arguments(construction, path, module, match)
+            if arguments is None:
+                unrecorded.add(original_class(module) or type(module))
+                left_alone.add(id(module))
+                continue
+            new = _built(construction, module, match, *arguments)
+            for each in paths:
+                parent, _, name = each.rpartition(".")
+                model.get_submodule(parent)._modules[name] = new
+                matched = construction.rules.matched_paths(each, _used_around(each, used))
+                used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched.keys}
+                construction.matched |= matched
+                if not construction.is_skeleton:
+                    tell_blocks(matched)
+        depth += 1
+    return frozenset(unrecorded)
+
+
+def _paths_of(model: nn.Module) -> dict[int, list[str]]:
+    """The paths of each module inside of a model, by its identity."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            found.setdefault(id(module), []).append(path)
+    return found
+
+
+def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
+    """The keys that have replaced what is around the module at a path."""
+    return frozenset().union(*(used.get(outer, frozenset()) for outer in _outer(path)))
+
+
+def _outer(path: str) -> Iterator[str]:
+    segments = path.split(".")
+    return (".".join(segments[:length]) for length in range(1, len(segments)))
+
+
+def _match(
+    construction: Construction, path: str, paths: list[str], used: dict[str, frozenset[tuple[InForce, str]]]
+) -> Match | None:
+    """What is built in place of the module at these paths, one of which is looked at: all of them must be named."""
+    matches = {each: construction.rules.match_path(each, _used_around(each, used)) for each in paths}
+    match = matches[path]
+    if match is None:
+        return None
+    for each, other in matches.items():
+        if other is None:
+            construction.matched |= Matched(shared=frozenset({(match.entry, str(match.key), path, each)}))
+            return None
+        if other.replacement is not match.replacement:
+            raise PatchConflictError(
+                f"module_mapping: {path} and {each} are one module, and {match.key!r} asks for "
+                f"{match.replacement.__qualname__} there, {other.key!r} for {other.replacement.__qualname__}. Map both "
+                "to one class."
+            )
+    return match
+
+
+def _built(
+    construction: Construction, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module:
+    original = original_class(module) or type(module)
+    new = original.__new__(original)
+    construction.build(new, original, match, args, kwargs)
+    new.train(module.training)
+    return new
+
+
+def _arguments(
+    construction: Construction, path: str, module: nn.Module, match: Match
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the constructor of what is replaced, None if they could be recorded and weren't.
+
+    Raises:
+        PatchConstructionError: nobody can know them.
+    """
+    if id(module) in construction.arguments:
+        _, args, kwargs = construction.arguments[id(module)]
+        return args, kwargs
+    for built in construction.built:
+        if built.module is module:
+            return built.args, built.kwargs
+    cls = original_class(module) or type(module)
+    if cls.__module__.startswith("torch."):
+        return _attributes(path, module, match.replacement)
+    if construction.is_skeleton and cls not in construction.recorded:
+        return None
+    by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
+    raise PatchConstructionError(
+        f"module_mapping names {path}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+        f"it is {by}. {_around(path)}"
+    )
+
+
+def _attributes(
+    path: str, module: nn.Module, replacement: type[nn.Module]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the constructor of one of torch's own modules, from its attributes of the same names.
+
+    What has its default is given where the replacement takes it, all else in any case.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    taken = inspect.signature(replacement).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if name in _PLACEMENT or name.startswith("_"):
+            continue
+        value = getattr(module, name, parameter)
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
+            raise PatchConstructionError(
+                f"module_mapping names {path}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_around(path)}"
+            )
+        if name == "bias" and not isinstance(value, bool):  # the parameter, which the argument asks for
+            value = value is not None
+        if parameter.default is parameter.empty:
+            args.append(value)
+        elif takes_all or name in taken or value != parameter.default:
+            kwargs[name] = value
+    types = {each.dtype for each in module.parameters(recurse=False)} - {torch.get_default_dtype()}
+    return tuple(args), kwargs | {"dtype": dtype for dtype in types}
+
+
+def _around(path: str) -> str:
+    return f"Replace what is around it, {path.rpartition('.')[0] or ROOT!r}, by a class that builds it."
