@@ -103,8 +103,8 @@ def _match(
         if other.replacement is not match.replacement:
             raise PatchConflictError(
                 f"module_mapping: {path} and {each} are one module, and {match.key!r} asks for "
-                f"{match.replacement.__qualname__} there, {other.key!r} for {other.replacement.__qualname__}. Map both "
-                "to one class."
+                f"{match.replacement.__qualname__} there, {other.key!r} for {other.replacement.__qualname__}. Map "
+                "both to one class."
             )
     return match
 
@@ -145,9 +145,7 @@ def _arguments(
     )
 
 
-def _attributes(
-    path: str, module: nn.Module, replacement: type[nn.Module]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _attributes(path: str, module: nn.Module, replacement: type[nn.Module]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the constructor of one of torch's own modules, from its attributes of the same names.
 
     What has its default is given where the replacement takes it, all else in any case.
@@ -172,8 +170,10 @@ def _attributes(
             args.append(value)
         elif takes_all or name in taken or value != parameter.default:
             kwargs[name] = value
-    types = {each.dtype for each in module.parameters(recurse=False)} - {torch.get_default_dtype()}
-    return tuple(args), kwargs | {"dtype": dtype for dtype in types}
+    for own in module.parameters(recurse=False):
+        if own.dtype != torch.get_default_dtype():
+            kwargs["dtype"] = own.dtype
+    return tuple(args), kwargs
 
 
 def _around(path: str) -> str:

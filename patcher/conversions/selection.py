@@ -1,4 +1,4 @@
-"""Which conversions a load has: those of transformers without the filtered ones, and the extra ones in front."""
+"""Which conversions a load has: those of transformers without the filtered ones, and those of patchers in front."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformers.core_model_loading import WeightConverter, WeightTransform
+from torch import nn
+from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import all_patterns, copy_transform
+from patcher.conversions.located import located
+from patcher.conversions.transforms import conversions_of
 from patcher.expressions import Expressions
 
 if TYPE_CHECKING:
@@ -21,32 +24,56 @@ class SelectedConversions:
 
     added: tuple[WeightTransform, ...] = ()
     kept: tuple[WeightTransform, ...] = ()
-    #: (stock conversion, the filter that dropped it, or "" where an added conversion takes its tensors)
+    #: (stock conversion, the filter that dropped it)
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
 
 
 def select_conversions(
-    stock: Iterable[WeightTransform], patchers: Iterable[Patcher], fusion_transforms: Iterable[WeightTransform] = ()
+    stock: Iterable[WeightTransform],
+    patchers: Iterable[Patcher],
+    fusion_transforms: Iterable[WeightTransform] = (),
+    replaced: Iterable[tuple[str, type[nn.Module]]] = (),
+    model: nn.Module | None = None,
 ) -> SelectedConversions:
-    """Filter the stock conversions and put the extra ones in front, those of the innermost patcher first."""
+    """Filter the stock conversions and put the others in front.
+
+    First come those of the patchers, of the innermost first, then what replacement classes bring for their modules.
+
+    Args:
+        replaced: path -> class of the modules that are replaced.
+        model: the one that stands. With it those that are added run only where it has what they make.
+    """
     patchers = list(patchers)
     filters = Expressions(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
-    added = [transform for patcher in patchers for transform in patcher.extra_weight_conversions]
-    added += [copy_transform(transform) for transform in fusion_transforms]
-    # A load finds a converter's operations by the text of its source pattern, and the last one with that text wins;
-    # but the first one names the target. So of two with one text only the one in front may stay.
-    taken = {
-        text for transform in added if isinstance(transform, WeightConverter) for text in transform.source_patterns
-    }
+    added: list[tuple[WeightTransform, frozenset[str] | None]] = [
+        (transform, None) for patcher in patchers for transform in patcher.extra_weight_conversions
+    ]
+    added += brought(replaced)
     kept: list[WeightTransform] = []
-    filtered: list[tuple[WeightTransform, str]] = []
-    superseded: list[tuple[WeightTransform, str]] = []
+    dropped: list[tuple[WeightTransform, str]] = []
     for conversion in stock:
         patterns = all_patterns(conversion) if filters else ()
         if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters.found_in(text)):
-            filtered += [(conversion, each) for each in hits]
-        elif isinstance(conversion, WeightConverter) and taken.intersection(conversion.source_patterns):
-            superseded.append((conversion, ""))
+            dropped += [(conversion, each) for each in hits]
         else:
             kept.append(conversion)
-    return SelectedConversions(tuple(added), tuple(kept), (*filtered, *superseded))
+    ours = [transform for transform, _ in added] if model is None else located(added, kept, model)
+    fused = [copy_transform(transform) for transform in fusion_transforms]
+    return SelectedConversions((*ours, *fused), tuple(kept), tuple(dropped))
+
+
+def converts(patcher: Patcher) -> bool:
+    """Whether a patcher adds or drops conversions, those of fusions apart."""
+    return bool(
+        patcher.extra_weight_conversions
+        or patcher.filtered_weight_conversion_patterns
+        or any(conversions_of(cls) for cls in (*patcher.class_mapping.values(), *patcher.module_mapping.values()))
+    )
+
+
+def brought(replaced: Iterable[tuple[str, type[nn.Module]]]) -> list[tuple[WeightTransform, frozenset[str]]]:
+    """What replacement classes bring in their `conversion_mapping`, with the modules below which it is matched."""
+    paths: dict[type[nn.Module], list[str]] = {}
+    for path, cls in replaced:
+        paths.setdefault(cls, []).append(path)
+    return [(transform, frozenset(found)) for cls, found in paths.items() for transform in conversions_of(cls)]

@@ -6,6 +6,7 @@ results, and `reversal.py` takes exactly those apart.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, WeightCo
 
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.conversions.concatenate import ReversibleConcatenate
+from patcher.conversions.located import as_written, pattern_as_written
 
 
 @dataclass
@@ -103,7 +105,7 @@ class _TracedConverter(_Traced):
             before = target_key.removesuffix(after) + before
         elif after.endswith(f".{target_key}") and before.startswith(after.removesuffix(target_key)):
             before = before.removeprefix(after.removesuffix(target_key))
-        self.collected.append((source_pattern, before))
+        self.collected.append((pattern_as_written(self, source_pattern), before))  # type: ignore[arg-type]
         super().add_tensor(target_key, source_key, source_pattern, future)  # type: ignore[misc]
 
     def copy(self, source_patterns: list[str], target_patterns: list[str], **kwargs: Any) -> WeightTransform:
@@ -187,13 +189,16 @@ def _traced_class(cls: type[WeightTransform]) -> type[WeightTransform]:
 
 def with_trace(transform: WeightTransform) -> Any:
     """A copy for one load, with a trace of its own."""
-    copy = copy_transform(transform, _traced_class(type(transform)))  # type: ignore[arg-type]
-    copy.trace = ConversionTrace(transform)
-    if isinstance(copy, WeightConverter):
+    known = trace_of(transform)
+    written = as_written(transform) if known is None else known.transform
+    cls = _traced_class(type(transform)) if known is None else type(transform)  # type: ignore[arg-type]
+    copy = copy_transform(transform, cls)
+    copy.trace = ConversionTrace(written)
+    if isinstance(copy, WeightConverter) and isinstance(written, WeightConverter):
         copy.collected = []
         copy.operations = [
-            ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else operation
-            for operation in copy.operations
+            ReversibleConcatenate(operation.dim) if type(operation) is Concatenate else deepcopy(operation)
+            for operation in written.operations
         ]
     return copy
 

@@ -35,6 +35,12 @@ def _frozen(value: Any) -> Any:
     return value
 
 
+def conversions_of(cls: type) -> tuple[WeightTransform, ...]:
+    """What a replacement class brings: its attribute `conversion_mapping`, as layout classes of transformers do."""
+    given = getattr(cls, "conversion_mapping", ())
+    return (given,) if isinstance(given, WeightTransform) else tuple(given)
+
+
 def describe(transform: WeightTransform | Layout) -> str:
     """One line: `q_proj, k_proj, v_proj -> qkv_proj [Concatenate(dim=0)]`."""
     if isinstance(transform, Layout):

@@ -121,7 +121,6 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
             fired.append((describe(item), 0))
         elif count := sum(len(entry.produced) for entry in item.entries) or len(item.renamed):
             fired.append((describe(item.transform), count))
-    added: list[Any] = [transform for patcher in record.patchers for transform in patcher.extra_weight_conversions]
     layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
     fired += layouts.items() if record.read else ()
     return Report(
@@ -131,14 +130,14 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
-        conversions_added=tuple(describe(transform) for transform in [*added, *record.fusion_transforms])
+        conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
         + tuple(layouts),
         conversions_fired=tuple(fired),
         new_weights=record.new_weights,
         dropped_weights=record.dropped_weights,
         unchecked=tuple(
             describe(transform)
-            for transform in added
+            for transform in record.added
             if len(source_patterns(transform)) > 1 and describe(transform) in dict(fired)
         ),
         seconds=tuple(record.seconds.items()),

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
+from patcher.conversions.selection import converts
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.sources import shape_of
 from patcher.errors import PatchedWeightsError, PatcherError, warn
@@ -129,11 +130,9 @@ def check_weights(
         return ordered(key for key in keys if expressions.is_any_in(key))
 
     # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
-    converts = any(
-        patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in patchers
-    )
+    is_converted = any(map(converts, patchers))
     parameters: set[str] = set()
-    absent = {key for key in missing | set(mismatched) if converts or under_replaced(key)} - tied_keys(model)
+    absent = {key for key in missing | set(mismatched) if is_converted or under_replaced(key)} - tied_keys(model)
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in named_parameters(model)}
         absent &= parameters

@@ -27,7 +27,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
-from patcher.conversions.selection import SelectedConversions, select_conversions
+from patcher.conversions.selection import SelectedConversions, converts, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
@@ -138,8 +138,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
 
 
 def _converts(entry: InForce) -> bool:
-    patcher = entry.patcher
-    return bool(patcher.filtered_weight_conversion_patterns or patcher.extra_weight_conversions or patcher.fusions)
+    return bool(entry.patcher.fusions) or converts(entry.patcher)
 
 
 def check_gguf(load: Request, *, by_name: bool, architecture: str) -> None:
@@ -236,7 +235,8 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
             for path, reason in found.items()
         ),
     )
-    if keys := _asked_paths(construction, resolution):
+    keys = _asked_paths(construction, resolution)
+    if keys or construction.rules.has_paths:
         matched |= Matched(
             keys=frozenset(key for key, took in keys.items() if took), paths=frozenset(path for path, _ in modules)
         )
@@ -309,7 +309,10 @@ def select(
 ) -> tuple[Selected, list[WeightTransform]]:
     """The conversions of the load, from those of transformers: before the quantizer adapts them."""
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
-    conversions = select_conversions(stock[asked:], constructed.record.patchers, constructed.record.fusion_transforms)
+    record = constructed.record
+    conversions = select_conversions(
+        stock[asked:], record.patchers, record.fusion_transforms, record.replacements(), constructed.model
+    )
     traced = tuple(with_trace(transform) for transform in conversions.added)
     if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
         kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))

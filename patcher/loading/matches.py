@@ -10,12 +10,13 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
-from patcher.conversions.transforms import describe, identity
+from patcher.conversions.transforms import conversions_of, describe, identity
 from patcher.errors import InvalidPatcherError, UnmatchedPatchError
 from patcher.expressions import cut, search
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
+from patcher.spec.patcher import MODULE_MAPPINGS
 
 #: Of more than so many problems, these are named: each is compared with what the model has.
 _MOST = 10
@@ -48,18 +49,29 @@ def check_matches(
 
 
 def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool) -> Iterator[str]:
-    patcher = entry.patcher
     if classes:
         yield from _unmatched_classes(entry, matched)
         yield from _not_found(entry, matched, "new_weights", "the name of no parameter", "parameters")
     if conversions and matched.has_read:
         field = "filtered_weight_conversion_patterns"
         yield from _not_found(entry, matched, field, "no conversion of the model", "patterns")
-        converting = matched.of(entry, "extra_weight_conversions")
-        for transform in patcher.extra_weight_conversions:
+        converting = matched.of(entry, "conversions")
+        for where, transform in _conversions(entry, matched):
             if identity(transform) not in converting:
-                yield f"extra_weight_conversions: {describe(transform)} {_unused(transform, matched)}"
+                yield f"{where}: {describe(transform)} {_unused(transform, matched)}"
         yield from _not_found(entry, matched, "dropped_weights", "no key of the checkpoint", "checkpoint keys")
+
+
+def _conversions(entry: InForce, matched: Matched) -> Iterator[tuple[str, WeightTransform]]:
+    """The conversions of a patcher, with where they are written; of classes only those that were built."""
+    for transform in entry.patcher.extra_weight_conversions:
+        yield "extra_weight_conversions", transform
+    mappings = [getattr(entry.patcher, field) for field in MODULE_MAPPINGS]
+    fields = zip(MODULE_MAPPINGS, mappings, strict=True)
+    built = {mapping[key]: None for field, mapping in fields for key in mapping if key in matched.of(entry, field)}
+    for cls in built:
+        for transform in conversions_of(cls):
+            yield f"{cls.__qualname__}.conversion_mapping", transform
 
 
 def _not_found(entry: InForce, matched: Matched, field: str, where: str, what: str) -> Iterator[str]:
@@ -104,6 +116,16 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
     for key in patcher.class_mapping:
         if key not in keys and key not in grouped:
             yield f"class_mapping: no class of the model matches {key!r}{_reason(key, matched)}"
+    named = matched.of(entry, "module_mapping")
+    for key in patcher.module_mapping:
+        if key not in named:
+            yield f"module_mapping: {_nothing_at(key, matched)}"
+    for owner, key, path, other in sorted(matched.shared, key=lambda item: item[1:]):
+        if owner == entry:
+            yield (
+                f"module_mapping: {key!r} names {path}, which is {other} as well: a module at two paths is replaced "
+                f"where both are named; add {other!r} with the same class"
+            )
     for fusion in patcher.fusions:
         yield from _unmatched_fusion(entry, fusion, matched)
 
@@ -121,14 +143,17 @@ def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) ->
             continue
         named = sorted((path for path in matched.paths if matches_path(pattern, path)), key=dot_natural_key)
         if not named:
-            near = nearest_paths(pattern, sorted(matched.paths, key=dot_natural_key))
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.append(f"fusions: {fusion!r} is asked for at {pattern!r}, where the model has no module{hint}")
+            problems.append(f"fusions: {fusion!r} is asked for at {_nothing_at(pattern, matched)}")
         else:
             why = _refused(fusion, matched, named)
             hint = why or f"; what is inside of those that it names would be {pattern.removesuffix('.**')}.**"
             problems.append(f"fusions: {fusion!r} can't fuse any module that {pattern!r} names{hint}")
     return problems
+
+
+def _nothing_at(pattern: str, matched: Matched) -> str:
+    near = nearest_paths(pattern, sorted(matched.paths, key=dot_natural_key))
+    return f"{pattern!r}, where the model has no module" + (f"; nearest: {', '.join(near)}" if near else "")
 
 
 def _refused(fusion: str | Fusion, matched: Matched, named: Iterable[str] | None = None) -> str:

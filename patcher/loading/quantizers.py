@@ -29,6 +29,7 @@ from patcher.compat.quantizers import (
 )
 from patcher.construction.in_force import InForce
 from patcher.conversions.fused_weights import fused_modules
+from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
@@ -77,7 +78,7 @@ def remade_weights(
             found.setdefault(tuple(weight.layer for weight in made), Remade(path, made, parts))
     fused = tuple(inside(path) for path, *_ in fused_modules(model))
     paths = [path for path in replaced if not inside(path).startswith(fused)]
-    if paths and any(_converts(entry) for entry in in_force):
+    if paths and any(converts(entry.patcher) for entry in in_force):
         stock = state_tensors(skeleton(original_class(model) or type(model), model.config))  # type: ignore[arg-type]
         own = state_tensors(model)
         for path in paths:
@@ -92,10 +93,6 @@ def remade_weights(
             if made and parts:  # which is made of which, only the reading shows
                 found[tuple(weight.layer for weight in made)] = Remade(path, made, parts)
     return tuple(found.values())
-
-
-def _converts(entry: InForce) -> bool:
-    return bool(entry.patcher.extra_weight_conversions or entry.patcher.filtered_weight_conversion_patterns)
 
 
 def _is_in(name: str, path: str, fused: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.models import original_class
 from patcher.construction.in_force import InForce
 from patcher.conversions.layouts import Layout
+from patcher.conversions.selection import select_conversions
 from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
 from patcher.fusions.fused_module import MadeClass
@@ -71,6 +72,15 @@ class PatchRecord:
     def classes_of_replaced(self) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
         """path -> original class and replacement, of what a class mapping has replaced."""
         return {item.path: (item.original, item.replacement) for item in self.replaced if item.path not in self.fused}
+
+    def replacements(self) -> list[tuple[str, type[nn.Module]]]:
+        """(path, class) of what a mapping has put in place of others."""
+        return [(item.path, item.replacement) for item in self.replaced if item.path not in self.fused]
+
+    @property
+    def added(self) -> list[WeightTransform]:
+        """The conversions that patchers have added, and their classes; those of fusions are others."""
+        return list(select_conversions((), self.patchers, replaced=self.replacements()).added)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
         return self

@@ -237,7 +237,7 @@ def conversions_from_scratch(
     fusions = record.fusion_transforms
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
-    selected = select_conversions(conversions, record.patchers, fusions)
+    selected = select_conversions(conversions, record.patchers, fusions, record.replacements(), model)
     traced = [with_trace(transform) for transform in selected.added]
     if not traced and len(selected.kept) == len(conversions):
         return selected.kept
@@ -262,9 +262,7 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     reasons += [f"new: {key}" for key in compress(record.new_weights)]
     reasons += _other_names(model, record)
     if not record.read:
-        reasons += [
-            describe(transform) for patcher in record.patchers for transform in patcher.extra_weight_conversions
-        ]
+        reasons += [describe(transform) for transform in record.added]
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in dict.fromkeys(reasons))
         raise PatchedWeightsError(

@@ -104,7 +104,7 @@ def _carry_untraced(model: PreTrainedModel) -> None:
     record = record_of(model)
     if record is None or record.read or any(converted_weights(module) for _, module in named_modules(model)):
         return
-    if record.fusion_transforms or any(patcher.extra_weight_conversions for patcher in record.patchers):
+    if record.fusion_transforms or record.added:
         conversions = conversions_from_scratch(model, record)
         traces = [item for item in conversions if isinstance(item, ConversionTrace)]
         carry_conversions(model, record, traces, conversions)

@@ -23,7 +23,9 @@ _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept."""
     entries = construction.rules.entries
-    if not construction.is_skeleton and any(entry.patcher.fusions or entry.patcher.module_mapping for entry in entries):
+    if not construction.is_skeleton and any(
+        entry.patcher.fusions or entry.patcher.module_mapping for entry in entries
+    ):
         resolution = construction.resolution = resolve_in_force(entries, model_class, config)
         rebuilt = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
         construction.recorded = rebuilt | resolution.recorded

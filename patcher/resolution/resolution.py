@@ -172,7 +172,8 @@ def resolve_in_force(
         if found.matches:
             transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
 
-    selected = select_conversions(stock_conversions(model), [entry.patcher for entry in entries], transforms)
+    patchers = [entry.patcher for entry in entries]
+    selected = select_conversions(stock_conversions(model), patchers, transforms, replaced.items())
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
         replaced=MappingProxyType(replaced),

@@ -67,7 +67,8 @@ class _Empty(dict[str, Any]):
 
 
 #: The fields that map what is replaced to what takes its place.
-MAPPINGS = ("class_mapping", "module_mapping", "function_mapping")
+MODULE_MAPPINGS = ("class_mapping", "module_mapping")
+MAPPINGS = (*MODULE_MAPPINGS, "function_mapping")
 
 Expressions = Converted[str | Iterable[str], tuple[str, ...]]
 

@@ -104,12 +104,7 @@ def _check_replacement(what: str, cls: Any) -> None:
             f"{what} must be a subclass of nn.Module, found {cls.__qualname__}, which derives "
             f"from {', '.join(base.__name__ for base in cls.__bases__)}; write class {cls.__name__}(nn.Module)."
         )
-    conversions_of(cls)
-
-
-def conversions_of(cls: type[nn.Module]) -> tuple[WeightTransform, ...]:
-    """The conversions that a replacement class brings: copies of those in its attribute `conversion_mapping`."""
-    return transforms(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
+    transforms(f"{cls.__qualname__}.conversion_mapping", getattr(cls, "conversion_mapping", ()))
 
 
 def _class_instead(value: Any) -> str:

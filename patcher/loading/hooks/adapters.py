@@ -68,7 +68,7 @@ def conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) ->
     found = stock(as_stock(model), *args, **kwargs)
     if wanted == "stock":
         return found
-    selected = select_conversions(found, record.patchers, record.fusion_transforms)
+    selected = select_conversions(found, record.patchers, record.fusion_transforms, record.replacements(), model)
     return [*map(copy_transform, selected.added), *selected.kept]
 
 

@@ -17,6 +17,7 @@ from patcher.compat.hooks import Stock
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
 from patcher.compat.parallel import gathers_for_saving
 from patcher.conversions.fused_weights import fused_modules
+from patcher.conversions.selection import converts
 from patcher.conversions.sharded import gathered_on_first
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
@@ -24,7 +25,7 @@ from patcher.loading.adapters.saving import stock_configs
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others
 from patcher.loading.offloaded_weights import OffloadedWeights
 from patcher.loading.parallel.dealt_experts import counting_all_experts, with_all_experts
-from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.record import record_of
 from patcher.loading.saving import SavePlan, plan_saving, saved_state_dict
 
 #: What this thread is saving, and how.
@@ -40,7 +41,9 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     arguments.apply_defaults()
     given = arguments.arguments
     plan, record = None, record_of(self)
-    if given["distributed_checkpoint"] and (fused_modules(self) or (record is not None and _converts(record))):
+    if given["distributed_checkpoint"] and (
+        fused_modules(self) or (record is not None and any(map(converts, record.patchers)))
+    ):
         name = type(self) if record is None else record.model_class
         raise InvalidPatcherError(
             "distributed_checkpoint=True writes the parameters as they lie in memory, and those of a patched model "
@@ -69,13 +72,6 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
     if is_gathered:  # as transformers waits for what it has gathered itself
         distributed.barrier()
     return result
-
-
-def _converts(record: PatchRecord) -> bool:
-    """Whether the parameters of a model may lie otherwise than in its checkpoint."""
-    return any(
-        patcher.extra_weight_conversions or patcher.filtered_weight_conversion_patterns for patcher in record.patchers
-    )
 
 
 def gather(stock: Stock, self: Any, model_to_save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

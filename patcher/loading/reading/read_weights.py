@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import (
+    copy_transform,
     source_patterns,
     stock_conversions,
     take_over_use,
@@ -18,6 +19,7 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import state_tensors
 from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.conversions.selection import converts
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.sources import on_meta
 from patcher.conversions.tracing import ConversionTrace, trace_of
@@ -114,37 +116,28 @@ def _matched_by_reading(
     selected: Selected, traces: list[ConversionTrace], checkpoint: Mapping[str, Any], unexpected: Iterable[str]
 ) -> Matched:
     """Which filters, conversions and dropped weights had an effect, and what there was for them."""
-    entries = [
-        entry
-        for entry in selected.in_force
-        if entry.patcher.filtered_weight_conversion_patterns
-        or entry.patcher.extra_weight_conversions
-        or entry.patcher.dropped_weights
-    ]
+    entries = [entry for entry in selected.in_force if converts(entry.patcher) or entry.patcher.dropped_weights]
     if not entries:
         return Matched(has_read=True)
     parameters = set(state_tensors(selected.model)) if traces else set()
     names = {*checkpoint, *unexpected}
     prefix = selected.model.base_model_prefix
+    idle = [trace for trace in traces if not trace.had_effect(parameters, prefix)]
+    effective = {identity(trace.transform) for trace in traces} - {identity(trace.transform) for trace in idle}
     keys: set[tuple[InForce, str, Hashable]] = set()
     for entry in entries:
         keys |= {(entry, "filtered_weight_conversion_patterns", text) for _, text in selected.conversions.dropped}
-        keys |= {
-            (entry, "extra_weight_conversions", identity(trace.transform))
-            for trace in traces
-            if trace.had_effect(parameters, prefix)
-        }
+        keys |= {(entry, "conversions", each) for each in effective}
         dropped = Expressions(entry.patcher.dropped_weights)
         found = entry.patcher.dropped_weights if selected.runtime_layout else dropped.found_among(names)
         keys |= {(entry, "dropped_weights", text) for text in found}
     stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
-    renamed = (
-        (identity(trace.transform), name)
-        for trace in traces
-        if not trace.had_effect(parameters, prefix)
-        for name in trace.renamed.values()
-    )
+    renamed = set()
+    for trace in idle:  # what it would make, which the model doesn't have
+        renaming = copy_transform(trace.transform)
+        made = {renaming.rename_source_key(key) for key in checkpoint}
+        renamed |= {(identity(trace.transform), name) for name, pattern in made if pattern is not None}
     return Matched(
         frozenset(keys),
         parameters=frozenset(parameters),

@@ -94,8 +94,7 @@ def simulate_reading(
 
 def _copy(item: Any) -> Any:
     """An unused copy of a conversion, with a trace of its own if it has one."""
-    trace = trace_of(item)
-    return copy_transform(item) if trace is None else with_trace(trace.transform)
+    return copy_transform(item) if trace_of(item) is None else with_trace(item)
 
 
 def _simulated(
@@ -105,7 +104,7 @@ def _simulated(
     copies = {id(item): _copy(item) for item in mapping}
     alone = replace(
         selected,
-        traced=tuple(copies.get(id(item)) or with_trace(item.trace.transform) for item in selected.traced),
+        traced=tuple(copies.get(id(item)) or with_trace(item) for item in selected.traced),
         followed=tuple(copies[id(item)] for item in selected.followed if id(item) in copies),
     )
     copied = [copies[id(item)] for item in mapping]
