@@ -28,6 +28,10 @@ Constant = Annotated[
     list[str] | None,
     typer.Option("--patcher", metavar="MODULE:CONSTANT", help="A Patcher of your own code; may be repeated."),
 ]
+Module = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="PATH=MODULE:CLASS", help="A class for the modules at a path; may be repeated."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
 Unpinned = Annotated[
     bool, typer.Option("--unpinned", help="Leave out the pins: to see how a preset does on code that has changed.")
@@ -85,13 +89,14 @@ def plan(
     preset: Preset = None,
     fusion: Fusion = None,
     constant: Constant = None,
+    module: Module = None,
     unpinned: Unpinned = False,
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
 ) -> tuple[Any, bool]:
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
-    asked, options = _asked("plan", model, preset, fusion, constant, revision, remote, unpinned)
+    asked, options = _asked("plan", model, preset, fusion, constant, module, revision, remote, unpinned)
     from patcher.inspection.plan import plan
 
     planned = plan(model, asked, **options)
@@ -104,6 +109,7 @@ def verify(
     preset: Preset = None,
     fusion: Fusion = None,
     constant: Constant = None,
+    module: Module = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
     ] = "float32",
@@ -116,7 +122,7 @@ def verify(
 
     Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
     """
-    asked, options = _asked("verify", model, preset, fusion, constant, revision, remote, unpinned)
+    asked, options = _asked("verify", model, preset, fusion, constant, module, revision, remote, unpinned)
     import torch
 
     from patcher.verification.verify import verify
@@ -131,6 +137,7 @@ def diff(
     preset: Preset = None,
     fusion: Fusion = None,
     constant: Constant = None,
+    module: Module = None,
     revision: Revision = None,
     remote: Remote = False,
     as_json: Json = False,
@@ -139,7 +146,7 @@ def diff(
 
     For each class that is replaced or fused, as patched against as shipped.
     """
-    asked, options = _asked("diff", model, preset, fusion, constant, revision, remote)
+    asked, options = _asked("diff", model, preset, fusion, constant, module, revision, remote)
     from patcher.inspection.diff import diff
 
     return diff(model, asked, **options), True
@@ -187,19 +194,22 @@ def _asked(
     preset: list[str] | None,
     fusion: list[str] | None,
     constant: list[str] | None,
+    module: list[str] | None,
     revision: str | None,
     remote: bool,
     unpinned: bool = False,
 ) -> tuple[Patcher, dict[str, Any]]:
     """The patcher that was asked for, and the options of a model that is there."""
-    if not (preset or fusion or constant):
+    if not (preset or fusion or constant or module):
         raise typer.BadParameter(
-            f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME or "
-            "--patcher MODULE:CONSTANT. `patcher presets MODEL` lists the presets that fit."
+            f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME, "
+            "--patcher MODULE:CONSTANT or --module PATH=MODULE:CLASS. `patcher presets MODEL` lists the presets that "
+            "fit."
         )
     from patcher.checkpoints.model_classes import config_of
     from patcher.cli.values import combined, without_pins
 
-    patcher, options = combined(preset or (), fusion or (), constant or ()), _options(revision, remote)
+    patcher = combined(preset or (), fusion or (), constant or (), module or ())
+    options = _options(revision, remote)
     config_of(model, options)
     return without_pins(patcher) if unpinned else patcher, options

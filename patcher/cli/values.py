@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 
 from patcher.checkpoints.model_classes import config_of
 from patcher.display import Shown, Table
@@ -26,7 +27,9 @@ from patcher.spec.fingerprints import fingerprint, homes_of
 from patcher.spec.patcher import Patcher
 
 
-def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str]) -> Patcher:
+def combined(
+    presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str], modules: Iterable[str] = ()
+) -> Patcher:
     """All that was asked for, as one patcher."""
     presets, fusions, constants = list(presets), list(fusions), list(constants)
     for option, given in (("--preset", presets), ("--fusion", fusions), ("--patcher", constants)):
@@ -35,7 +38,8 @@ def combined(presets: Iterable[str], fusions: Iterable[str], constants: Iterable
                 single = " ".join(f"{option} {each}" for each in re.split(r"[\s,]+", text) if each)
                 raise InvalidPatcherError(f"{option} takes one name, and may be repeated; for {text!r} write {single}")
     named = [Patcher(fusions=fusions)] if fusions else []
-    return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants)])
+    parts = [*named, *map(preset, presets), *map(constant, constants), *map(module_by_path, modules)]
+    return functools.reduce(operator.or_, parts)
 
 
 def preset(name: str) -> Patcher:
@@ -54,30 +58,51 @@ def preset(name: str) -> Patcher:
 
 
 def constant(text: str) -> Patcher:
-    """A patcher of somebody's own code, `module:CONSTANT`; modules of the current folder are found too."""
+    """A patcher of somebody's own code, `module:CONSTANT`."""
+    found, name, home = _named("--patcher", text, "MODULE:CONSTANT", "my_patches:PATCHER")
+    if not isinstance(found, Patcher):
+        listed = ", ".join(key for key, value in home.items() if isinstance(value, Patcher))
+        what = f"{name} is a {type(found).__name__}" if name in home else f"there is no {name}"
+        hint = f"its patchers are {listed}" if listed else f"write {name} = Patcher(...) in it"
+        raise InvalidPatcherError(f"--patcher {text}: {what} in {home['__name__']}; {hint}.")
+    return found
+
+
+def module_by_path(text: str) -> Patcher:
+    """A class of somebody's own code for the modules at a path, `path=module:Class`."""
+    path, equals, where = text.partition("=")
+    if not equals:
+        raise InvalidPatcherError(
+            f"--module takes PATH=MODULE:CLASS, found {text!r}; write 'model.layers.{{0..3}}.mlp=my_patches:MyMLP'."
+        )
+    found, name, home = _named("--module", where, "PATH=MODULE:CLASS", "model.layers.*.mlp=my_patches:MyMLP")
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        classes = [key for key, value in home.items() if isinstance(value, type) and issubclass(value, nn.Module)]
+        what = f"{name} is no subclass of nn.Module" if name in home else f"there is no {name}"
+        hint = f"nearest: {', '.join(close)}" if (close := nearest(name, classes)) else f"write class {name} in it"
+        raise InvalidPatcherError(f"--module {text}: {what} in {home['__name__']}; {hint}.")
+    return Patcher(module_mapping={path: found})
+
+
+def _named(option: str, text: str, form: str, example: str) -> tuple[Any, str, Mapping[str, Any]]:
+    """What `module:name` names, the name, and what its module has; modules of the current folder are found too."""
     module, _, name = text.partition(":")
     if not module or not name:
-        raise InvalidPatcherError(f"--patcher takes MODULE:CONSTANT, found {text!r}; write my_patches:PATCHER.")
+        raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write {example}.")
     if module.endswith(".py"):
         raise InvalidPatcherError(
-            f"--patcher takes MODULE:CONSTANT, found the file {module!r}; write --patcher {_as_module(module, name)}"
+            f"{option} takes {form}, found the file {module!r}; write {option} {_as_module(module, name)}"
         )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # at the end: nothing here may stand in for what is installed
     try:
-        home = importlib.import_module(module)
+        home = vars(importlib.import_module(module))
     except Exception as error:  # whatever the code of others raises
         raise InvalidPatcherError(
-            f"--patcher {text}: {module} can't be imported: {type(error).__name__}: {error}"
+            f"{option} {text}: {module} can't be imported: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(home, name, None)
-    if not isinstance(found, Patcher):
-        listed = ", ".join(key for key, value in vars(home).items() if isinstance(value, Patcher))
-        what = f"{name} is a {type(found).__name__}" if hasattr(home, name) else f"there is no {name}"
-        hint = f"its patchers are {listed}" if listed else f"write {name} = Patcher(...) in it"
-        raise InvalidPatcherError(f"--patcher {text}: {what} in {module}; {hint}.")
-    return found
+    return home.get(name), name, home
 
 
 def _as_module(file: str, name: str) -> str:

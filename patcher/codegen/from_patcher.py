@@ -18,6 +18,7 @@ from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import named_modules
+from patcher.conversions.transforms import conversions_of
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
 from patcher.patterns import find_key, hits, nearest
@@ -37,6 +38,12 @@ def describe_patcher(
         raise described.error(
             "from_patcher() needs a model class that its module has by its name, and "
             f"{modeling.__name__} has no such {model_class.__name__!r}. Give a class of a modeling file."
+        )
+    if patcher.module_mapping:
+        raise described.error(
+            f"from_patcher() can't write {', '.join(map(repr, patcher.module_mapping))} of a module_mapping into a "
+            "file: a path is a place in one model, and a class in a file stands for all modules that are built of it. "
+            "Load the model with the patcher, or give the class in a class_mapping."
         )
     if config is None:
         config = model_class.config_class()
@@ -58,7 +65,8 @@ def describe_patcher(
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
     transforms = resolution.fusion_plan.transforms if resolution is not None else ()
-    converted = (*transforms, *patcher.extra_weight_conversions)
+    brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
+    converted = (*transforms, *patcher.extra_weight_conversions, *brought)
     declared = (*patcher.filtered_weight_conversion_patterns, *patcher.new_weights, *patcher.dropped_weights)
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
     fused = resolution is not None and resolution.fused  # whose weights the hook of a load reads and gives back

@@ -118,6 +118,12 @@ def as_written(transform: WeightTransform) -> WeightTransform:
     return transform if place is None else place.transform
 
 
+def is_about_a_module(transform: WeightTransform) -> bool:
+    """Whether the conversion is matched against names below modules, as these names are in the model."""
+    place: Place | None = getattr(transform, "place", None)
+    return place is not None and place.modules is not None
+
+
 def pattern_as_written(transform: WeightTransform, pattern: str) -> str:
     """A source pattern of a conversion without the mark that tells it from those of others."""
     if pattern not in transform.source_patterns:
@@ -177,7 +183,8 @@ def _of_renaming(
 
     @cache
     def renamers() -> list[Callable[[str], Renamed]]:
-        stock = [copy_transform(each) for each in kept]
+        is_last = place.modules is not None  # the renamings of transformers have run
+        stock = [copy_transform(each) for each in kept if isinstance(each, WeightConverter) or not is_last]
         return [key_renamer(chain, model, tensors) for chain in ([*map(_located, later), *stock], stock)]
 
     def misleads(before: str, after: str) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import all_patterns, copy_transform
-from patcher.conversions.located import located
+from patcher.conversions.located import is_about_a_module, located
 from patcher.conversions.transforms import conversions_of
 from patcher.expressions import Expressions
 
@@ -18,14 +18,27 @@ if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher
 
 
+T = TypeVar("T", bound=WeightTransform)
+
+
 @dataclass(frozen=True, eq=False)
 class SelectedConversions:
-    """The conversions of a load: the added ones come first, the dropped ones are gone."""
+    """The conversions of a load: the dropped ones are gone."""
 
     added: tuple[WeightTransform, ...] = ()
     kept: tuple[WeightTransform, ...] = ()
     #: (stock conversion, the filter that dropped it)
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
+
+
+def in_order(added: Iterable[T], kept: Iterable[T]) -> list[T]:
+    """All conversions of a load: those that patchers have added, and then transformers' own.
+
+    But what a class brings is about the names of its parameters: its renamings come after those of transformers.
+    """
+    added = list(added)
+    last = [each for each in added if is_about_a_module(each) and isinstance(each, WeightRenaming)]
+    return [*(each for each in added if each not in last), *kept, *last]
 
 
 def select_conversions(

@@ -54,10 +54,11 @@ def _calls(
     sites: CallSites, owner: str, held: Mapping[str, set[Held]]
 ) -> Iterator[tuple[ast.Call, Classes, str, str]]:
     """Each call that makes or runs a replaced module, its classes, the method called, and the one it is in."""
-    classes = {pair[0].__name__: pair for each in held.values() for _, pair in each}
+    classes = {pair: None for each in held.values() for _, pair in each}
     for call, name, caller in sites.constructions(owner):
-        if name in classes:
-            yield call, classes[name], "__init__", caller
+        for pair in classes:
+            if pair[0].__name__ == name:
+                yield call, pair, "__init__", caller
     for caller, method in sites.methods(owner).items():
         for name, each in held.items():
             for listed, pair in each:

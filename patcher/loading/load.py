@@ -27,7 +27,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
-from patcher.conversions.selection import SelectedConversions, converts, select_conversions
+from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
@@ -322,7 +322,7 @@ def select(
     selected = Selected(
         **vars(constructed), conversions=conversions, traced=traced, followed=followed, key_mapping=key_mapping
     )
-    return selected, [*stock[:asked], *traced, *kept]
+    return selected, [*stock[:asked], *in_order(traced, kept)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -24,7 +24,7 @@ from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
 from patcher.conversions.layouts import lies_in_blocks
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
-from patcher.conversions.selection import select_conversions
+from patcher.conversions.selection import in_order, select_conversions
 from patcher.conversions.sharded import on_meta
 from patcher.conversions.simulation import simulate
 from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
@@ -244,9 +244,9 @@ def conversions_from_scratch(
     shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
     shapes = separated(fused_modules(model), shapes)
     on_meta: Any = ModelView(model, state_dict=lambda: shapes)
-    simulate(on_meta, [*traced, *selected.kept], checkpoint)
-    traces = [trace for transform in traced if (trace := trace_of(transform)) is not None]
-    return (*traces, *(transform for transform in selected.kept if was_used(transform)))
+    ordered = in_order(traced, selected.kept)
+    simulate(on_meta, ordered, checkpoint)
+    return tuple(trace_of(item) or item for item in ordered if trace_of(item) is not None or was_used(item))
 
 
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:

@@ -26,7 +26,7 @@ from patcher.compat.conversions import copy_transform
 from patcher.compat.hooks import Stock
 from patcher.compat.models import as_stock
 from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.selection import select_conversions
+from patcher.conversions.selection import in_order, select_conversions
 from patcher.loading.adapters.combining import check_combination, plan_weighted, swapped
 from patcher.loading.adapters.layers import layers_of
 from patcher.loading.adapters.planning import (
@@ -69,7 +69,7 @@ def conversions_of(stock: Stock, model: nn.Module, *args: Any, **kwargs: Any) ->
     if wanted == "stock":
         return found
     selected = select_conversions(found, record.patchers, record.fusion_transforms, record.replacements(), model)
-    return [*map(copy_transform, selected.added), *selected.kept]
+    return in_order(map(copy_transform, selected.added), selected.kept)
 
 
 def load_adapter(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from patcher.compat.hooks import Stock
 from patcher.compat.models import original_class
 from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
 from patcher.loading.record import record_of
+from patcher.patterns import inside
 
 
 class RecordOutput:
@@ -40,12 +41,17 @@ def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | Non
         stock(model, prefix)
     recorders = output_recorders(model)
     asked: dict[str, Any] = model.__dict__.get("_can_record_outputs", {})
+    standing: set[tuple[str, str]] = set()
     for path, module in _modules_of(model, prefix or ""):
         if module is not model and isinstance(module, PreTrainedModel):
             if patched:
                 install_output_hooks(stock, module, path)
             continue
         for key, recorder in recorders:
+            if any(output == key and path.startswith(inside(outer)) for output, outer in standing):
+                continue  # a part of a replacement, which is recorded in place of the original
+            if _stands_for(module, recorder.target_class):
+                standing.add((key, path))
             if is_recorded(recorder, module, path):
                 wanted = patched
             else:
