@@ -130,6 +130,19 @@ def _tensors_of(pattern: str, collected: Mapping[str, Any]) -> list[torch.Tensor
     return tensors
 
 
+class AppliedRenaming(WeightRenaming):
+    """A renaming that was applied in a load: it renames what it has renamed, wherever its pattern is found."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, trace: ConversionTrace) -> None:
+        super().__init__(source_patterns="unused", target_patterns="unused")
+        self.table = dict(trace.renamed)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return (self.table[source_key], source_key) if source_key in self.table else (source_key, None)
+
+
 class ReversibleRenaming(WeightRenaming):
     """A renaming that was applied in a load, as saving meets it: reversed by what it did, not by its pattern."""
 

@@ -14,6 +14,7 @@ from patcher.compat.models import named_modules, state_tensors
 from patcher.conversions.converted_weights import Converted, converted_weights
 from patcher.conversions.either_layout import carry_converted, modules_with_layouts
 from patcher.conversions.layouts import Layout, Rows
+from patcher.conversions.reversal import AppliedRenaming
 from patcher.conversions.tracing import ConversionTrace, LayerTrace
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.saving import conversions_from_scratch
@@ -78,7 +79,7 @@ def _names_in_transformers(
     renamed = [trace.renamed for trace in traces if isinstance(trace.transform, WeightRenaming)]
     if not any(renamed):
         return {}
-    transforms = [item.transform if isinstance(item, ConversionTrace) else item for item in conversions]
+    transforms = [AppliedRenaming(item) if isinstance(item, ConversionTrace) else item for item in conversions]
     by_all = key_renamer(each for each in transforms if isinstance(each, WeightRenaming))
     by_stock = key_renamer(each for each in conversions if isinstance(each, WeightRenaming))
     between = {after for table in renamed for after in table.values()}

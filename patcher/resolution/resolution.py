@@ -158,8 +158,9 @@ def resolve_in_force(
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
             if path in replaced:
+                mapping = "class mapping" if rules.match_path(path) is None else "module mapping"
                 raise PatchConflictError(
-                    f"The fusion {named!r} claims {path}, which a mapping replaces by "
+                    f"The fusion {named!r} claims {path}, which the {mapping} replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
             claimed[path] = named

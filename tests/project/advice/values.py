@@ -299,7 +299,7 @@ def two_fusions_of_one_module(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=part)), at.llama)
 
 
-@advice("which the class mapping replaces by {}; take one of them away.")
+@advice("which the {} replaces by {}; take one of them away.")
 def a_fusion_of_a_replaced_module(at: Place) -> Steps:
     yield lambda: load(at.llama, OWN | Patcher(fusions="gate_up"))
     assert same(load(at.llama, OWN), at.llama)
