@@ -16,7 +16,6 @@ from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.errors import PatchConflictError, PatchConstructionError
-from patcher.patterns import ROOT
 
 #: What constructors of torch take besides what makes a module what it is.
 _PLACEMENT = frozenset({"device", "dtype"})
@@ -177,4 +176,7 @@ def _attributes(path: str, module: nn.Module, replacement: type[nn.Module]) -> t
 
 
 def _around(path: str) -> str:
-    return f"Replace what is around it, {path.rpartition('.')[0] or ROOT!r}, by a class that builds it."
+    parent = path.rpartition(".")[0]
+    if not parent:
+        return "Give the class of the model another in a class_mapping, one that builds it."
+    return f"Replace what is around it, {parent!r}, by a class that builds it."

@@ -18,7 +18,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.expressions import checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, shortest
-from patcher.patterns import check_path, is_expression, nearest
+from patcher.patterns import ROOT, check_path, is_expression, nearest
 
 T = TypeVar("T")
 
@@ -52,6 +52,10 @@ def module_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
             check_path(key)
         except InvalidPatcherError as error:
             raise InvalidPatcherError(f"{field}: {error}") from error
+        if key == ROOT:
+            raise InvalidPatcherError(
+                f"{field}: {key!r} is the model itself; give its class in class_mapping={{...}}, by its name."
+            )
         _check_replacement(f"{field}[{key!r}]", cls)
     return MappingProxyType(dict(mapping))
 

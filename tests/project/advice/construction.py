@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import Patcher
 from patcher.construction import lock
-from tests.project.advice import OwnMLP, Place, Steps, advice, load, same
+from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.tiny import tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
 
@@ -40,6 +42,79 @@ class Beginning(LlamaMLP):
 def an_init_that_does_not_call_that_of_the_module(at: Place) -> Steps:
     yield lambda: load(at.llama, instead_of_mlp(NoBeginning))
     assert same(load(at.llama, instead_of_mlp(Beginning)), at.llama)
+
+
+class LinearLike(nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+class Attending(nn.Module):
+    """Has what nobody can tell the arguments of."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(config.hidden_size, 1)
+        self.mlp = LlamaMLP(config)
+
+
+class OwnAttending(Attending):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = LinearLike()
+
+
+class AttendingConfig(PretrainedConfig):
+    model_type = "advised-attention"
+    hidden_size = 8
+
+
+class AttendingModel(PreTrainedModel):
+    config_class = AttendingConfig
+
+    def __init__(self, config: Any, attending: type[nn.Module] = Attending) -> None:
+        super().__init__(config)
+        self.layer = attending(tiny_llama_config())
+        self.shared = nn.Linear(2, 2)
+        self.again = self.shared
+        self.copied = copy.deepcopy(self.layer.mlp)
+        self.post_init()
+
+
+class OwnAttendingModel(AttendingModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.copied = LinearLike()
+
+
+def attending(**given: Any) -> Any:
+    with Patcher(**given).applied():
+        return AttendingModel(AttendingConfig())
+
+
+@advice("and that isn't among its attributes. {}", "Replace what is around it, {}, by a class that builds it.")
+def a_module_of_torch_with_arguments_that_nobody_knows(at: Place) -> Steps:
+    said = yield lambda: attending(module_mapping={"layer.inner": LinearLike})
+    path = written(said, "around it, ('.*'), by")
+    assert type(attending(module_mapping={path: OwnAttending}).layer.inner) is LinearLike
+
+
+@advice(
+    "there was made can't be known: it is {}. {}", "Give the class of the model another in a class_mapping, one that "
+)
+def a_part_of_the_model_with_arguments_that_nobody_knows(at: Place) -> Steps:
+    yield lambda: attending(module_mapping={"copied": LinearLike})
+    assert type(attending(class_mapping={"AttendingModel": OwnAttendingModel}).copied) is LinearLike
+
+
+@advice("{} there, {} for {}. Map both to one class.", "is replaced where both are named; add {} with the same class")
+def one_module_at_two_paths(at: Place) -> Steps:
+    other = type("Other", (LinearLike,), {})
+    said = yield lambda: attending(module_mapping={"shared": LinearLike})
+    path = written(said, "add ('.*') with")
+    yield lambda: attending(module_mapping={"shared": LinearLike, path: other})
+    model = attending(module_mapping={"shared": LinearLike, path: LinearLike})
+    assert type(model.shared) is type(model.again) is LinearLike
 
 
 class Equal(LlamaMLP):

@@ -27,6 +27,7 @@ from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.generated_files import importable
 from tests.support.comparing import logits
 from tests.support.replaced_elsewhere import AdaptedMLP, JoinedMLP, NegatedMLP
+from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_mixtral_config
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -296,6 +297,14 @@ def fusion_case(name: str, text: str, fusions: list[Any]) -> None:
 
 for _name, _fusion in FUSIONS.items():
     fusion_case(_name, *_fusion)
+
+
+@advice("Load the model with the patcher, or give the class in a class_mapping.")
+def a_path_in_a_generated_file(at: Place) -> Steps:
+    by_path = Patcher(module_mapping={"**.mlp": OwnMLP})
+    yield lambda: file_of(by_path)
+    assert same(load(at.llama, by_path), at.llama)
+    assert arrives(at, Patcher({"LlamaMLP": OwnMLP}))
 
 
 @advice("Call from_patcher() with {}, or load with the patcher itself.")

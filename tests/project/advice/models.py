@@ -186,6 +186,31 @@ def command(*words: str) -> str:
     return result.stdout
 
 
+@advice(
+    "{} takes {}, found the file {}; write {} {}",
+    "--module takes PATH=MODULE:CLASS, found {}; write ",
+    "write class {} in it",
+)
+def a_class_for_a_path_that_is_none(at: Place) -> Steps:
+    (at.tmp / "my_modules.py").write_text("")
+    path = "model.layers.{0..1}.mlp"
+    with in_folder(at.tmp):
+        said = yield lambda: command("plan", str(at.llama), "--module", "my_patches:MyMLP")
+        assert shlex.split(said.partition("write ")[2].strip().removesuffix("."))[0].endswith("=my_patches:MyMLP")
+    with in_folder(at.tmp):
+        said = yield lambda: command("plan", str(at.llama), "--module", f"{path}=my_modules.py:MyMLP")
+        where = said.partition("write --module ")[2].strip()
+    with in_folder(at.tmp):
+        said = yield lambda: command("plan", str(at.llama), "--module", f"{path}={where}")
+        assert "write class MyMLP in it" in said
+    del sys.modules["my_modules"]
+    source = "from transformers.models.llama.modeling_llama import LlamaMLP\nclass MyMLP(LlamaMLP): ...\n"
+    (at.tmp / "my_modules.py").write_text(source)
+    with in_folder(at.tmp):
+        assert "MyMLP" in command("plan", str(at.llama), "--module", f"{path}={where}")
+    del sys.modules["my_modules"]
+
+
 @advice("{} takes one name, and may be repeated; for {} write {}")
 def several_names_for_one_option(at: Place) -> Steps:
     for option, names in (("--fusion", "qkv,gate_up"), ("--fusion", "qkv, gate_up")):
@@ -197,7 +222,7 @@ def several_names_for_one_option(at: Place) -> Steps:
     command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
 
 
-@advice("--patcher takes MODULE:CONSTANT, found the file {}; write --patcher {}")
+@advice("{} takes {}, found the file {}; write {} {}")
 def a_file_in_place_of_a_module(at: Place) -> Steps:
     for path in ("advised_here.py", "advised_folder/advised_inside.py", str(at.tmp / "advised_here.py")):
         file = at.tmp / path
@@ -216,7 +241,7 @@ def a_file_in_place_of_a_module(at: Place) -> Steps:
         command("plan", str(at.llama), *shlex.split(words))
 
 
-@advice("--patcher takes MODULE:CONSTANT, found {}; write my_patches:PATCHER.", "write {} = Patcher(...) in it")
+@advice("{} takes {}, found {}; write {}.", "write {} = Patcher(...) in it")
 def a_constant_that_is_none(at: Place) -> Steps:
     (at.tmp / "my_patches.py").write_text("")
     with in_folder(at.tmp):

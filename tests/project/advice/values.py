@@ -16,6 +16,7 @@ import patcher
 from patcher import Patcher, monkey_patching, presets
 from patcher.fusions import QKV, Fusion, GateUp
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
+from tests.support.tiny import tiny_llama_config
 
 OWN = Patcher({"LlamaMLP": OwnMLP})
 
@@ -290,6 +291,22 @@ def two_expressions_of_one_class(at: Place) -> Steps:
     assert same(load(at.llama, Patcher({"^LlamaML": OwnMLP, name: OwnMLP})), at.llama)
     with_both = Patcher({**both, name: OwnMLP}, strict=True)
     assert with_both.resolve(LlamaForCausalLM, LlamaConfig(num_hidden_layers=1)).replaced
+
+
+@advice("Narrow one of them, or add the exact path, which wins: {}: ...")
+def two_patterns_of_one_path(at: Place) -> Steps:
+    both = {"**.mlp": OwnMLP, "model.layers.*.mlp": WideMLP}
+    said = yield lambda: load(at.llama, Patcher(module_mapping=both))
+    path = written(said, r"which wins: ('.*'): \.\.\.")
+    assert Patcher(module_mapping={"**.mlp": OwnMLP, path: WideMLP}).resolve(LlamaForCausalLM, tiny_llama_config())
+    narrow = {"**.0.mlp": OwnMLP, "model.layers.1.mlp": WideMLP}
+    assert same(load(at.llama, Patcher(module_mapping=narrow)), at.llama)
+
+
+@advice("{} is the model itself; give its class in class_mapping={...}, by its name.")
+def the_path_of_the_model_itself(at: Place) -> Steps:
+    yield lambda: Patcher(module_mapping={"(root)": LlamaForCausalLM})
+    assert same(load(at.llama, Patcher({"LlamaForCausalLM": LlamaForCausalLM})), at.llama)
 
 
 @advice("The fusions {} and {} both claim {}; use one.")
