@@ -29,7 +29,13 @@ from patcher import Patcher, report
 
 
 class FusedMLP(nn.Module):
-    """The MLP of Llama and its kin with one projection in place of two."""
+    """The MLP of Llama and its kin with one projection in place of two, and what makes its weight of theirs."""
+
+    conversion_mapping = (
+        WeightConverter(
+            ["gate_proj.weight", "up_proj.weight"], ["gate_up_proj.weight"], operations=[Concatenate(dim=0)]
+        ),
+    )
 
     def __init__(self, config, *args, **kwargs):
         super().__init__()
@@ -43,13 +49,7 @@ class FusedMLP(nn.Module):
         return self.down_proj(self.act_fn(gate) * up)
 
 
-FUSED_MLP = Patcher(
-    class_mapping={r"^(Llama|Qwen2|Qwen3|Mistral|Gemma)MLP$": FusedMLP},
-    extra_weight_conversions=WeightConverter(
-        ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ["mlp.gate_up_proj.weight"], operations=[Concatenate(dim=0)]
-    ),
-    name="one projection in the MLP",
-)
+FUSED_MLP = Patcher({r"^(Llama|Qwen2|Qwen3|Mistral|Gemma)MLP$": FusedMLP}, name="one projection in the MLP")
 
 
 class TanhIntermediate(nn.Module):
