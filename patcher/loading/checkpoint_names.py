@@ -25,9 +25,11 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import ModelView, state_tensors
 from patcher.conversions.either_layout import is_in_original_layout, modules_with_layouts
+from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.groups import made_by_name
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.sharded import keep_pieces, split_like, whole
+from patcher.loading.expert_names import quantized_experts
 from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
 from patcher.loading.traced_layouts import layouts_in
@@ -61,7 +63,7 @@ def stock_values(model: nn.Module, names: Mapping[str, Any]) -> dict[str, torch.
         prefix = inside(in_state_dict(path))
         for layout in layouts:
             stock = [f"{prefix}{name}" for name in layout.stock]
-            if not names.keys().isdisjoint(stock):
+            if not names.keys().isdisjoint(stock) and all(f"{prefix}{name}" in own for name in layout.fused):
                 with torch.no_grad():
                     values = layout.separate([whole(own[f"{prefix}{name}"].detach()) for name in layout.fused])
                 found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
@@ -93,6 +95,9 @@ def _name_as_parameters(
     own = _own(model)
     if own.keys() >= found.keys():
         return
+    for key, (target, _) in quantized_experts(model, found, fused_modules(model), own).items():
+        if key != target and target not in found:
+            state_dict[f"{prefix}{target}"] = state_dict.pop(found.pop(key))
     shapes = stock_shapes(model)
     known = shapes.keys() | own.keys()
     unknown = {name: state_dict[key] for name, key in found.items() if name not in known}
@@ -169,6 +174,8 @@ def converted_to_parameters(
         return {}, [], []
     elif absent and values is not None:
         whole = stock_revert(view, values(names), [copy_transform(each) for each in reverse])
+        if not whole.keys() >= set(absent):  # a layer has been replaced by one that has no such weight
+            return {}, [], []
         checkpoint |= {key: whole[key] for key in absent}
     parts = StockParameters(model, shapes, names.keys(), conversions).parts(checkpoint)
     if parts.lacking or parts.failed or parts.twice:

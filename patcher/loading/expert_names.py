@@ -7,12 +7,19 @@ checkpoint itself has for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
+from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
+from patcher.compat.models import ModelView
 from patcher.conversions.fused_weights import FusedWeights, is_quantized
+from patcher.conversions.layouts import Layout
 from patcher.fusions.experts.matrices import Matrices
 from patcher.patterns import inside
 
@@ -49,6 +56,51 @@ def named_as_in_checkpoint(
                 start = f"{prefix}{layer}"
                 result[key] = names[layers[layer]].removesuffix("weight") + key.removeprefix(start)
     return result
+
+
+def quantized_experts(
+    model: PreTrainedModel,
+    checkpoint: Iterable[str],
+    fused: Iterable[tuple[str, nn.Module, FusedWeights]],
+    own: Iterable[str],
+) -> dict[str, tuple[str, Layout]]:
+    """Key -> (parameter or buffer, layout), of experts that are quantized as the layers that they are here.
+
+    A quantizer has given such layers tensors of its own in the place of the weight, and the checkpoint has them under
+    its names of experts. Where it has left some of them alone, those are read one by one as well.
+
+    Args:
+        checkpoint: the keys.
+        own: the names of what the model holds.
+    """
+    found: dict[str, tuple[str, Layout]] = {}
+    held, by_layer = _by_layer(own), _by_layer(checkpoint)
+    for path, _, carried in fused:
+        prefix = inside(path)
+        for layout in carried.layouts:
+            if not isinstance(layout, Matrices) or not layout.fused[0].endswith(".weight"):
+                continue
+            tensors = [held.get(f"{prefix}{name}".removesuffix(".weight"), {}) for name in layout.fused]
+            if all(not each or "weight" in each for each in tensors):  # none are experts of other processes
+                continue
+            view: Any = ModelView(model, get_parameter={}.__getitem__)
+            conversions = stock_conversions_from_scratch(model)
+            names = keys_of_experts(prefix, layout, functools.partial(stock_revert, view, conversions=conversions))
+            for name, known in names.items():
+                layer = f"{prefix}{name}".removesuffix(".weight")
+                for kind, key in by_layer.get(known.removesuffix(".weight"), {}).items():
+                    if kind in held.get(layer, {}):
+                        found[key] = f"{layer}.{kind}", layout
+    return found
+
+
+def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Name of a module -> name of what it has itself -> the key."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        layer, _, kind = key.rpartition(".")
+        found.setdefault(layer, {})[kind] = key
+    return found
 
 
 def keys_of_experts(

@@ -12,15 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
-from patcher.compat.models import ModelView, state_tensors
+from patcher.compat.conversions import dot_natural_key, key_renamer
+from patcher.compat.models import state_tensors
 from patcher.conversions.fused_weights import FusedWeights, fused_modules, is_shared
 from patcher.conversions.layouts import Layout, lies_in_blocks
 from patcher.conversions.simulation import Route
 from patcher.conversions.sources import fused_sources, in_blocks, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
-from patcher.fusions.experts.matrices import Matrices
-from patcher.loading.expert_names import keys_of_experts
+from patcher.loading.expert_names import quantized_experts
 from patcher.loading.reading.stock_parameters import Parts, StockParameters
 from patcher.patterns import compress, inside
 
@@ -175,36 +174,6 @@ def _share(
                     del rest[key]
                 elif lies_in_blocks(layout):
                     rest[key] = in_blocks(layout, rest[key])
-
-
-def quantized_experts(
-    model: PreTrainedModel,
-    checkpoint: Mapping[str, Any],
-    fused: Iterable[tuple[str, nn.Module, FusedWeights]],
-    own: Mapping[str, torch.Tensor],
-) -> dict[str, tuple[str, Layout]]:
-    """Key -> (parameter, layout), of experts that are quantized as the layers that they are here.
-
-    A quantizer has given these layers parameters of its own, and the checkpoint has them under its names of experts.
-    """
-    found: dict[str, tuple[str, Layout]] = {}
-    conversions = stock_conversions_from_scratch(model)
-    by_layer: dict[str, list[str]] = {}
-    for key in checkpoint:
-        by_layer.setdefault(key.rpartition(".")[0], []).append(key)
-    for path, _, carried in fused:
-        prefix = inside(path)
-        for layout in carried.layouts:
-            if not isinstance(layout, Matrices) or f"{prefix}{layout.fused[0]}" in own:
-                continue
-            view = ModelView(model, get_parameter={}.__getitem__)
-            names = keys_of_experts(prefix, layout, lambda stacks, view=view: stock_revert(view, stacks, conversions))  # type: ignore[misc]
-            for name, known in names.items():
-                for key in by_layer.get(known.removesuffix(".weight"), ()):
-                    target = f"{prefix}{name.removesuffix('weight')}{key.rpartition('.')[2]}"
-                    if target in own:
-                        found[key] = target, layout
-    return found
 
 
 def stock_tensors(

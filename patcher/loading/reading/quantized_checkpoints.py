@@ -15,8 +15,9 @@ from patcher.conversions.fused_weights import fused_modules, is_quantized
 from patcher.conversions.sources import dtype_of
 from patcher.conversions.tracing import trace_of
 from patcher.errors import PatchedWeightsError
+from patcher.loading.expert_names import quantized_experts
 from patcher.loading.load import Selected
-from patcher.loading.reading.fused_sources import FusedReading, quantized_experts, stock_tensors
+from patcher.loading.reading.fused_sources import FusedReading, stock_tensors
 from patcher.patterns import compress, inside
 
 #: Types of one byte, as safetensors calls them.
