@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -69,16 +69,27 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         options["device_map"] = {"": devices.pop()}
     model_class = record.model_class if record is not None else unsplit_class(model)
     # By this patcher alone, whatever is in force around us.
-    result: PreTrainedModel = unpatched(
-        lambda: model_class.from_pretrained(
-            None, config=unsplit_config(model.config), state_dict=weights, patcher=patcher, **options
-        )
-    )
+    config = unsplit_config(model.config)
+    options |= {"config": config, "state_dict": weights, "output_loading_info": True}
+    loaded: Any = unpatched(lambda: model_class.from_pretrained(None, patcher=patcher, **options))
+    result, found = loaded
+    _check_complete(patcher, result, found["missing_keys"])
     _keep_dtypes(model, result, weights)
     if getattr(model, "generation_config", None) is not None:
         result.generation_config = deepcopy(model.generation_config)
     result.train(model.training)
-    return result
+    return result  # type: ignore[no-any-return]
+
+
+def _check_complete(patcher: Patcher, result: PreTrainedModel, missing: Iterable[str]) -> None:
+    """What a model in memory lacks, something has been replaced in: initialised anew it would be another model."""
+    record = record_of(result)
+    absent = sorted(set(missing) - set(record.new_weights if record is not None else ()))
+    if absent and patcher.strict:
+        raise InvalidPatcherError(
+            f"Patcher.apply finds no weights for {', '.join(compress(absent)[:3])}: the model has layers of others "
+            "there. Apply the patcher first, and replace layers then."
+        )
 
 
 def _keep_dtypes(model: PreTrainedModel, result: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

@@ -157,14 +157,14 @@ def converted_to_parameters(
     conversions = select_conversions(stock_conversions(model), patchers).kept
     rename = key_renamer(conversions)
     names: dict[str, torch.Tensor] = {}
-    takes: dict[str, list[str]] = {}
+    made_of: dict[str, list[str]] = {}
     for key in given:
         renamed, taker, _ = rename(key)
         makes = made_by_name(taker, renamed) if isinstance(taker, WeightConverter) else [renamed]
         if all(name in shapes for name in makes):
             names |= {name: shapes[name] for name in makes}
-            takes.setdefault(renamed, []).append(key)
-    taken = [key for keys in takes.values() for key in keys]
+            made_of[key] = makes
+    taken = list(made_of)
     reverse = select_conversions(stock_conversions_from_scratch(model), patchers).kept
     expected = stock_revert(view, dict(names), [copy_transform(each) for each in reverse])
     checkpoint, absent = {key: given[key] for key in taken}, [key for key in expected if key not in given]
@@ -173,9 +173,11 @@ def converted_to_parameters(
     elif absent and values is None:
         return {}, [], []
     elif absent and values is not None:
-        whole = stock_revert(view, values(names), [copy_transform(each) for each in reverse])
-        if not whole.keys() >= set(absent):  # a layer has been replaced by one that has no such weight
-            return {}, [], []
+        current = values(names)
+        if lacking := names.keys() - current.keys():  # of layers that have been replaced by others
+            rest = {key: each for key, each in given.items() if lacking.isdisjoint(made_of.get(key, ()))}
+            return converted_to_parameters(model, rest, shapes, patchers, values)
+        whole = stock_revert(view, current, [copy_transform(each) for each in reverse])
         checkpoint |= {key: whole[key] for key in absent}
     parts = StockParameters(model, shapes, names.keys(), conversions).parts(checkpoint)
     if parts.lacking or parts.failed or parts.twice:

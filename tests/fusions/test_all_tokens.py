@@ -70,16 +70,46 @@ def test_outputs_and_gradients_are_those_of_stock(config: PretrainedConfig) -> N
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-3, msg=name)
 
 
-def test_layers_of_every_expert_see_every_token() -> None:
-    _, model = eager_and_listed(tiny_mixtral_config(), ALL_TOKENS)
-    rows: dict[str, int] = {}
-    for name, layer in experts_of(model)[0].named_modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_hook(lambda _, given, out, name=name: rows.update({name: given[0].shape[0]}))
-    with torch.no_grad():
-        logits(model)
+@pytest.mark.parametrize("training", [False, True], ids=["calibration", "training"])
+@pytest.mark.parametrize("config", CASES)
+def test_layers_of_every_expert_see_every_token(config: PretrainedConfig, training: bool) -> None:
+    stock, model = eager_and_listed(config, ALL_TOKENS)
+    seen: dict[nn.Module, list[int]] = {}
+    hooks = []
+    for experts in experts_of(model):
+        whole = max(len(list(expert.children())) for expert in experts)
+        for expert in experts:
+            # LongCat has weights for experts that do nothing, and some of those are no whole expert.
+            for layer in expert.children() if len(list(expert.children())) == whole else ():
+                assert type(layer) is nn.Linear
+                seen[layer] = []
+                hooks.append(layer.register_forward_hook(lambda layer, given, _: seen[layer].append(len(given[0]))))
+    model.train(training)
+    with torch.set_grad_enabled(training):
+        found = logits(model)
+    torch.testing.assert_close(found, logits(stock.train(training)), atol=1e-5, rtol=0)
 
-    assert rows == {f"{i}.{name}": IDS.numel() for i in range(4) for name in ("gate_proj", "up_proj", "down_proj")}
+    assert seen
+    assert set(map(tuple, seen.values())) == {(IDS.numel(),)}
+    for hook in hooks:
+        hook.remove()
+    logits(model)
+    assert set(map(len, seen.values())) == {1}
+
+
+@pytest.mark.parametrize("config", CASES[:3])
+def test_padding_is_seen_too_and_changes_no_output(config: PretrainedConfig) -> None:
+    """It is a token as others are: who calibrates with padding, counts it."""
+    stock, model = eager_and_listed(config, ALL_TOKENS)
+    rows: list[int] = []
+    experts_of(model)[0][3].down_proj.register_forward_hook(lambda _, given, output: rows.append(len(given[0])))
+    mask = torch.ones_like(IDS)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        found, expected = (each(IDS, attention_mask=mask, use_cache=False).logits for each in (model, stock))
+
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+    assert rows == [IDS.numel()]
 
 
 @pytest.mark.slow

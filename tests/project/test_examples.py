@@ -72,6 +72,46 @@ def test_worked_example_equals_stock(layouts: ModuleType, checkpoint: Path, name
     assert layouts.saves_the_original(model, checkpoint)
 
 
+@pytest.mark.parametrize("correlation", [0.0, 0.9], ids=["independent inputs", "inputs alike"])
+def test_gptq_of_the_example_is_the_algorithm_of_the_paper(correlation: float) -> None:
+    calibration = load("calibration")
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(128, 24, bias=False)
+    inputs = torch.randn(512, 128) + correlation * 3 * torch.randn(512, 1)
+    hessian = calibration.Hessian(layer)
+    hessian(layer, (inputs,), None)
+    weight = layer.weight.detach()
+    numbers, scales = calibration.gptq(weight, hessian)
+    expected = column_by_column(calibration, weight, inputs)
+
+    # Of so many one may be so near to the middle that arithmetic decides, and then the columns after it follow.
+    assert (numbers == expected).float().mean() > 0.99
+    rounded = calibration.round_to_nearest(weight, hessian)
+    errors = [(inputs @ (each - weight).T).norm() for each in map(whole, (numbers, rounded[0]), (scales, rounded[1]))]
+    assert errors[0] < (0.95 if not correlation else 0.5) * errors[1]
+    layer = calibration.Int4Linear(numbers, scales, torch.float32)
+    assert torch.equal(layer(torch.eye(128)).T, whole(numbers, scales))
+
+
+def whole(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (numbers.view(*scales.shape, -1) * scales[..., None]).view(numbers.shape)
+
+
+def column_by_column(calibration: ModuleType, weight: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """By the formula that the paper starts from (its equation 2), with the inverse for the columns that are left."""
+    rest, matrix = weight.double(), (inputs.T @ inputs).double() / len(inputs)
+    matrix += 0.01 * matrix.diagonal().mean() * torch.eye(len(matrix))
+    numbers = torch.empty_like(rest)
+    for i in range(rest.shape[1]):
+        if i % calibration.GROUP == 0:
+            scale = calibration.scale_of(rest[:, i : i + calibration.GROUP], torch.float32)
+        numbers[:, i : i + 1] = calibration.rounded(rest[:, i : i + 1], scale)
+        inverse = matrix[i:, i:].inverse()
+        error = rest[:, i : i + 1] - numbers[:, i : i + 1] * scale
+        rest[:, i:] = rest[:, i:] - error / inverse[0, 0] * inverse[0]
+    return numbers.float()
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_fused_attention_takes_a_padding_mask(layouts: ModuleType, checkpoint: Path, implementation: str) -> None:
     options = {"attn_implementation": implementation}

@@ -384,6 +384,19 @@ def an_offloaded_model(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions="qkv"), **options), at.llama)
 
 
+@advice("Apply the patcher first, and replace layers then.")
+def a_model_with_layers_of_ones_own(at: Place) -> Steps:
+    def replace_layer(model: Any) -> Any:
+        model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj)
+        return model
+
+    replaced = replace_layer(load(at.llama))
+    yield lambda: Patcher(fusions="qkv").apply(replaced)
+    patched = replace_layer(Patcher(fusions="qkv").apply(load(at.llama)))
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
+    assert torch.allclose(patched(**inputs).logits, replaced(**inputs).logits, atol=1e-5)
+
+
 @advice("Cast the model to one dtype first, with model.to(...).")
 def a_model_of_several_dtypes(at: Place) -> Steps:
     model = load(at.llama)
