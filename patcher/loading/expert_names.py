@@ -83,15 +83,19 @@ def quantized_experts(
             tensors = [held.get(f"{prefix}{name}".removesuffix(".weight"), {}) for name in layout.fused]
             if all(not each or "weight" in each for each in tensors):  # none are experts of other processes
                 continue
-            view: Any = ModelView(model, get_parameter={}.__getitem__)
-            conversions = stock_conversions_from_scratch(model)
-            names = keys_of_experts(prefix, layout, functools.partial(stock_revert, view, conversions=conversions))
+            names = keys_of_experts(prefix, layout, reverted_from_scratch(model))
             for name, known in names.items():
                 layer = f"{prefix}{name}".removesuffix(".weight")
                 for kind, key in by_layer.get(known.removesuffix(".weight"), {}).items():
                     if kind in held.get(layer, {}):
                         found[key] = f"{layer}.{kind}", layout
     return found
+
+
+def reverted_from_scratch(model: PreTrainedModel) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    """What gives the checkpoint that stacks are saved as by a model that was not loaded."""
+    view: Any = ModelView(model, get_parameter={}.__getitem__)
+    return functools.partial(stock_revert, view, conversions=stock_conversions_from_scratch(model))
 
 
 def _by_layer(keys: Iterable[str]) -> dict[str, dict[str, str]]:

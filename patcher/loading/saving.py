@@ -31,7 +31,7 @@ from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
-from patcher.loading.expert_names import named_as_in_checkpoint
+from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, inside
@@ -110,9 +110,12 @@ class SavePlan:
             PatchedWeightsError: something in it can't be given back.
         """
         moved: dict[str, str] = {}
+        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
+        is_read = getattr(self.model, "hf_quantizer", None) is not None
+        revert = reverted_from_scratch(self.model) if is_read else self._reverted
         for path, _, carried in fused if not self._is_quantized_by_the_load else ():
             # Experts that a tool has quantized, where the checkpoint has names for each.
-            moved |= named_as_in_checkpoint(path, carried, state_dict, self._reverted)
+            moved |= named_as_in_checkpoint(path, carried, state_dict, revert)
         as_they_are = {name: state_dict[key] for key, name in moved.items()}
         state_dict = {key: value for key, value in state_dict.items() if key not in moved}
         return replace(self._without_traces(separated(fused, state_dict)), as_they_are=as_they_are)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from patcher import Patcher, load_original_state_dict, original_state_dict
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
@@ -79,10 +82,10 @@ def layers_of_experts(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def pack(model: nn.Module, paths: Iterable[str], values: Callable[[nn.Linear], nn.Module] = PackedLinear) -> None:
-    """As quantizers do it: by the paths of all linear layers, one after the other."""
+def pack(model: nn.Module, paths: Iterable[str]) -> None:
+    """As quantizers do it: by the paths of linear layers, one after the other."""
     for path in paths:
-        model.set_submodule(path, values(model.get_submodule(path)))  # type: ignore[arg-type]
+        model.set_submodule(path, PackedLinear(model.get_submodule(path)))  # type: ignore[arg-type]
 
 
 def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
@@ -90,8 +93,11 @@ def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.1], ids=["all", "half", "few"])
+@pytest.mark.parametrize(
+    ("share", "dtype"),
+    [(1.0, torch.float32), (0.5, torch.bfloat16), (0.1, torch.float32)],
+    ids=["all", "half of them, bfloat16", "few"],
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_beside_a_weight_is_saved_beside_its_name_and_read_from_there(
     name: str, share: float, dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path
@@ -194,6 +200,49 @@ def test_of_what_is_quantized_there_is_no_state_dict_of_stacks(folders: dict[str
 
     with pytest.raises(PatchedWeightsError, match=r"experts\.0\.\w+\.weight_packed can't be saved"):
         original_state_dict(model)
+
+
+# --- a quantizer that reads them -------------------------------------------------------------------------------------
+
+
+class PackedConfig(QuantizationConfigMixin):
+    def __init__(self, layers: Sequence[str] = (), **_: Any) -> None:
+        self.quant_method = "packed"  # type: ignore[assignment]
+        self.layers = layers
+
+
+class PackedQuantizer(HfQuantizer):
+    """Replaces layers before weights are read, as that of compressed-tensors does."""
+
+    is_trainable = False
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        pack(model, self.quantization_config.layers)  # type: ignore[attr-defined]
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1], ids=["all", "half of them", "few"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_load_reads_them_into_what_a_quantizer_has_made(
+    name: str, share: float, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(AUTO_QUANTIZER_MAPPING, "packed", PackedQuantizer)
+    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "packed", PackedConfig)
+    model = load(folders[name])
+    layers = sorted(layers_of_experts(model))
+    chosen = random.Random(name).sample(layers, max(1, round(share * len(layers))))
+    pack(model, chosen)
+    model.config.quantization_config = PackedConfig(chosen).to_dict()
+    model.save_pretrained(tmp_path / "packed")
+
+    again = load(tmp_path / "packed")
+    assert {path for path, layer in again.named_modules() if isinstance(layer, PackedLinear)} == set(chosen)
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "again")
+    assert same_checkpoint(tmp_path / "again", tmp_path / "packed")
 
 
 # --- another patcher for it ------------------------------------------------------------------------------------------
