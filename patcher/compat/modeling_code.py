@@ -10,6 +10,15 @@ from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
 
+#: On a class whose functions see other globals: the class that it was made of.
+REBOUND = "_patcher_rebound"
+
+
+def unrebound(cls: type[M]) -> type[M]:
+    """The class itself, of one that was made of it with functions that see other globals."""
+    found: type[M] = vars(cls).get(REBOUND, cls)
+    return found
+
 
 def _subclasses(root: type[M]) -> set[type[M]]:
     """Every live subclass: this must be quick, every load under a patcher asks."""
@@ -31,12 +40,17 @@ def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[t
     known = _subclasses(nn.Module)
     # By name first: looking into a class is what takes long.
     meant = known if is_meant is None else [cls for cls in known if is_meant(cls.__name__)]
-    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__]
+    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
 def is_modeling_module(name: str) -> bool:
     """Whether a module is modeling code: of transformers itself, or remote code that transformers has loaded."""
     return name.startswith(("transformers.", "transformers_modules.")) or name == "transformers_modules"
+
+
+def is_architecture_module(name: str) -> bool:
+    """Whether a module is the code of some models, rather than what transformers has for all of them."""
+    return name.startswith(("transformers.models.", "transformers_modules.", "transformers.modeling_layers"))
 
 
 def custom_modeling_modules() -> set[str]:

@@ -46,6 +46,8 @@ class Matched:
         refused: (fusion, path, reason) of what fusions left alone.
         paths: those of the modules in the models, where a patcher says any.
         places: (path, class) of the modules, where the key of a class may be meant as a path.
+        functions: the names of the functions that the modeling code calls, where a patcher replaces any.
+        registries: (function, table) of what it looks for in tables that all models share.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
@@ -58,6 +60,8 @@ class Matched:
     refused: frozenset[tuple[Hashable, str, str]] = frozenset()
     paths: frozenset[str] = frozenset()
     places: frozenset[tuple[str, str]] = frozenset()
+    functions: frozenset[str] = frozenset()
+    registries: frozenset[tuple[str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()

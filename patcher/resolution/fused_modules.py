@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
@@ -15,18 +16,21 @@ from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
+from patcher.resolution.replaced_functions import prepare_functions
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
 
 def prepare_fusions(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Resolve the fusions of a model whose construction begins, and have the arguments of its modules kept."""
+    """Resolve what a model whose construction begins is patched with, and have the arguments of its modules kept."""
     entries = construction.rules.entries
-    if not any(entry.patcher.fusions for entry in entries):
+    if not any(entry.patcher.fusions or entry.patcher.function_mapping for entry in entries):
         return
     resolution = construction.resolution = resolve_in_force(entries, model_class, config)
-    construction.recorded = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
+    prepare_functions(construction, resolution.functions)
+    rebuilt = (resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
+    construction.recorded = frozenset(map(unrebound, rebuilt))
     cover_new_classes(construction.recorded)
 
 

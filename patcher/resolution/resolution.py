@@ -29,6 +29,8 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class_of, takes_modules
+from patcher.functions.models import NO_FUNCTIONS, Functions, full_name, swap_functions
+from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
 
@@ -70,6 +72,7 @@ class Resolution:
         dropped: the stock conversions that are left out.
         added: the conversions that come in front.
         original_classes: path -> the class that stood there, of what is replaced or fused.
+        functions: the functions that are replaced, and the classes that call them.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
@@ -80,11 +83,16 @@ class Resolution:
     added: tuple[WeightTransform, ...] = ()
     original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
+    functions: Functions = field(default=NO_FUNCTIONS, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
         lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
         lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
+        lines += [
+            f"{each.name}: {full_name(each.replacement)}, called by {', '.join(each.callers)}"
+            for each in self.functions.replaced
+        ]
         lines += [f"drops {describe(transform)}" for transform in self.dropped]
         lines += [f"adds {describe(transform)}" for transform in self.added]
         return "\n".join(lines) or "changes nothing"
@@ -94,9 +102,16 @@ NO_CHANGE = Resolution()
 
 
 def skeleton(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce] = ()
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    entries: Iterable[InForce] = (),
+    functions: Functions = NO_FUNCTIONS,
 ) -> PreTrainedModel:
-    """The model on the meta device, patched by `entries` alone: modules, names and shapes, no weight."""
+    """The model on the meta device, patched by `entries` alone: modules, names and shapes, no weight.
+
+    Args:
+        functions: what is known of the functions that are replaced, where `__init__` of a class calls one.
+    """
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
@@ -104,6 +119,7 @@ def skeleton(
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True):
+        prepare_functions(construction, functions)
         return model_class(config)
 
 
@@ -118,6 +134,10 @@ def resolve_in_force(
     """What several patchers do to one model, the innermost first."""
     entries = tuple(entries)
     model = skeleton(model_class, config, entries)
+    functions = functions_in_force(entries, model)
+    if functions.initialized:
+        model = skeleton(model_class, config, entries, functions)
+    swap_functions(model, functions)  # before fusions, which look at what the functions do
     modules = dict(named_modules(model))
     replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
     classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
@@ -156,6 +176,7 @@ def resolve_in_force(
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
         refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
+        functions=functions,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(selected.added),
         original_classes=MappingProxyType(
