@@ -84,7 +84,7 @@ def patched_tables(
     yield Table("Replaced", ("module", "was", "is"), folded(told.replaced))
     yield Table("Fused", ("module", "was", "is"), folded(told.fused))
     yield Table("Not fused", ("module", "reason"), folded(told.refused))
-    functions = [(name, new, ", ".join(callers)) for name, new, callers in told.functions]
+    functions: list[tuple[str, ...]] = [(name, new, ", ".join(callers)) for name, new, callers in told.functions]
     yield Table("Functions", ("function", "is", "called by"), functions)
     dropped = [
         ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,3 +56,11 @@ def is_architecture_module(name: str) -> bool:
 def custom_modeling_modules() -> set[str]:
     """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
     return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+
+
+def registered(registry: Any) -> list[Any]:
+    """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: that of the process, and that of the object."""
+    found: dict[Any, Any] = {}
+    for name in ("_global_mapping", "_local_mapping"):
+        found |= getattr(registry, name, {})
+    return list(found.values())

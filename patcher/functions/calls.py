@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patcher.compat.modeling_code import is_architecture_module, is_modeling_module
+from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.functions.references import references_of
 from patcher.functions.rules import FunctionRules, Hit
 
@@ -33,7 +33,7 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accelerate", "
 class Edge(NamedTuple):
     """A function that another one may call, and what stands in the way of having it call a copy."""
 
-    to: FunctionType
+    to: Any  # a FunctionType; as an attribute of that type it would pass for a method
     obstacle: str = ""
 
 
@@ -59,7 +59,7 @@ class Node:
         written: the global names that it binds.
     """
 
-    function: FunctionType
+    function: Any
     hits: list[tuple[str, Hit]] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
@@ -211,14 +211,14 @@ class CallGraph:
             node.blocked += [Blocked(each, f"is compiled by torch.jit, with {each}") for each in names if each in text]
         elif isinstance(value, Mapping | list | tuple | set) and _is_registry(name, value, space):
             items = value.values() if isinstance(value, Mapping) else value
-            for each in items if _is_plain(value) else _registered(value):
+            for each in items if _is_plain(value) else registered(value):
                 node.registries.setdefault(getattr(each, "__name__", ""), name)
                 node.shared.append(Blocked(each, f"looks for it in {name} as well, which all models share"))
         else:
             self._through(node, self.held(value, f"finds it in {name}"))
 
     def _attribute(self, node: Node, module: ModuleType, name: str, attributes: tuple[str, ...]) -> None:
-        text, value = name, module
+        text, value = name, module  # type: str, Any
         for each in attributes:
             if not isinstance(value, ModuleType):
                 break
@@ -317,15 +317,7 @@ def is_followed(cls: type) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether a container can be looked into: one of a kind of its own may import a file for each entry."""
-    return isinstance(value, list | tuple | set | frozenset) or type(value) in (dict, type(functools.partial(id).keywords))
-
-
-def _registered(value: Any) -> Iterable[Any]:
-    """What is in a registry of transformers, those of the process and those of the object."""
-    found: dict[Any, Any] = {}
-    for name in ("_global_mapping", "_local_mapping"):
-        found |= getattr(value, name, {})
-    return found.values()
+    return isinstance(value, list | tuple | set | frozenset) or type(value) is dict
 
 
 def _is_registry(name: str, value: Any, space: Mapping[str, Any]) -> bool:

@@ -47,11 +47,15 @@ class Rebinder:
 
     def is_current(self) -> bool:
         """Whether the names of the modules are bound to what they were when the copies were made."""
-        return all(named_object(key) is value for key, value in self.rules.named.items()) and all(
-            {*filter(_counts, space)} == {*filter(_counts, seen)}
-            and all(_original(space[name]) is value for name, value in seen.items() if _counts(name))
-            for space, seen, _ in self._spaces.values()
-        ) and all(_members(cls) == members for cls, members in self._members.items())
+        return (
+            all(named_object(key) is value for key, value in self.rules.named.items())
+            and all(
+                {*filter(_counts, space)} == {*filter(_counts, seen)}
+                and all(_original(space[name]) is value for name, value in seen.items() if _counts(name))
+                for space, seen, _ in self._spaces.values()
+            )
+            and all(_members(cls) == members for cls, members in self._members.items())
+        )
 
     def add(self, cls: type) -> list[FunctionType]:
         """Look at the functions of a class, and of those that it derives from, and at what these call."""
@@ -109,8 +113,9 @@ class Rebinder:
         if isinstance(value, FunctionType):
             hit = self.graph.hit_of(value)
             return self.function(value) if hit is None else hit.replacement
-        if is_cached(value) and self.graph.needs(value.__wrapped__):
-            return functools.lru_cache(**value.cache_parameters())(self.function(value.__wrapped__))
+        wrapped: Any = value.__wrapped__ if is_cached(value) else None
+        if self.graph.needs(wrapped):
+            return functools.lru_cache(**value.cache_parameters())(self.function(wrapped))
         return value
 
     def _changes(self, value: Any) -> bool:
@@ -139,7 +144,7 @@ class Rebinder:
     def attribute(self, value: Any) -> Any:
         """What stands for a function or method that a module keeps as an attribute."""
         if isinstance(value, MethodType):
-            function = value.__func__
+            function: Any = value.__func__
             changes = isinstance(function, FunctionType) and self.graph.needs(function)
             return MethodType(self.function(function), value.__self__) if changes else value
         return self._copy(value)
@@ -154,7 +159,8 @@ class Rebinder:
         if isinstance(value, property):
             parts = value.fget, value.fset, value.fdel
             made = _each(self.member, parts)
-            return value if made == parts else type(value)(*made, value.__doc__)
+            kind: Any = type(value)
+            return value if made is parts else kind(*made, value.__doc__)
         if isinstance(value, functools.cached_property):
             function = self.member(value.func)
             return value if function is value.func else type(value)(function)
@@ -176,7 +182,8 @@ class Rebinder:
         body = {name: vars(cls)[name] for name in names if name in vars(cls)}
         body |= {"__qualname__": cls.__qualname__, **own, REBOUND: cls, _MADE_BY: self}
         try:
-            return _metaclass(type(cls))(cls.__name__, (cls, *bases), body)
+            made: type = _metaclass(type(cls))(cls.__name__, (cls, *bases), body)
+            return made
         except TypeError as error:
             raise PatchConstructionError(
                 f"function_mapping: {cls.__qualname__} calls a function that is replaced, and no class can be derived "
@@ -202,7 +209,7 @@ class Rebound(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        original = unrebound(cls)
+        original: Any = vars(cls).get(REBOUND, cls)
         return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
 
 
@@ -217,7 +224,7 @@ def _metaclass(around: type) -> Any:
             return around
         if around not in _metaclasses:
             made = Rebound if around is type else type("Rebound", (Rebound, around), {})
-            copyreg.pickle(made, _reduced)  # type: ignore[arg-type]
+            copyreg.pickle(made, _reduced)
             _metaclasses[around] = made
         return _metaclasses[around]
 
@@ -254,7 +261,7 @@ def _original(value: Any) -> Any:
 
 
 def _each(change: Any, values: Any) -> Any:
-    """The same values, if none of them changes."""
+    """What becomes of each value; the same tuple, if none of them changes."""
     if values is None:
         return None
     changed = tuple(map(change, values))

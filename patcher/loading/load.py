@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
 from patcher.construction.class_rules import ClassRules
@@ -33,8 +34,8 @@ from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
-from patcher.fusions.base import Fusion
 from patcher.functions.models import full_name
+from patcher.fusions.base import Fusion
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
@@ -225,7 +226,7 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
     replaced = [
-        Replaced(path, original, type(module), chosen.get(id(module), True))
+        Replaced(path, original, unrebound(type(module)), chosen.get(id(module), True))
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
@@ -243,9 +244,7 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         )
     matched |= _declared_as_new(construction, model)
     if any("." in key for entry in construction.rules.entries for key in entry.patcher.class_mapping):
-        matched |= Matched(
-            places=frozenset((path, stock_class(module).__name__) for path, module in modules)
-        )
+        matched |= Matched(places=frozenset((path, stock_class(module).__name__) for path, module in modules))
     tell_blocks(matched)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import stock_class, state_tensors
+from patcher.compat.models import state_tensors, stock_class
 from patcher.compat.quantizers import (
     goes_by_parameters,
     is_named,

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import stock_conversions
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
@@ -25,11 +26,11 @@ from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
 from patcher.display import folded
 from patcher.errors import PatchConflictError
+from patcher.functions.models import NO_FUNCTIONS, Functions, full_name, swap_functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class_of, takes_modules
-from patcher.functions.models import NO_FUNCTIONS, Functions, full_name, swap_functions
 from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
@@ -139,7 +140,7 @@ def resolve_in_force(
         model = skeleton(model_class, config, entries, functions)
     swap_functions(model, functions)  # before fusions, which look at what the functions do
     modules = dict(named_modules(model))
-    replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
+    replaced = {path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None}
     classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
 
     fused: dict[str, type[nn.Module]] = {}
