@@ -9,14 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
-#: On a class whose functions see other globals: the class that it was made of.
+#: On a function that sees other globals, and on a class of such functions: what it was made of.
 REBOUND = "_patcher_rebound"
 
 
-def unrebound(cls: type[M]) -> type[M]:
-    """The class itself, of one that was made of it with functions that see other globals."""
-    found: type[M] = vars(cls).get(REBOUND, cls)
+def unrebound(made: T) -> T:
+    """The class or function itself, of one that was made of it and sees other globals."""
+    found: T = vars(made).get(REBOUND, made)
     return found
 
 

@@ -213,7 +213,7 @@ class CallGraph:
             items = value.values() if isinstance(value, Mapping) else value
             for each in items if _is_plain(value) else registered(value):
                 node.registries.setdefault(getattr(each, "__name__", ""), name)
-                node.shared.append(Blocked(each, f"looks for it in {name} as well, which all models share"))
+                node.shared.append(Blocked(each, f"comes to it through {name} as well, which all models share"))
         else:
             self._through(node, self.held(value, f"finds it in {name}"))
 

@@ -113,9 +113,7 @@ class _Search:
         initialized = {cls for cls in self.roots if self._search_class(cls)}
         for module in self.modules:
             self._search_attributes(module)
-        for node, each in self.shared:
-            if id(each.value) in self.found:
-                raise self._not_followed(each.value, node.function.__qualname__, each.how)
+        self._check_shared()
         functions = [function for roots in self.roots.values() for function in roots]
         nodes = [
             node
@@ -135,6 +133,19 @@ class _Search:
             initialized=frozenset(initialized),
             rebinder=self.rebinder,
         )
+
+    def _check_shared(self) -> None:
+        """Raise for what is replaced and is called through a table that all models share as well.
+
+        A function of the same name that only such a table leads to is another one, and stays.
+        """
+        for node, each in self.shared:
+            if isinstance(each.value, FunctionType):
+                self.graph.add([each.value])
+                reached = [hit.original for inner in self.graph.reached([each.value]) for _, hit in inner.hits]
+                for original in (each.value, *reached):
+                    if id(original) in self.found:
+                        raise self._not_followed(original, node.function.__qualname__, each.how)
 
     def _search_class(self, cls: type[nn.Module]) -> bool:
         """Note what a class calls; whether its `__init__` does."""
@@ -206,9 +217,11 @@ class _Search:
     def _not_followed(self, function: Any, where: str, how: str) -> PatchConstructionError:
         keys = sorted({key for layer in self.rebinder.layers for key, _ in layer})
         what = full_name(function) if function is not None else ", ".join(map(repr, keys))
+        owner, _, method = where.partition(".")
+        field = "class_mapping" if method else "function_mapping"
         return PatchConstructionError(
             f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {where} {how}, and "
-            f"that would go on calling the original. Replace {where.split('.')[0]} instead, with class_mapping."
+            f"that would go on calling the original. Replace {owner} as a whole instead, with {field}."
         )
 
 

@@ -95,6 +95,7 @@ class Rebinder:
             if hasattr(function, name):
                 setattr(made, name, getattr(function, name))
         made.__dict__.update({name: self._copy(value) for name, value in vars(function).items()})
+        made.__dict__[REBOUND] = function
         return made
 
     def _names(self, function: FunctionType) -> dict[str, Any]:
