@@ -152,7 +152,9 @@ class Pin(Shown):
         for row in self.classes:
             found, pinned = row["fingerprint"], ", ".join(row["pinned"])
             if not found:
-                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has no such class or function")
+                lines.append(
+                    f"    # {row['class']}: pinned {pinned}, and this transformers has no such class or function"
+                )
                 continue
             state = "not pinned yet" if not pinned else "as pinned" if found in row["pinned"] else f"pinned {pinned}"
             lines.append(f'    "{row["class"]}": "{found}",  # {row["module"]}: {state}')

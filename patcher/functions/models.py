@@ -215,8 +215,10 @@ class _Search:
         self.found.setdefault(id(hit.original), (hit, {}))[1][cls.__name__] = None
 
     def _not_followed(self, function: Any, where: str, how: str) -> PatchConstructionError:
-        keys = sorted({key for layer in self.rebinder.layers for key, _ in layer})
-        what = full_name(function) if function is not None else ", ".join(map(repr, keys))
+        hits = [hit for node in self.graph.reached([function]) for _, hit in node.hits]
+        hits += [hit] if (hit := self.graph.hit_of(function)) is not None else []
+        keys = {hit.keys[0][1] for hit in hits} or {key for layer in self.rebinder.layers for key, _ in layer}
+        what = ", ".join(map(repr, sorted(keys)))
         owner, _, method = where.partition(".")
         field = "class_mapping" if method else "function_mapping"
         return PatchConstructionError(

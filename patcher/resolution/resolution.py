@@ -140,7 +140,9 @@ def resolve_in_force(
         model = skeleton(model_class, config, entries, functions)
     swap_functions(model, functions)  # before fusions, which look at what the functions do
     modules = dict(named_modules(model))
-    replaced = {path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None}
+    replaced = {
+        path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None
+    }
     classes = {original_class(modules[path]): cls for path, cls in replaced.items()}
 
     fused: dict[str, type[nn.Module]] = {}

@@ -396,7 +396,7 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
     ),
     "a Patcher that a config made": (
         llama_config(*AFFECTED["two"][0]).to_patcher(),
-        r"the replacement of LlamaAttention was made by to_patcher\(\) of a config",
+        r"the replacement of LlamaMLP was made by to_patcher\(\) of a config",
     ),
     "nothing": (Patcher(), r"Patcher\(\) changes no class"),
     "a fusion with nothing to do": (Patcher(fusions=Never()), r"the fusions \[Never\(\)\] find nothing to fuse"),
