@@ -152,9 +152,7 @@ class Pin(Shown):
         for row in self.classes:
             found, pinned = row["fingerprint"], ", ".join(row["pinned"])
             if not found:
-                lines.append(
-                    f"    # {row['class']}: pinned {pinned}, and this transformers has no such class or function"
-                )
+                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has nothing of that name")
                 continue
             state = "not pinned yet" if not pinned else "as pinned" if found in row["pinned"] else f"pinned {pinned}"
             lines.append(f'    "{row["class"]}": "{found}",  # {row["module"]}: {state}')
@@ -181,8 +179,8 @@ def pin_of(name: str) -> Pin:
     homes = _meant(patcher, homes_of(names))
     if not homes:
         raise InvalidPatcherError(
-            f"{name} names no class and no function of transformers {transformers.__version__} that could be pinned: it has "
-            f"{', '.join(names) or 'neither fingerprints nor names of classes or functions'}. Pin the classes that it works on: "
+            f"{name} names nothing of transformers {transformers.__version__} that could be pinned: it has "
+            f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
             "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
         )
     found = [

@@ -21,6 +21,18 @@ def unrebound(made: T) -> T:
     return found
 
 
+class Rebound(type):
+    """The class of classes with other globals: what calling them makes.
+
+    They are made for one model: what is made by calling one (`type(model)(config)`,
+    `type(model).from_pretrained(...)`) is as it is without them, all through.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        original: Any = vars(cls).get(REBOUND, cls)
+        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
+
+
 def _subclasses(root: type[M]) -> set[type[M]]:
     """Every live subclass: this must be quick, every load under a patcher asks."""
     subclasses_of = type.__subclasses__
@@ -60,7 +72,7 @@ def custom_modeling_modules() -> set[str]:
 
 
 def registered(registry: Any) -> list[Any]:
-    """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: that of the process, and that of the object."""
+    """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: of the process, and of the object."""
     found: dict[Any, Any] = {}
     for name in ("_global_mapping", "_local_mapping"):
         found |= getattr(registry, name, {})

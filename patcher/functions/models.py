@@ -71,6 +71,24 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
         return _Search(model, rebinder_for(layers)).result()
 
 
+def check_initialized(model: nn.Module, functions: Functions) -> None:
+    """Raise for modules that were built with the originals: their `__init__` has called one already.
+
+    Raises:
+        PatchConstructionError: it is the model itself, or of a class that isn't built through modeling code.
+    """
+    for module in model.modules():
+        cls = type(module)
+        if cls in functions.initialized:
+            keys = sorted({each.keys[0][1] for each in functions.replaced if cls.__name__ in each.callers})
+            what = "the model itself" if module is model else f"a {cls.__name__}"
+            raise PatchConstructionError(
+                f"function_mapping: {', '.join(map(repr, keys))} can't be replaced for {type(model).__name__} alone: "
+                f"{cls.__name__}.__init__ calls it, and {what} is built before that can be changed. "
+                f"Replace {cls.__name__} as a whole instead, with class_mapping."
+            )
+
+
 def swap_functions(model: nn.Module, functions: Functions) -> None:
     """Have a model call the replacements."""
     rebinder = functions.rebinder

@@ -18,7 +18,7 @@ import weakref
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from patcher.compat.modeling_code import REBOUND, unrebound
+from patcher.compat.modeling_code import REBOUND, Rebound, unrebound
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import CallGraph, closure_of, is_cached, is_followed, member_functions
 from patcher.functions.references import references_of
@@ -201,25 +201,15 @@ def rebinder_for(layers: Layers) -> Rebinder:
         return found
 
 
-class Rebound(type):
-    """The class of classes with other globals: how they are pickled, and what calling them makes.
-
-    They are pickled by what they were made of, for their name is that of another class. And they are made for one
-    model: what is made by calling one (`type(model)(config)`, `type(model).from_pretrained(...)`) is as it is without
-    them, all through.
-    """
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        original: Any = vars(cls).get(REBOUND, cls)
-        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
-
-
 _MADE_BY = "_patcher_rebound_by"
 _metaclasses: dict[type, type] = {}
 
 
 def _metaclass(around: type) -> Any:
-    """The metaclass for classes derived from one with such a metaclass."""
+    """The metaclass for classes derived from one with such a metaclass.
+
+    They are pickled by what they were made of, for their name is that of another class.
+    """
     with lock:
         if issubclass(around, Rebound):
             return around

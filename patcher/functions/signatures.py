@@ -36,9 +36,9 @@ def check_signature(key: str, caller: FunctionType, name: str, original: Any, re
             where = f"line {line + call.lineno - 1} of {file}: {shortened(call)}"
             raise _misfit(key, replacement, f"a call of it in {caller.__qualname__}, {where}: {problem}")
     reads = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)) if tree is not None else 0
-    if reads == 0 or reads > len(named):  # it is handed on, to be called elsewhere
-        if problem := unlike(inspect.signature(original), inspect.signature(replacement)):
-            raise _misfit(key, replacement, f"what it replaces, which {caller.__qualname__} hands on: {problem}")
+    is_handed_on = reads == 0 or reads > len(named)  # to be called elsewhere
+    if is_handed_on and (problem := unlike(inspect.signature(original), inspect.signature(replacement))):
+        raise _misfit(key, replacement, f"what it replaces, which {caller.__qualname__} hands on: {problem}")
 
 
 def _misfit(key: str, replacement: Any, what: str) -> PatchConstructionError:

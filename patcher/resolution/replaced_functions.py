@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.construction.init_hooks import cover_new_classes
-from patcher.functions.models import NO_FUNCTIONS, Functions, find_functions, swap_functions
+from patcher.functions.models import (
+    NO_FUNCTIONS,
+    Functions,
+    check_initialized,
+    find_functions,
+    swap_functions,
+)
 
 
 def functions_in_force(entries: Iterable[InForce], model: nn.Module) -> Functions:
@@ -35,6 +41,7 @@ def replace_functions(construction: Construction, model: PreTrainedModel) -> Non
     if construction.resolution is None:
         return
     functions: Functions = construction.resolution.functions
+    check_initialized(model, functions)
     swap_functions(model, functions)
     matched = matched_functions(construction.rules.entries, functions)
     construction.matched |= matched

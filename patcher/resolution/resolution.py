@@ -26,7 +26,7 @@ from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
 from patcher.display import folded
 from patcher.errors import PatchConflictError
-from patcher.functions.models import NO_FUNCTIONS, Functions, full_name, swap_functions
+from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.fusions.finding import discover
@@ -138,6 +138,7 @@ def resolve_in_force(
     functions = functions_in_force(entries, model)
     if functions.initialized:
         model = skeleton(model_class, config, entries, functions)
+        check_initialized(model, functions)
     swap_functions(model, functions)  # before fusions, which look at what the functions do
     modules = dict(named_modules(model))
     replaced = {

@@ -1,4 +1,4 @@
-"""A function is replaced wherever a module calls it, or the replacement is refused: never left as it was in silence."""
+"""A function is replaced wherever a module calls it, or that is refused: it is never left as it was in silence."""
 
 from __future__ import annotations
 
