@@ -84,12 +84,22 @@ def patched_tables(
     yield Table("Replaced", ("module", "was", "is"), folded(told.replaced))
     yield Table("Fused", ("module", "was", "is"), folded(told.fused))
     yield Table("Not fused", ("module", "reason"), folded(told.refused))
+    functions: list[tuple[str, ...]] = [(name, new, ", ".join(callers)) for name, new, callers in told.functions]
+    yield Table("Functions", ("function", "is", "called by"), functions)
     dropped = [
         ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
         for text, filtered in told.conversions_dropped
     ]
     yield Table("Conversions", ("", "conversion", takes), [*dropped, *conversions])
     yield Table("Weights", ("", "name"), [(what, name) for what, names in weights for name in compress(names)])
+
+
+def counted(told: Any) -> str:
+    """How many modules and functions a `Report` or a `Plan` tells of: `2 modules`, `2 modules and 1 function`."""
+    modules, functions = len(told.replaced) + len(told.fused), len(told.functions)
+    parts = [f"{modules} module{'' if modules == 1 else 's'}"] if modules or not functions else []
+    parts += [f"{functions} function{'' if functions == 1 else 's'}"] if functions else []
+    return " and ".join(parts)
 
 
 def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:

@@ -177,7 +177,7 @@ class Pin(Shown):
         for row in self.classes:
             found, pinned = row["fingerprint"], ", ".join(row["pinned"])
             if not found:
-                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has no such class")
+                lines.append(f"    # {row['class']}: pinned {pinned}, and this transformers has nothing of that name")
                 continue
             state = "not pinned yet" if not pinned else "as pinned" if found in row["pinned"] else f"pinned {pinned}"
             lines.append(f'    "{row["class"]}": "{found}",  # {row["module"]}: {state}')
@@ -198,15 +198,20 @@ def pin_of(name: str) -> Pin:
     """The pin of a preset, or of `module:CONSTANT`, for the transformers that is installed."""
     patcher = named(name)
     pinned = dict(patcher.fingerprints)
-    names = sorted(pinned) or sorted(key for key in patcher.class_mapping if key.isidentifier())
+    names = sorted(pinned) or sorted(
+        [*filter(str.isidentifier, patcher.class_mapping), *patcher.function_mapping]  # expressions name no class
+    )
     homes = _meant(patcher, homes_of(names))
     if not homes:
         raise InvalidPatcherError(
-            f"{name} names no class of transformers {transformers.__version__} that could be pinned: it has "
+            f"{name} names nothing of transformers {transformers.__version__} that could be pinned: it has "
             f"{', '.join(names) or 'neither fingerprints nor names of classes'}. Pin the classes that it works on: "
             "`from patcher import fingerprint`, patcher.replace(fingerprints={'LlamaMLP': fingerprint(LlamaMLP)})."
         )
-    found = [(cls, module, fingerprint(getattr(importlib.import_module(module), cls))) for cls, module in homes]
+    found = [
+        (name, module, fingerprint(getattr(importlib.import_module(module), name.rpartition(":")[2])))
+        for name, module in homes
+    ]
     found += [(cls, "", "") for cls in sorted(set(pinned) - {cls for cls, _ in homes})]
     heads = ("class", "module", "fingerprint", "pinned")
     rows = [dict(zip(heads, (*row, pinned.get(row[0], ())), strict=True)) for row in found]

@@ -265,7 +265,8 @@ class PatchConfig(PatchSpec):
         ['LlamaMLP']
 
         The text of the file is executed, not written. Of its classes the Patcher replaces those whose code differs,
-        by what was patched or by a patched name that they use. No model has all classes of a modeling file, so a load
+        by what was patched or by a patched name that they use; where that is only a function, its `function_mapping`
+        replaces the function. No model has all classes of a modeling file, so a load
         must meet one of them only. A process that unpickles the Patcher, or one of its classes, has to call
         `to_patcher()` of the same config first.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from patcher.codegen.surroundings import absolute_name
+from patcher.compat.modeling_code import unrebound
 from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
 from patcher.source.scopes import free_names, imported_names
@@ -32,12 +33,13 @@ class Dependencies:
     Attributes:
         config: the config that gets imports, helpers and constants.
         original: the module that is patched.
-        targets: replacement -> the class of the original module that it replaces, under whose name the file has it.
+        targets: replacement -> the class or function of the original module that it replaces, under whose name the
+            file has it.
     """
 
     config: PatchConfig
     original: types.ModuleType
-    targets: Mapping[type, str]
+    targets: Mapping[Any, str]
     _known: dict[str, Any] = field(default_factory=dict)
 
     def bring(self, obj: Any, asked: str) -> dict[str, str]:
@@ -71,8 +73,10 @@ class Dependencies:
         self.config.add_post_import_block(dedented(read_source(cls, asked, self.config.where).text))
 
     def _bring(self, name: str, value: Any, namespace: Mapping[str, Any], source: Source, asked: str) -> str:
-        if isinstance(value, type) and value in self.targets:
-            return self.targets[value]
+        if isinstance(value, type | types.FunctionType):
+            value = unrebound(value)
+            if value in self.targets:
+                return self.targets[value]
         home = getattr(value, "__module__", None)
         own = str(getattr(value, "__name__", ""))
         if home == self.original.__name__ and vars(self.original).get(own) is value:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,8 +18,10 @@ from patcher.codegen.fused_classes import Owners, built_by_config, layout_text, 
 from patcher.codegen.spec import create_patch_from_external
 from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
 from patcher.conversions.transforms import conversions_of
+from patcher.functions.models import full_name
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
 from patcher.patterns import find_key, hits, nearest
@@ -51,19 +54,25 @@ def describe_patcher(
     replaced = description.replaced_classes()
     resolution: Resolution | None = None
     own: dict[str, type[nn.Module]] = {}
-    if patcher.fusions:  # otherwise there is nothing to resolve
+    if patcher.fusions or patcher.function_mapping:  # otherwise there is nothing to resolve
         resolution = resolve(patcher.replace(class_mapping=replaced, alternatives=()), model_class, config)
+        stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
+        resolution = replace(resolution, original_classes=stock)
         own = description.classes_of_others(resolution)
     description.check_builders(replaced, resolution.fused if resolution is not None else ())
-    targets = {cls: name for name, cls in (*replaced.items(), *own.items())}
+    targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *own.items())}
+    for each in resolution.functions.replaced if resolution is not None else ():
+        targets[each.replacement] = each.name.partition(":")[2]
     dependencies = Dependencies(described, modeling, targets)
     for classes, why in ((replaced, ""), (own, "fused")):
         for name, cls in sorted(classes.items()):
             _replace(described, name, cls, dependencies, why)
     if resolution is not None:
+        description.replace_functions(resolution, dependencies)
+    if resolution is not None and patcher.fusions:
         description.write_fused(resolution, dependencies)
     if not described.patches:
-        raise described.error(f"{patcher!r} changes no class of {modeling.__name__}.")
+        raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
     transforms = resolution.fusion_plan.transforms if resolution is not None else ()
     brought = (transform for cls in patcher.class_mapping.values() for transform in conversions_of(cls))
     converted = (*transforms, *patcher.extra_weight_conversions, *brought)
@@ -71,7 +80,9 @@ def describe_patcher(
     # Stock conversions transformers gives to its own classes only, and so not to those of a file.
     fused = resolution is not None and resolution.fused  # whose weights the hook of a load reads and gives back
     if converted or declared or fused or stock_conversions(description.stock, legacy=False):
-        kept = patcher.replace(class_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted)
+        kept = patcher.replace(
+            class_mapping={}, function_mapping={}, alternatives=(), fusions=(), extra_weight_conversions=converted
+        )
         add_conversions(described, kept)
 
 
@@ -113,6 +124,35 @@ class _Description(NamedTuple):
                     "module: for a class of another one call from_patcher() with a model of that module."
                 )
         return {name: mapping[key] for name, key in keys.items()}
+
+    def replace_functions(self, resolution: Resolution, dependencies: Dependencies) -> None:
+        """The functions that the patcher replaces: those that the module itself defines."""
+        functions = resolution.functions
+        found = {key for each in functions.replaced for _, key in each.keys}
+        for key in self.patcher.function_mapping:
+            if key not in found:
+                near = nearest(key.rpartition(":")[2], sorted(functions.known))
+                hint = f" Nearest: {', '.join(near)}." if near else ""
+                raise self.described.error(
+                    f"nothing in {self.modeling.__name__} that {type(self.stock).__name__} runs calls {key!r}.{hint} "
+                    "Correct the key of function_mapping, or take it out."
+                )
+        for each in functions.replaced:
+            home, _, name = each.name.partition(":")
+            if home != self.modeling.__name__ or vars(self.modeling).get(name) is not each.original:
+                raise self.described.error(
+                    f"{each.keys[0][1]!r} of function_mapping is {each.name}, which is not defined in "
+                    f"{self.modeling.__name__}, and a generated file holds the functions of one module. Load with the "
+                    "patcher itself."
+                )
+            asked = f"from_patcher(), for {full_name(each.replacement)},"
+            if not isinstance(each.replacement, FunctionType) or MADE in (each.replacement.__module__ or ""):
+                raise self.described.error(
+                    f"{asked} has no source that could stand in a file. Load with the patcher itself."
+                )
+            self.described.replace_function(
+                name, each.replacement, name_map=dependencies.bring(each.replacement, asked)
+            )
 
     def write_fused(self, resolution: Resolution, dependencies: Dependencies) -> None:
         """The code of what fusions do to the modules that stand."""

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.codegen.dependencies import RUNTIME
-from patcher.compat.modeling_code import module_subclasses
+from patcher.compat.modeling_code import module_subclasses, unrebound
 from patcher.conversions.layouts import Layout
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import Joined
@@ -291,7 +291,8 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
 
 def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
     """The classes whose methods the rewritten ones use: those that a fused class inherits from besides."""
-    besides = [base for base in fused.__mro__ if not issubclass(base, FusedModule) and base not in original.__mro__]
+    bases = [base for base in fused.__mro__ if unrebound(base) is base]
+    besides = [base for base in bases if not issubclass(base, FusedModule) and base not in original.__mro__]
     return [base for base in besides if not any(issubclass(other, base) for other in besides if other is not base)]
 
 

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+
+#: On a function that sees other globals, and on a class of such functions: what it was made of.
+REBOUND = "_patcher_rebound"
+
+
+def unrebound(made: T) -> T:
+    """The class or function itself, of one that was made of it and sees other globals."""
+    found: T = vars(made).get(REBOUND, made)
+    return found
+
+
+class Rebound(type):
+    """The class of classes with other globals: what calling them makes.
+
+    They are made for one model: what is made by calling one (`type(model)(config)`,
+    `type(model).from_pretrained(...)`) is as it is without them, all through.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        original: Any = vars(cls).get(REBOUND, cls)
+        return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
 
 
 def _subclasses(root: type[M]) -> set[type[M]]:
@@ -31,7 +53,7 @@ def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[t
     known = _subclasses(nn.Module)
     # By name first: looking into a class is what takes long.
     meant = known if is_meant is None else [cls for cls in known if is_meant(cls.__name__)]
-    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__]
+    return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
 def is_modeling_module(name: str) -> bool:
@@ -39,6 +61,19 @@ def is_modeling_module(name: str) -> bool:
     return name.startswith(("transformers.", "transformers_modules.")) or name == "transformers_modules"
 
 
+def is_architecture_module(name: str) -> bool:
+    """Whether a module is the code of some models, rather than what transformers has for all of them."""
+    return name.startswith(("transformers.models.", "transformers_modules.", "transformers.modeling_layers"))
+
+
 def custom_modeling_modules() -> set[str]:
     """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
     return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+
+
+def registered(registry: Any) -> list[Any]:
+    """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: of the process, and of the object."""
+    found: dict[Any, Any] = {}
+    for name in ("_global_mapping", "_local_mapping"):
+        found |= getattr(registry, name, {})
+    return list(found.values())

@@ -20,6 +20,7 @@ from transformers.modeling_utils import (
 )
 from transformers.utils.generic import TransformersKwargs
 
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
@@ -103,7 +104,12 @@ def original_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
-    module.__dict__[ORIGINAL] = original
+    module.__dict__[ORIGINAL] = unrebound(original)
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without patchers: neither replaced nor fused, its functions those of its file."""
+    return original_class(module) or unrebound(type(module))
 
 
 class ModelView:
@@ -122,17 +128,17 @@ def as_stock(model: Any) -> Any:
     Those that `fully_shard` has split have a class of another name, too.
     """
 
-    def stock_class(module: nn.Module) -> type[nn.Module]:
+    def shown_class(module: nn.Module) -> type[nn.Module]:
         return module.__dict__.get(ORIGINAL) or unsplit_class(module)
 
     def is_replaced(module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel) and stock_class(module) is not type(module)
+        return isinstance(module, PreTrainedModel) and shown_class(module) is not type(module)
 
     def shown_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         for name, module in model.named_modules(*args, **kwargs):
             shown = module
             if is_replaced(module):
-                shown = object.__new__(stock_class(module))
+                shown = object.__new__(shown_class(module))
                 object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
             yield name, shown
 

@@ -78,6 +78,8 @@ class Construction:
     #: the classes of what may be built again, with the constructor arguments that are kept of their objects
     recorded: frozenset[type[nn.Module]] = frozenset()
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
+    #: class -> the one with other functions as which it is initialised
+    rebound: Mapping[type[nn.Module], type[nn.Module]] = field(init=False, default_factory=dict)
     #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
     at_end: Callable[[], None] | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
@@ -141,12 +143,12 @@ class Construction:
             )
         mark_original_class(module, original)
         is_outermost = not self._building
-        needs_values, numbers = self._construct(module, original, match.replacement, args, kwargs)
+        replacement = self.rebound.get(match.replacement, match.replacement)
+        needs_values, numbers = self._construct(module, original, replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field != "module_mapping":  # which says itself what it has matched
             self.note(original, match)
-        entry, replacement = match.entry, match.replacement
-        built = Built(module, original, replacement, entry, args, kwargs, is_outermost, needs_values, numbers)
+        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, needs_values, numbers)
         self.built.append(built)
         if self.at_end is not None and module is self.root:
             self.at_end()
@@ -226,6 +228,12 @@ def current_construction() -> Construction | None:
     if not current.has_block and (current.root is None or not is_initializing(current.root)):
         return None
     return current
+
+
+def rebound_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class with other functions as which an object of `cls` is to be initialised here, if any."""
+    construction = current_construction()
+    return None if construction is None else construction.rebound.get(cls)
 
 
 def under_construction() -> bool:

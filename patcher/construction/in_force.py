@@ -48,6 +48,8 @@ class Matched:
         shared: (patcher in force, key, path, another path) of what a key of a module mapping names under one of its
             paths only.
         places: (path, class) of the modules, where the key of a class may be meant as a path.
+        functions: the names of the functions that the modeling code calls, where a patcher replaces any.
+        registries: (function, table) of what it looks for in tables that all models share.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
@@ -61,6 +63,8 @@ class Matched:
     paths: frozenset[str] = frozenset()
     shared: frozenset[tuple[InForce, str, str, str]] = frozenset()
     places: frozenset[tuple[str, str]] = frozenset()
+    functions: frozenset[str] = frozenset()
+    registries: frozenset[tuple[str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()

@@ -25,7 +25,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, build_replacement, constructing
+from patcher.construction.construction import Construction, build_replacement, constructing, rebound_class
 from patcher.construction.in_force import entering
 from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
@@ -46,7 +46,10 @@ class _Gate:
         def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
                 return
-            if before is None:
+            if type(self) is cls and (rebound := rebound_class(cls)) is not None:
+                self.__class__ = rebound
+                rebound.__init__(self, *args, **kwargs)
+            elif before is None:
                 super(cls, self).__init__(*args, **kwargs)
             else:
                 before(self, *args, **kwargs)

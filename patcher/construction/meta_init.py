@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
+from patcher.compat.modeling_code import Rebound
 from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters, written_tensors
 from patcher.errors import PatchConstructionError, PatcherError
 
@@ -191,7 +192,7 @@ def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 def _initialise(
     module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
 ) -> None:
-    if type(replacement).__call__ is not type.__call__:
+    if type(replacement).__call__ not in (type.__call__, Rebound.__call__):
         # The metaclass has a say in how objects come into being: let it, then be what it made.
         if issubclass(replacement, PreTrainedModel):
             raise TypeError(

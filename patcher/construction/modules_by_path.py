@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
-from patcher.compat.models import original_class
+from patcher.compat.models import stock_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
@@ -52,7 +52,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
                 continue
             arguments = _arguments(construction, path, module, match)
             if arguments is None:
-                unrecorded.add(original_class(module) or type(module))
+                unrecorded.add(stock_class(module))
                 left_alone.add(id(module))
                 continue
             new = _built(construction, module, match, *arguments)
@@ -111,7 +111,7 @@ def _match(
 def _built(
     construction: Construction, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> nn.Module:
-    original = original_class(module) or type(module)
+    original = stock_class(module)
     new = original.__new__(original)
     construction.build(new, original, match, args, kwargs)
     new.train(module.training)
@@ -132,7 +132,7 @@ def _arguments(
     for built in construction.built:
         if built.module is module:
             return built.args, built.kwargs
-    cls = original_class(module) or type(module)
+    cls = stock_class(module)
     if cls.__module__.startswith("torch."):
         return _attributes(path, module, match.replacement)
     if construction.is_skeleton and cls not in construction.recorded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +15,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
+from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
 from patcher.display import Shown
 from patcher.errors import InvalidPatcherError
+from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
 from patcher.loading.hooks.install import install
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force
+from patcher.source.indentation import dedented
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
@@ -45,6 +49,22 @@ class ClassDiff(NamedTuple):
     text: str
 
 
+class FunctionDiff(NamedTuple):
+    """One function and what is called in its place.
+
+    Attributes:
+        callers: the names of the classes that call it, directly or through other functions.
+        was: the function, as `module.name`.
+        becomes: the replacement.
+        text: the unified diff, empty if the code is the same.
+    """
+
+    callers: tuple[str, ...]
+    was: str
+    becomes: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Diff(Shown):
     """The code of a model as patched against as shipped, as a value.
@@ -54,19 +74,22 @@ class Diff(Shown):
     Attributes:
         model: the class of the model.
         classes: each class that is replaced or fused, in the order of the modules.
+        functions: each function that is replaced.
     """
 
     model: str
     classes: tuple[ClassDiff, ...] = ()
+    functions: tuple[FunctionDiff, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists and texts, for JSON."""
         classes = [entry._asdict() | {"modules": list(entry.modules)} for entry in self.classes]
-        return {"model": self.model, "classes": classes}
+        functions = [entry._asdict() | {"callers": list(entry.callers)} for entry in self.functions]
+        return {"model": self.model, "classes": classes, "functions": functions}
 
     def __bool__(self) -> bool:
         """Whether any code differs."""
-        return any(entry.text for entry in self.classes)
+        return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
         return "\n".join(line for line, _ in self._lines())
@@ -88,12 +111,16 @@ class Diff(Shown):
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Each line, and what it is."""
-        if not self.classes:
+        if not self.classes and not self.functions:
             yield f"# {self.model}: no class is replaced", "note"
-        for number, entry in enumerate(self.classes):
+        entries: list[ClassDiff | FunctionDiff] = [*self.classes, *self.functions]
+        for number, entry in enumerate(entries):
             if number:
                 yield "", "same"
-            yield f"# {', '.join(path or '(the model)' for path in entry.modules)}", "note"
+            if isinstance(entry, FunctionDiff):
+                yield f"# called by {', '.join(entry.callers)}", "note"
+            else:
+                yield f"# {', '.join(path or '(the model)' for path in entry.modules)}", "note"
             if not entry.text:
                 yield f"# {entry.was} -> {entry.becomes}: the same code", "note"
             for line in entry.text.splitlines():
@@ -120,7 +147,7 @@ def diff(
     model_class: Any = None,
     **options: Any,
 ) -> Diff:
-    """The code of each class that is replaced or fused, as patched against as shipped.
+    """The code of each class that is replaced or fused, and of each function, as patched against as shipped.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaMLP
@@ -171,7 +198,8 @@ def diff(
     else:
         config = config_of(model, options)
         cls = model_class_of(config, model_class, model, options)
-    return Diff(cls.__name__, tuple(_classes(resolve_in_force(in_force, cls, config))))
+    resolution = resolve_in_force(in_force, cls, config)
+    return Diff(cls.__name__, tuple(_classes(resolution)), tuple(_functions(resolution)))
 
 
 def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
@@ -179,7 +207,7 @@ def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
     built = {**resolution.replaced, **resolution.fused}
     grouped: dict[tuple[type[nn.Module], type[nn.Module], str], list[str]] = {}
     for path in sorted(built, key=dot_natural_key):
-        kind = resolution.original_classes[path], built[path], fusions.get(path, "")
+        kind = unrebound(resolution.original_classes[path]), built[path], fusions.get(path, "")
         grouped.setdefault(kind, []).append(path)
     for (original, replacement, fusion), paths in grouped.items():
         was = _where(original)
@@ -187,6 +215,21 @@ def _classes(resolution: Resolution) -> Iterator[ClassDiff]:
         before, after = (text.splitlines() for text in composed(original, replacement))
         lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
         yield ClassDiff(tuple(compress(paths)), was, becomes, "\n".join(lines))
+
+
+def _functions(resolution: Resolution) -> Iterator[FunctionDiff]:
+    for each in resolution.functions.replaced:
+        was, becomes = (full_name(function).replace(":", ".") for function in (each.original, each.replacement))
+        before, after = (_text(function).splitlines() for function in (each.original, each.replacement))
+        lines = difflib.unified_diff(before, after, was, becomes, lineterm="")
+        yield FunctionDiff(each.callers, was, becomes, "\n".join(lines))
+
+
+def _text(function: Any) -> str:
+    try:
+        return dedented(inspect.getsource(function))
+    except (OSError, TypeError):
+        return f"# the source of {full_name(function)} can't be read"
 
 
 def _where(cls: type) -> str:

@@ -21,7 +21,7 @@ from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Outcome, Route
 from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, patched_tables
+from patcher.display import Shown, Table, counted, patched_tables
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
 from patcher.inspection.report import rows_of_classes
@@ -49,6 +49,7 @@ class Plan(Shown):
         replaced: (path, original class, replacement) of each module that is replaced.
         fused: (path, original class, fused class) of each module that is fused.
         refused: (path, reason) of each module that a fusion leaves alone.
+        functions: (function, what is called in its place, the classes that call it) of each replaced function.
         conversions_dropped: the stock conversions that are left out, and the filter.
         conversions_added: (conversion, the checkpoint keys that it takes) of those that come in front.
         conversions_kept: the same of the stock conversions that take some.
@@ -70,6 +71,7 @@ class Plan(Shown):
     replaced: tuple[tuple[str, str, str], ...] = ()
     fused: tuple[tuple[str, str, str], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
+    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[tuple[str, tuple[str, ...]], ...] = ()
     conversions_kept: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -94,8 +96,7 @@ class Plan(Shown):
         return super().to_dict() | {"ok": self.ok}
 
     def _headline(self) -> str:
-        count = len(self.replaced) + len(self.fused)
-        text = f"{self.model}: {count} module{'' if count == 1 else 's'} would be replaced"
+        text = f"{self.model}: {counted(self)} would be replaced"
         if not self.checkpoint:
             text += "; no checkpoint was given, so conversions and weights are not judged"
         elif self.unknown_shapes:
@@ -249,6 +250,7 @@ def _modules(
         "replaced": rows_of_classes(replaced),
         "fused": rows_of_classes(record.fused),
         "refused": tuple(record.refused.items()),
+        "functions": record.functions,
         "misfits": misfits(model, replaced, built=constructed is not None),
     }
 

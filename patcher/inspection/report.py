@@ -12,7 +12,7 @@ from torch import nn
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.conversions.tracing import ConversionTrace
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, patched_tables
+from patcher.display import Shown, Table, counted, patched_tables
 from patcher.errors import InvalidPatcherError
 from patcher.loading.record import PatchRecord, record_of
 
@@ -30,6 +30,7 @@ class Report(Shown):
         replaced: (path, original class, replacement) of each replaced module.
         fused: (path, original class, fused class) of each fused module.
         refused: (path, reason) of each module that a fusion left alone.
+        functions: (function, what is called in its place, the classes that call it) of each replaced function.
         conversions_dropped: the stock conversions that were left out, and the filter.
         conversions_added: the conversions that came in front.
         conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
@@ -45,6 +46,7 @@ class Report(Shown):
     replaced: tuple[tuple[str, str, str], ...] = ()
     fused: tuple[tuple[str, str, str], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
+    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[str, ...] = ()
     conversions_fired: tuple[tuple[str, int], ...] = ()
@@ -74,8 +76,7 @@ class Report(Shown):
     def _headline(self) -> str:
         if not self.patchers:
             return f"{self.model}: not patched"
-        count = len(self.replaced) + len(self.fused)
-        text = f"{self.model}: {count} module{'' if count == 1 else 's'} replaced"
+        text = f"{self.model}: {counted(self)} replaced"
         seconds = dict(self.seconds)
         if "total" in seconds:
             steps = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "total")
@@ -129,6 +130,7 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         replaced=rows_of_classes(record.classes_of_replaced()),
         fused=rows_of_classes(record.fused),
         refused=tuple(record.refused.items()),
+        functions=record.functions,
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
         + tuple(layouts),

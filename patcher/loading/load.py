@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
-from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors
+from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
@@ -33,6 +34,7 @@ from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
+from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
@@ -223,12 +225,12 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
     replaced = [
-        Replaced(path, original, type(module), chosen.get(id(module), True))
+        Replaced(path, original, unrebound(type(module)), chosen.get(id(module), True))
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
     matched = construction.matched | Matched(
-        classes=frozenset((original_class(module) or type(module)).__name__ for _, module in modules),
+        classes=frozenset(stock_class(module).__name__ for _, module in modules),
         refused=frozenset(
             (fusion, path, reason)
             for fusion, found in resolution.fusion_plan.refused.items()
@@ -242,15 +244,13 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         )
     matched |= _declared_as_new(construction, model)
     if any("." in key for entry in construction.rules.entries for key in entry.patcher.class_mapping):
-        matched |= Matched(
-            places=frozenset((path, (original_class(module) or type(module)).__name__) for path, module in modules)
-        )
+        matched |= Matched(places=frozenset((path, stock_class(module).__name__) for path, module in modules))
     tell_blocks(matched)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
     follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
     record = PatchRecord(
-        model_class=original_class(model) or type(model),  # type: ignore[arg-type]
+        model_class=stock_class(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
         replaced=tuple(replaced),
         fused={item.path: (item.original, item.replacement) for item in replaced if item.path in resolution.fused},
@@ -258,6 +258,9 @@ def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, 
         layouts=dict(resolution.fusion_plan.layouts),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
+        functions=tuple(
+            (each.name, full_name(each.replacement), each.callers) for each in resolution.functions.replaced
+        ),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]

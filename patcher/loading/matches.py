@@ -51,6 +51,7 @@ def check_matches(
 def _problems(entry: InForce, matched: Matched, classes: bool, conversions: bool) -> Iterator[str]:
     if classes:
         yield from _unmatched_classes(entry, matched)
+        yield from _unmatched_functions(entry, matched)
         yield from _not_found(entry, matched, "new_weights", "the name of no parameter", "parameters")
     if conversions and matched.has_read:
         field = "filtered_weight_conversion_patterns"
@@ -128,6 +129,26 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
             )
     for fusion in patcher.fusions:
         yield from _unmatched_fusion(entry, fusion, matched)
+
+
+def _unmatched_functions(entry: InForce, matched: Matched) -> Iterator[str]:
+    """The functions that nothing of the model calls by name, each with the nearest of those that something does."""
+    found = matched.of(entry, "function_mapping")
+    for key in entry.patcher.function_mapping:
+        if key in found:
+            continue
+        name = key.rpartition(":")[2]
+        tables = sorted(table for function, table in matched.registries if function == name)
+        if tables:
+            hint = (
+                f": the modeling code looks for it in {tables[0]}, which all models share, when it runs. Register a "
+                "function of your own there, and choose it by its name"
+            )
+        elif name in matched.functions:
+            hint = f": the model calls another function of that name; write {name!r} for any"
+        else:
+            hint = f"; {_suggest(name, matched.functions, 'functions')}"
+        yield f"function_mapping: nothing in the modeling code calls {key!r}{hint}"
 
 
 def _unmatched_fusion(entry: InForce, fusion: str | Fusion, matched: Matched) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import original_class, state_tensors
+from patcher.compat.models import state_tensors, stock_class
 from patcher.compat.quantizers import (
     goes_by_parameters,
     is_named,
@@ -79,7 +79,7 @@ def remade_weights(
     fused = tuple(inside(path) for path, *_ in fused_modules(model))
     paths = [path for path in replaced if not inside(path).startswith(fused)]
     if paths and any(converts(entry.patcher) for entry in in_force):
-        stock = state_tensors(skeleton(original_class(model) or type(model), model.config))  # type: ignore[arg-type]
+        stock = state_tensors(skeleton(stock_class(model), model.config))  # type: ignore[arg-type]
         own = state_tensors(model)
         for path in paths:
             here, there = (

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.models import original_class
+from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
 from patcher.conversions.layouts import Layout
 from patcher.conversions.selection import select_conversions
@@ -50,6 +50,8 @@ class PatchRecord:
     #: path -> which parameters of a fused module have become which
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    #: (function, what is called in its place, the classes that call it) of each function that is replaced
+    functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint in the original layout was read; otherwise the conversions are found when it is saved
     read: bool = False
@@ -116,7 +118,7 @@ def record_of(model: nn.Module) -> PatchRecord | None:
 def keep_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchRecord) -> None:
     """Put the record on the model, and on its sub-models what they need to be saved by themselves."""
     for path, model in models:
-        part = _part(record, inside(path), original_class(model) or type(model)) if path else record
+        part = _part(record, inside(path), stock_class(model)) if path else record
         model.__dict__[RECORD] = part
 
 
@@ -128,6 +130,7 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
     return PatchRecord(
         model_class=model_class,
         in_force=record.in_force,
+        functions=record.functions,
         replaced=tuple(
             replace(item, path=item.path.removeprefix(prefix))
             for item in record.replaced

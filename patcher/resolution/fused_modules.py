@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
@@ -15,6 +16,7 @@ from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
+from patcher.resolution.replaced_functions import prepare_functions
 from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
 
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
@@ -22,13 +24,14 @@ _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
 def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept."""
-    entries = construction.rules.entries
+    patchers = [entry.patcher for entry in construction.rules.entries]
     if not construction.is_skeleton and any(
-        entry.patcher.fusions or entry.patcher.module_mapping for entry in entries
+        each.fusions or each.module_mapping or each.function_mapping for each in patchers
     ):
-        resolution = construction.resolution = resolve_in_force(entries, model_class, config)
-        rebuilt = frozenset(resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
-        construction.recorded = rebuilt | resolution.recorded
+        resolution = construction.resolution = resolve_in_force(construction.rules.entries, model_class, config)
+        prepare_functions(construction, resolution.functions)
+        rebuilt = (resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
+        construction.recorded = resolution.recorded.union(map(unrebound, rebuilt))
     if construction.recorded:
         cover_new_classes(construction.recorded)
 

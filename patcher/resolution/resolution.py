@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import stock_conversions
+from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
@@ -25,10 +26,12 @@ from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
 from patcher.display import folded
 from patcher.errors import PatchConflictError
+from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class_of, takes_modules
+from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
 
@@ -71,6 +74,7 @@ class Resolution:
         added: the conversions that come in front.
         original_classes: path -> the class that stood there, of what is replaced or fused.
         recorded: the classes whose constructor arguments the replacements of a module mapping take.
+        functions: the functions that are replaced, and the classes that call them.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
@@ -82,11 +86,16 @@ class Resolution:
     original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
     recorded: frozenset[type[nn.Module]] = field(default=frozenset(), repr=False)
     fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
+    functions: Functions = field(default=NO_FUNCTIONS, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
         lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
         lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
+        lines += [
+            f"{each.name}: {full_name(each.replacement)}, called by {', '.join(each.callers)}"
+            for each in self.functions.replaced
+        ]
         lines += [f"drops {describe(transform)}" for transform in self.dropped]
         lines += [f"adds {describe(transform)}" for transform in self.added]
         return "\n".join(lines) or "changes nothing"
@@ -102,22 +111,34 @@ def skeleton(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Pr
 
 def _patched_skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
-) -> tuple[PreTrainedModel, frozenset[type[nn.Module]]]:
-    """The same with the replacements of mappings in it, and the classes whose constructor arguments that took.
+) -> tuple[PreTrainedModel, frozenset[type[nn.Module]], Functions]:
+    """The same with what mappings put into it, the classes whose constructor arguments that took, and the functions.
 
-    Which classes these are shows where modules stand, so it is built once more whenever some were not recorded.
+    Which classes these are, and which call a function in their `__init__`, shows where modules stand: it is built once
+    more whenever some were not known.
     """
     recorded: frozenset[type[nn.Module]] = frozenset()
+    functions = NO_FUNCTIONS
     while True:
         construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True, recorded=recorded)
-        model = _built_on_meta(model_class, config, construction)
-        if not construction.unrecorded:
-            return model, recorded
+        model = _built_on_meta(model_class, config, construction, functions)
         recorded |= construction.unrecorded
+        if construction.unrecorded:
+            continue
+        if not functions.initialized:
+            functions = functions_in_force(construction.rules.entries, model)
+            if functions.initialized:
+                continue
+        check_initialized(model, functions)
+        swap_functions(model, functions)  # before fusions, which look at what the functions do
+        return model, recorded, functions
 
 
 def _built_on_meta(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, construction: Construction
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    construction: Construction,
+    functions: Functions = NO_FUNCTIONS,
 ) -> PreTrainedModel:
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
@@ -125,6 +146,7 @@ def _built_on_meta(
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True):
+        prepare_functions(construction, functions)
         return model_class(config)
 
 
@@ -138,9 +160,11 @@ def resolve_in_force(
 ) -> Resolution:
     """What several patchers do to one model, the innermost first."""
     entries = tuple(entries)
-    model, recorded = _patched_skeleton(model_class, config, entries)
+    model, recorded, functions = _patched_skeleton(model_class, config, entries)
     modules = dict(named_modules(model))
-    replaced = {path: type(module) for path, module in modules.items() if original_class(module) is not None}
+    replaced = {
+        path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None
+    }
     rules = ClassRules(entries)
     matches = {cls: rules.match(cls) for module in modules.values() if (cls := original_class(module)) is not None}
 
@@ -180,6 +204,7 @@ def resolve_in_force(
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
         refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
+        functions=functions,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
         added=tuple(selected.added),
         original_classes=MappingProxyType(

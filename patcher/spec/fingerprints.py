@@ -6,9 +6,11 @@ import ast
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import transformers
@@ -20,8 +22,8 @@ from patcher.errors import PresetDriftError, warn
 from patcher.spec.patcher import Patcher
 
 
-def fingerprint(cls: type[nn.Module]) -> str:
-    """The fingerprint of a class and of what it uses of the file that defines it.
+def fingerprint(cls: type[nn.Module] | Callable[..., Any]) -> str:
+    """The fingerprint of a class, or of a function, and of what it uses of the file that defines it.
 
     >>> from patcher import Patcher
     >>> from transformers.models.llama.modeling_llama import LlamaMLP
@@ -32,13 +34,14 @@ def fingerprint(cls: type[nn.Module]) -> str:
     It is of the syntax tree: formatting, comments and docstrings don't count.
 
     Raises:
-        OSError: the source of the class can't be found.
+        OSError: the source can't be found.
     """
-    path = inspect.getsourcefile(cls)
+    defined: Any = inspect.unwrap(cls)
+    path = inspect.getsourcefile(defined)
     if path is None:
-        raise OSError(f"no source file for {cls.__qualname__}")
+        raise OSError(f"no source file for {defined.__qualname__}")
     state = Path(path).stat()  # a notebook may write its code anew
-    return _fingerprint_in((path, state.st_mtime_ns, state.st_size), cls.__qualname__.split(".")[0])
+    return _fingerprint_in((path, state.st_mtime_ns, state.st_size), defined.__qualname__.split(".")[0])
 
 
 @lru_cache(maxsize=1024)
@@ -109,8 +112,10 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
     """
     if patcher.fingerprints:
         home = model_class.__module__ if model_class is not None else None
-        classes = [cls for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home]
-        _check_fingerprints(patcher, classes)
+        pinned: list[tuple[str, Any]] = [
+            (cls.__name__, cls) for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home
+        ]
+        _check_fingerprints(patcher, [*pinned, *_pinned_functions(patcher, [home] if home is not None else ())])
     installed = transformers.__version__
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
         warn(
@@ -136,24 +141,30 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
         return
     known = _pinned_classes(patcher, home)
     bases = {base for cls in classes for base in cls.__mro__}
+    functions = _pinned_functions(patcher, {home, *(base.__module__ for base in bases)})
     gone: set[str] = set()
     if all_there:
-        gone = set(patcher.fingerprints) - {cls.__name__ for cls in known}
+        gone = set(patcher.fingerprints) - {cls.__name__ for cls in known} - {name for name, _ in functions}
         gone = gone and gone - {name for name, _ in homes_of(gone)}
-    _check_fingerprints(patcher, [cls for cls in known if cls in bases], gone)
+    _check_fingerprints(patcher, [*((cls.__name__, cls) for cls in known if cls in bases), *functions], gone)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(class, module) of each modeling file of transformers that defines one of the classes, without importing any."""
-    wanted = "|".join(map(re.escape, names))
+    """(name, module) of each file of transformers that defines one of the classes or functions; none is imported.
+
+    A name may be `module:name`: then it is meant as that module has it.
+    """
+    asked = set(names)
+    wanted = "|".join(sorted(re.escape(name.rpartition(":")[2]) for name in asked))
     if not wanted:
         return []
-    head = re.compile(rf"^class ({wanted})\b", re.MULTILINE)
+    head = re.compile(rf"^(?:class|def) ({wanted})\b", re.MULTILINE)
     root = Path(transformers.__file__).parent
     found = []
-    for path in sorted(root.glob("models/*/modeling_*.py")):
+    for path in sorted([*root.glob("models/*/modeling_*.py"), *root.glob("*.py")]):
         module = ".".join(("transformers", *path.relative_to(root).with_suffix("").parts))
-        found += [(name, module) for name in head.findall(path.read_text(encoding="utf-8"))]
+        for name in head.findall(path.read_text(encoding="utf-8")):
+            found += [(each, module) for each in (name, f"{module}:{name}") if each in asked]
     return sorted(found)
 
 
@@ -166,18 +177,39 @@ def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]
     ]
 
 
-def _check_fingerprints(patcher: Patcher, classes: Iterable[type[nn.Module]], gone: Iterable[str] = ()) -> None:
+def _pinned_functions(patcher: Patcher, homes: Iterable[str]) -> list[tuple[str, Any]]:
+    """(pin, function) of the functions that modules of a model have by a name to which the patcher is pinned."""
+    found: dict[tuple[str, int], tuple[str, Any]] = {}
+    for home in sorted(homes):
+        if home not in sys.modules or home.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for key in patcher.fingerprints:
+            module, _, name = key.rpartition(":")
+            value = vars(sys.modules[home]).get(name)
+            if isinstance(value, FunctionType) and module in ("", home, value.__module__):
+                found.setdefault((key, id(value)), (key, value))
+    return list(found.values())
+
+
+def _check_fingerprints(patcher: Patcher, pinned: Iterable[tuple[str, Any]], gone: Iterable[str] = ()) -> None:
+    """Compare what has a pin with the code that it was pinned to.
+
+    Args:
+        pinned: (pin, class or function).
+        gone: the pins of what there isn't.
+    """
     changed = []
-    for cls in sorted(classes, key=lambda cls: (cls.__module__, cls.__name__)):
-        pinned = patcher.fingerprints[cls.__name__]
+    for name, thing in sorted(pinned, key=lambda item: (item[1].__module__, item[1].__name__)):
+        pins = patcher.fingerprints[name]
         try:
-            found = fingerprint(cls)
+            found = fingerprint(thing)
         except (OSError, SyntaxError) as error:
             found = f"nothing ({error})"
-        if found not in pinned:
-            changed.append(f"  {cls.__module__}.{cls.__name__}: pinned {', '.join(pinned)}, found {found}")
+        if found not in pins:
+            changed.append(f"  {thing.__module__}.{thing.__name__}: pinned {', '.join(pins)}, found {found}")
     for name in sorted(gone):
-        changed.append(f"  {name}: pinned {', '.join(patcher.fingerprints[name])}, and there is no such class")
+        pins = patcher.fingerprints[name]
+        changed.append(f"  {name}: pinned {', '.join(pins)}, and there is no such class or function")
     if changed:
         listed = "\n".join(changed)
         raise PresetDriftError(

@@ -122,8 +122,8 @@ class Patcher:
 
     Args:
         transformers: a PEP 440 specifier of the releases that it was verified on. Another release warns.
-        fingerprints: class name -> `patcher.fingerprint(cls)`, or several, of the code that it was verified on. Other
-            code raises.
+        fingerprints: name of a class, or of a function (bare, or `module:name`) -> `patcher.fingerprint(it)`, or
+            several, of the code that it was verified on. Other code raises.
         name: for reports.
 
     Raises:

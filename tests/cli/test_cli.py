@@ -219,7 +219,7 @@ def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
     done = run("fingerprint", "my_patches:PINNED")
     assert done.exit_code == 1
     assert f"modeling_llama: pinned {'0' * 16}" in done.stdout
-    assert f"# LlamaGone: pinned {'1' * 16}, and this transformers has no such class" in done.stdout
+    assert f"# LlamaGone: pinned {'1' * 16}, and this transformers has nothing of that name" in done.stdout
     told = run("fingerprint", "my_patches:PINNED", "--json")
     assert told.exit_code == 1
     data = json.loads(told.stdout)
@@ -378,7 +378,7 @@ WRONG: list[tuple[str, list[str], str]] = [
         ["plan", "FOLDER", "--patcher", "my_patches:SAME", "--patcher", "my_patches:UNFIT"],
         r"Both patchers",
     ),
-    ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names no class of transformers .* it has LlamaMPL"),
+    ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names nothing of transformers .* it has LlamaMPL"),
 ]
 
 

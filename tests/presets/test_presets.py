@@ -373,7 +373,9 @@ def test_a_class_that_is_gone_has_drifted() -> None:
     pinned = presets.LLAMA_FUSED_PROJECTIONS
     renamed = pinned.replace(fingerprints={**pinned.fingerprints, "LlamaOfAnotherName": "0" * 16})
 
-    with pytest.raises(PresetDriftError, match=r"LlamaOfAnotherName: pinned 0+, and there is no such class"):
+    with pytest.raises(
+        PresetDriftError, match=r"LlamaOfAnotherName: pinned 0+, and there is no such class or function"
+    ):
         transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=renamed)
 
 

@@ -36,6 +36,7 @@ ORDER = (
     "fusions",
     "spec",
     "construction",
+    "functions",
     "resolution",
     "loading",
     "codegen",

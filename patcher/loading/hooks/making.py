@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.compat.hooks import Stock
-from patcher.compat.models import original_class
+from patcher.compat.models import original_class, stock_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, current_construction
 from patcher.construction.in_force import in_force_for
@@ -20,6 +20,7 @@ from patcher.loading.checks import Diagnostics
 from patcher.loading.load import check_supported, finish_by_hand
 from patcher.loading.reading.initial_values import keeping_computed
 from patcher.resolution.fused_modules import fuse_standing_modules, prepare, rebuild_fused_modules
+from patcher.resolution.replaced_functions import replace_functions
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -55,7 +56,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
     construction = current_construction() or begin_by_hand(self)
     if construction is not None and construction.root in (None, self):
         construction.root = self
-        prepare(construction, original_class(self) or type(self), config)  # type: ignore[arg-type]
+        prepare(construction, stock_class(self), config)  # type: ignore[arg-type]
     stock(self, config, *args, **kwargs)
 
 
@@ -79,10 +80,11 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     if is_root:
         for entry in construction.rules.entries:
             if entry.patcher.fingerprints:  # what the model is made of is all imported now
-                classes = {original_class(module) or type(module) for module in self.modules()}
-                home = (original_class(self) or type(self)).__module__
+                classes = {stock_class(module) for module in self.modules()}
+                home = stock_class(self).__module__
                 check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
         replace_modules(construction, self)
+        replace_functions(construction, self)
         rebuild_fused_modules(construction, self)
     with keeping_computed(construction.outermost_built):
         stock(self)

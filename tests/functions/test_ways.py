@@ -1,0 +1,200 @@
+"""A function is replaced wherever a module calls it, or that is refused: it is never left as it was in silence."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from patcher.errors import PatchConstructionError
+from patcher.functions import rebinding
+from patcher.functions.models import find_functions, swap_functions
+from tests.functions import modeling_ways, modeling_ways_elsewhere
+
+WAYS = {
+    name: cls
+    for name, cls in vars(modeling_ways).items()
+    if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == modeling_ways.__name__
+}
+FOLLOWED = sorted(name for name in WAYS if not name.startswith("Not") and name not in ("Other",))
+REFUSED = {
+    "NotInATable": "finds it in TABLE",
+    "NotInAList": "finds it in LISTED",
+    "NotInATableOfTheClass": "holds it in a dict",
+    "NotInAPartialAttribute": "holds it in a partial",
+    "NotInAPartial": "finds it in partial",
+    "NotThroughAModule": r"calls it as elsewhere\.double",
+    "NotThroughAModulesFunction": r"calls it as elsewhere\.through_elsewhere",
+    "NotImportedInside": "imports it where it runs, from tests.functions.modeling_ways_elsewhere",
+    "NotByTheClass": r"calls it through StaticMethod\.part",
+    "NotInAnotherClass": "calls it through the class NoModule, which is no module",
+    "NotInAnAutogradFunction": "calls it through the class Doubling, which is no module",
+    "NotInAnObject": "finds it in instance",
+    "NotAModuleEachTime": "makes a Directly, which calls it, each time it runs",
+    "NotThroughAnObject": "finds it in wrapped",
+    "NotInAHiddenClosure": "holds it in its closure, as 'held'",
+    "NotAPartialMethod": "is a partialmethod",
+    "NotWithAGlobal": "needs counted, which the code of its module binds anew while it runs",
+    "NotAClosureThatChanges": "holds it in its closure, as 'function'",
+}
+
+
+def triple(x: Any) -> Any:
+    return x * 3
+
+
+LAYERS = ((("double", triple),),)
+ONE = torch.ones(())
+
+
+def replaced(module: nn.Module, layers: Any = LAYERS) -> nn.Module:
+    swap_functions(module, find_functions(module, layers))
+    return module
+
+
+def value(module: nn.Module) -> float:
+    return float(module(ONE))
+
+
+def test_there_is_a_case_for_each_way() -> None:
+    assert {name for name in WAYS if name.startswith("Not")} == REFUSED.keys()
+    assert len(FOLLOWED) > 25
+
+
+@pytest.mark.parametrize("way", FOLLOWED)
+def test_a_call_is_followed(way: str) -> None:
+    module, stock = WAYS[way](), WAYS[way]()
+    functions = find_functions(module, LAYERS)
+    assert [each.replacement for each in functions.replaced] == [triple]
+    swap_functions(module, functions)
+    assert (value(module), value(stock), value(WAYS[way]())) == (3, 2, 2)
+    assert isinstance(module, WAYS[way])
+    assert str(type(module)) == str(WAYS[way])
+    assert (type(module).__name__, type(module).__module__) == (way, modeling_ways.__name__)
+    assert modeling_ways.double(1) == modeling_ways_elsewhere.double(1) == 2
+    if way != "AsAnAttribute":  # the attribute is what changes, and not the class
+        assert inspect.getsource(type(module)) == inspect.getsource(WAYS[way])
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert value(again) == 3
+        assert type(again) is type(module)
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_a_call_that_can_not_be_followed_is_refused(way: str) -> None:
+    module = WAYS[way]()
+    said = rf"'double' can't be replaced for {way} alone: .* {REFUSED[way]}, and that would go on calling"
+    with pytest.raises(PatchConstructionError, match=said):
+        find_functions(module, LAYERS)
+    assert type(module) is WAYS[way]
+
+
+@pytest.mark.parametrize("way", ["ByAnotherName", "InAnotherFile", "InheritedFromAnotherFile"])
+def test_a_function_of_a_module_is_meant_wherever_it_is_called(way: str) -> None:
+    exact = ((("tests.functions.modeling_ways_elsewhere:double", triple),),)
+    assert value(replaced(WAYS[way](), exact)) == 3
+    other = ((("tests.functions.modeling_ways:double", triple),),)
+    assert find_functions(WAYS[way](), other).replaced == ()
+
+
+def times(number: int) -> Any:
+    def multiplied(x: Any) -> Any:
+        return x * number
+
+    return multiplied
+
+
+def test_a_function_of_a_module_wins_over_a_bare_name_and_the_inner_mapping_over_the_outer() -> None:
+    exact, bare = ("tests.functions.modeling_ways:double", times(5)), ("double", times(7))
+    for layers, expected in [
+        (((exact, bare),), 5),
+        (((bare, exact),), 5),
+        (((bare,), (exact,)), 7),
+        (((exact,), (bare,)), 5),
+        (((("no_such", times(1)),), (bare,)), 7),
+    ]:
+        functions = find_functions(WAYS["Directly"](), layers)
+        assert value(replaced(WAYS["Directly"](), layers)) == expected
+        (found,) = functions.replaced
+        assert {key for _, key in found.keys} == {key for layer in layers for key, _ in layer} - {"no_such"}
+
+
+def test_modules_of_one_class_share_one_class_and_those_of_another_mapping_have_another() -> None:
+    one, two = (type(replaced(WAYS["BySuper"]())) for _ in range(2))
+    assert one is two
+    assert type(replaced(WAYS["BySuper"](), ((("double", times(4)),),))) is not one
+
+
+def test_what_was_made_is_forgotten_with_its_objects() -> None:
+    import gc
+
+    before = set(rebinding._rebinders)
+    module = replaced(WAYS["BySuper"](), ((("double", times(4)),),))
+    assert len(set(rebinding._rebinders) - before) == 1
+    del module
+    gc.collect()
+    assert set(rebinding._rebinders) <= before
+
+
+def test_a_class_is_called_as_the_one_that_it_was_made_of() -> None:
+    made = type(replaced(WAYS["CalledByAPart"]()))
+    module = type(replaced(WAYS["Directly"]()))()
+    assert type(module) is WAYS["Directly"]
+    assert value(module) == 2
+    assert issubclass(made, nn.Module)
+
+
+def test_a_module_that_was_changed_meanwhile_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy holds what the names of the module were bound to."""
+    keep = replaced(WAYS["ThroughAFunction"]())
+    monkeypatch.setattr(modeling_ways, "helper", lambda x, again=modeling_ways.helper: again(x) * 11)
+    assert value(replaced(WAYS["ThroughAFunction"]())) == 33
+    monkeypatch.setattr(WAYS["Directly"], "forward", lambda self, x: x * 13)
+    assert find_functions(WAYS["Directly"](), LAYERS).replaced == ()
+    assert value(keep) == 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_lines_of_functions_and_classes(seed: int, tmp_path: Any) -> None:
+    """Functions that call each other at random, in classes that inherit at random: the sum counts every call."""
+    source, names = _program(random.Random(seed))
+    space: dict[str, Any] = {"nn": nn, "__name__": f"random_modeling_{seed}"}
+    exec(compile(source, "<random>", "exec"), space)
+    for name in names:
+        expected = _value_with(source, name, space["__name__"])
+        module = space[name]()
+        stock = float(module(ONE))
+        replaced(module, ((("leaf", lambda x: x + 100),),))
+        assert float(module(ONE)) == expected
+        assert float(space[name]()(ONE)) == stock
+
+
+def _program(draw: random.Random) -> tuple[str, list[str]]:
+    lines = ["def leaf(x):", "    return x + 1"]
+    functions = ["leaf"]
+    for number in range(draw.randint(1, 5)):
+        called = draw.sample(functions, draw.randint(1, len(functions)))
+        lines += [f"def f{number}(x):", "    return " + " + ".join(f"{each}(x)" for each in called)]
+        functions.append(f"f{number}")
+    classes: list[str] = []
+    for number in range(draw.randint(2, 5)):
+        base = draw.choice(["nn.Module", *classes])
+        lines.append(f"class C{number}({base}):")
+        calls = " + ".join(f"{each}(x)" for each in draw.sample(functions, draw.randint(1, 2)))
+        above = " + super().forward(x)" if base != "nn.Module" and draw.random() < 0.7 else ""
+        lines += ["    def forward(self, x):", f"        return {calls}{above}"]
+        classes.append(f"C{number}")
+    return "\n".join(lines), classes
+
+
+def _value_with(source: str, name: str, module: str) -> float:
+    """What the whole program gives with the other function."""
+    space: dict[str, Any] = {"nn": nn, "__name__": module}
+    exec(compile(source, "<random>", "exec"), space)
+    space["leaf"] = lambda x: x + 100
+    return float(space[name]()(ONE))
