@@ -129,9 +129,6 @@ def _arguments(
     if id(module) in construction.arguments:
         _, args, kwargs = construction.arguments[id(module)]
         return args, kwargs
-    for built in construction.built:
-        if built.module is module:
-            return built.args, built.kwargs
     cls = stock_class(module)
     if cls.__module__.startswith("torch."):
         return _attributes(path, module, match.replacement)

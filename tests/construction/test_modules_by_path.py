@@ -39,6 +39,7 @@ class Parts(PreTrainedModel):
         self.patches = nn.Conv2d(3, width, kernel_size=4, stride=2, padding=1, bias=False)
         self.dropped = nn.Dropout(0.25)
         self.heads = nn.MultiheadAttention(width, 2)
+        self.listed = nn.ModuleList([nn.Linear(width, width)])
         self.turned = Conv1D(2 * width, width)
         self.shared = nn.Linear(width, width)
         self.again = self.shared
@@ -113,6 +114,7 @@ def test_those_of_transformers_get_what_modeling_code_gave_them(path: str, expec
     ("path", "reason"),
     [
         ("heads", r"a MultiheadAttention of torch, whose constructor takes bias"),
+        ("listed", r"a ModuleList of torch, whose constructor takes modules"),
         ("copied", r"with which arguments the LlamaMLP there was made can't be known: it is a copy"),
     ],
 )

@@ -67,6 +67,13 @@ def test_each_tensor_finds_its_place_whatever_the_layer_is(kinds: list[str], is_
     assert found == set(model.state_dict())
 
 
+def test_what_is_bound_to_a_module_leaves_its_likes_alone() -> None:
+    model = Model(["joined", "joined"])
+    own = [(WeightConverter(["a", "b"], ["ab"], operations=[Concatenate(dim=0)]), frozenset({"model.layers.0.mlp"}))]
+    assert where(model, "model.layers.0.mlp.a", own, []) == "model.layers.0.mlp.ab"
+    assert where(model, "model.layers.1.mlp.a", own, []) == "model.layers.1.mlp.a"
+
+
 def test_a_renaming_whose_result_is_converted_runs_where_that_is() -> None:
     """`c` is named `b` for a converter of ours in one layer; a conversion of stock takes it in the other."""
     model = Model(["joined", "stock"])
