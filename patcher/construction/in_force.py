@@ -50,6 +50,7 @@ class Matched:
         places: (path, class) of the modules, where the key of a class may be meant as a path.
         functions: the names of the functions that the modeling code calls, where a patcher replaces any.
         registries: (function, table) of what it looks for in tables that all models share.
+        hidden: (function, another one) of what is called by another one that is replaced.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
@@ -65,6 +66,7 @@ class Matched:
     places: frozenset[tuple[str, str]] = frozenset()
     functions: frozenset[str] = frozenset()
     registries: frozenset[tuple[str, str]] = frozenset()
+    hidden: frozenset[tuple[str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()

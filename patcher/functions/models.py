@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, MethodType
@@ -15,6 +16,7 @@ from patcher.construction.plain_tensors import attributes
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import Blocked, Node, is_followed
 from patcher.functions.rebinding import Rebinder, lock, rebinder_for
+from patcher.functions.references import references_of
 from patcher.functions.rules import Hit, Layers
 from patcher.functions.signatures import check_signature
 
@@ -46,7 +48,8 @@ class Functions:
         classes: class -> the one derived from it whose functions call the replacements.
         replaced: each function that is replaced.
         known: the names of the functions that the modeling code of the model calls.
-        registries: function -> the table, shared by all models, in which the modeling code looks for it.
+        registries: (function, the table, shared by all models, in which the modeling code looks for it).
+        hidden: (function, the one that is replaced and that alone calls it).
         initialized: the classes whose `__init__` calls a function that is replaced.
     """
 
@@ -54,6 +57,7 @@ class Functions:
     replaced: tuple[ReplacedFunction, ...] = ()
     known: frozenset[str] = frozenset()
     registries: frozenset[tuple[str, str]] = frozenset()
+    hidden: frozenset[tuple[str, str]] = frozenset()
     initialized: frozenset[type[nn.Module]] = frozenset()
     rebinder: Rebinder | None = field(default=None, repr=False)
 
@@ -148,9 +152,17 @@ class _Search:
             ),
             known=frozenset(name for node in nodes for name in node.known),
             registries=frozenset(item for node in nodes for item in node.registries.items()),
+            hidden=frozenset(self._hidden()),
             initialized=frozenset(initialized),
             rebinder=self.rebinder,
         )
+
+    def _hidden(self) -> Iterator[tuple[str, str]]:
+        for hit, _ in self.found.values():
+            function = inspect.unwrap(hit.original)
+            if isinstance(function, FunctionType):
+                for name in references_of(function.__code__).read:
+                    yield name.name, getattr(hit.original, "__name__", "")
 
     def _check_shared(self) -> None:
         """Raise for what is replaced and is called through a table that all models share as well.

@@ -60,6 +60,8 @@ def unlike(before: inspect.Signature, after: inspect.Signature) -> str:
         if each.kind is Parameter.VAR_POSITIONAL:
             if not any_number:
                 return f"it takes no *{each.name}"
+            if len(places) > number + 1:
+                return f"its parameter {places[number + 1]!r} takes what is one of *{each.name}"
         elif each.kind is Parameter.VAR_KEYWORD:
             if not any_name:
                 return f"it takes no **{each.name}"

@@ -139,7 +139,10 @@ def _unmatched_functions(entry: InForce, matched: Matched) -> Iterator[str]:
             continue
         name = key.rpartition(":")[2]
         tables = sorted(table for function, table in matched.registries if function == name)
-        if tables:
+        callers = sorted(caller for function, caller in matched.hidden if function == name)
+        if callers:
+            hint = f": what calls it, {callers[0]}, is itself replaced"
+        elif tables:
             hint = (
                 f": the modeling code looks for it in {tables[0]}, which all models share, when it runs. Register a "
                 "function of your own there, and choose it by its name"

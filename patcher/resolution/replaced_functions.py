@@ -53,4 +53,6 @@ def matched_functions(entries: tuple[InForce, ...], functions: Functions) -> Mat
     keys: set[tuple[InForce, str, Any]] = {
         (entries[number], "function_mapping", key) for each in functions.replaced for number, key in each.keys
     }
-    return Matched(frozenset(keys), functions=functions.known, registries=functions.registries)
+    return Matched(
+        frozenset(keys), functions=functions.known, registries=functions.registries, hidden=functions.hidden
+    )

@@ -36,7 +36,9 @@ def examine(name: str) -> dict[str, Any]:
         model, passes = tiny(class_named(name))
     except Exception as error:  # whatever stock raises for a config that doesn't fit
         return {"name": name, "status": "not examined", "reason": f"{type(error).__name__}: {str(error)[:150]}"}
-    known = sorted(find_functions(model, ((("no_such_function", print),),)).known)
+    # What transformers' own plumbing calls as well is no matter of the modeling code: `is_torchdynamo_compiling`.
+    named = find_functions(model, ((("no_such_function", print),),)).known
+    known = sorted(key for key in named if not key.startswith("is_"))
     rows = {}
     for key in known:
         try:
@@ -44,7 +46,8 @@ def examine(name: str) -> dict[str, Any]:
         except PatcherError as error:
             rows[key] = f"refused: {error}"
             continue
-        for each in replaced:
+        # What transformers' own plumbing calls as well is no matter of the modeling code.
+        for each in (each for each in replaced if not each.name.startswith("transformers.utils.")):
             rows[each.name] = outcome(model, passes, key, each.original)
     return {"name": name, "status": "examined", "reason": "", "functions": rows}
 

@@ -1,0 +1,397 @@
+"""A function replaced for one load: the model that has it, the models beside it, and what else is done with it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2VLForConditionalGeneration
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import patcher
+from patcher import Patcher, report
+from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
+from tests.functions import functions
+from tests.functions.functions import CALLS
+from tests.support import tiny
+
+ROPE = Patcher(function_mapping={"apply_rotary_pos_emb": functions.counted_rope})
+PLAIN = Patcher(function_mapping={"apply_rotary_pos_emb": functions.plain_rope})
+IDS = torch.arange(3, 13)[None]
+LLAMA = modeling_llama.__name__
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> Iterator[None]:
+    shipped = dict(vars(modeling_llama)), dict(vars(LlamaAttention))
+    CALLS.clear()
+    yield
+    assert (dict(vars(modeling_llama)), dict(vars(LlamaAttention))) == shipped
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_tiny(tiny.tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def load(folder: Path, patcher: Patcher, **options: Any) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, patcher=patcher, **options).eval()
+
+
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, **options).logits  # type: ignore[no-any-return]
+
+
+def same(model: Any, stock: Any) -> bool:
+    return torch.equal(logits(model), logits(stock))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "calls"),
+    [
+        ({"apply_rotary_pos_emb": functions.counted_rope}, ["rope"] * 2),
+        ({f"{LLAMA}:apply_rotary_pos_emb": functions.counted_rope}, ["rope"] * 2),
+        ({"rotate_half": functions.counted_half}, ["half"] * 4),
+        ({"create_causal_mask": functions.counted_mask}, ["mask"]),
+        ({"transformers.masking_utils:create_causal_mask": functions.counted_mask}, ["mask"]),
+        ({"eager_attention_forward": functions.counted_eager}, ["eager"] * 2),
+        (
+            {"create_causal_mask": functions.counted_mask, "apply_rotary_pos_emb": functions.counted_rope},
+            ["mask", "rope", "rope"],
+        ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_load_calls_the_replacement_and_nobody_else_does(
+    folder: Path, mapping: Any, calls: list[str], tmp_path: Path
+) -> None:
+    stock = load(folder, Patcher(), attn_implementation="eager")
+    model = load(folder, Patcher(function_mapping=mapping), attn_implementation="eager")
+    assert same(model, stock)
+    assert calls == CALLS
+    logits(stock)
+    logits(load(folder, Patcher()))
+    assert calls == CALLS
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert isinstance(model.model.layers[0].self_attn, LlamaAttention)
+    model.save_pretrained(tmp_path / "patched")
+    stock.save_pretrained(tmp_path / "stock")
+    for file in (tmp_path / "stock").iterdir():
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_every_way_to_make_a_model(folder: Path, stock: Any) -> None:
+    config = tiny.tiny_llama_config()
+    with ROPE.applied():
+        by_hand = LlamaForCausalLM(config)
+    made = [by_hand, AutoModelForCausalLM.from_config(config, patcher=ROPE), ROPE.apply(stock)]
+    for model in made:
+        CALLS.clear()
+        logits(model)
+        assert CALLS == ["rope"] * 2
+        assert [row[2] for row in report(model).functions] == [("LlamaAttention",)]
+    CALLS.clear()
+    back = Patcher().apply(made[2])
+    assert same(back, stock)
+    assert not CALLS
+    assert type(back) is LlamaForCausalLM
+    assert type(back.model.layers[0].self_attn) is LlamaAttention
+    assert type(type(made[0])(config).model.layers[0].self_attn) is LlamaAttention
+    assert report(type(ROPE.apply(stock)).from_pretrained(folder)).functions == ()
+
+
+@pytest.mark.parametrize("fusions", [(), ("qkv", "gate_up")], ids=str)
+def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Path) -> None:
+    model = load(folder, ROPE.replace(fusions=fusions))
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(written, weights_only=False)]
+    for each in copies:
+        CALLS.clear()
+        assert torch.allclose(logits(each), logits(stock), atol=1e-5)
+        assert CALLS == ["rope"] * 2
+        assert type(each.model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
+        assert report(each).functions == report(model).functions
+    other = copy.deepcopy(stock)
+    other.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    CALLS.clear()
+    assert torch.allclose(logits(other), logits(stock), atol=1e-5)
+    assert CALLS == ["rope"]
+    for number, each in enumerate([*copies, other, model]):
+        each.save_pretrained(tmp_path / str(number))
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / str(number) / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_another_process_reads_a_pickle(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, ROPE.replace(fusions="qkv"))
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(logits(model), tmp_path / "logits.pt")
+    code = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1] + '/model.pt', weights_only=False)\n"
+        "with torch.no_grad(): found = model(torch.arange(3, 13)[None]).logits\n"
+        "assert torch.equal(found, torch.load(sys.argv[1] + '/logits.pt'))\n"
+        "from tests.functions.functions import CALLS\n"
+        "assert CALLS == ['rope'] * 2, CALLS\n"
+        "model.save_pretrained(sys.argv[1] + '/saved')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_fusions_are_proven_with_the_replacement_in_place(folder: Path) -> None:
+    both = PLAIN.replace(fusions=["qkv", "gate_up"])
+    assert torch.allclose(logits(load(folder, both)), logits(load(folder, PLAIN)), atol=1e-5)
+    writing = Patcher(function_mapping={"apply_rotary_pos_emb": functions.writing_rope})
+    alone, fused = load(folder, writing), load(folder, writing.replace(fusions="qkv"))
+    assert "qkv_proj" in dict(fused.model.layers[0].self_attn.named_children())
+    for model in (alone, fused):
+        model(IDS, labels=IDS).loss.backward()
+    assert torch.allclose(logits(alone), logits(fused), atol=1e-5)
+    assert torch.allclose(
+        alone.model.embed_tokens.weight.grad, fused.model.embed_tokens.weight.grad, atol=1e-5
+    )  # a plain split would not let it be written into
+
+
+class OwnAttention(LlamaAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        CALLS.append("own")
+        return super().forward(*args, **kwargs)
+
+
+def test_with_a_class_mapping(folder: Path, stock: Any) -> None:
+    model = load(folder, ROPE.replace(class_mapping={"LlamaAttention": OwnAttention}))
+    assert same(model, stock)
+    assert CALLS == ["own", "rope"] * 2
+    assert isinstance(model.model.layers[0].self_attn, OwnAttention)
+    assert report(model).replaced[0][1:] == ("LlamaAttention", "OwnAttention")
+    assert report(model).functions[0][2] == ("OwnAttention",)
+    assert pickle.loads(pickle.dumps(model)).model.layers[0].self_attn.__class__ is type(
+        model.model.layers[0].self_attn
+    )
+
+
+def test_the_inner_patcher_wins(folder: Path) -> None:
+    with PLAIN.applied():
+        model = load(folder, ROPE)
+    logits(model)
+    assert CALLS == ["rope"] * 2
+
+
+# --- what is found before anything is built ------------------------------------------------------------------------
+
+
+def fewer(q: Any, k: Any, cos: Any) -> Any: ...
+
+
+def others(
+    module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, dropout: float = 0.0, **kwargs: Any
+) -> Any: ...
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing calls it": (
+        {"apply_rotary_emb": fewer},
+        UnmatchedPatchError,
+        "nothing in the modeling code calls 'apply_rotary_emb'; nearest: apply_rotary_pos_emb",
+    ),
+    "that of another model": (
+        {"transformers.models.mistral.modeling_mistral:rotate_half": fewer},
+        UnmatchedPatchError,
+        "the model calls another function of that name; write 'rotate_half' for any",
+    ),
+    "in a table of all models": (
+        {"sdpa_attention_forward": fewer},
+        UnmatchedPatchError,
+        "'sdpa_attention_forward': the modeling code looks for it in ALL_ATTENTION_FUNCTIONS, which all models share",
+    ),
+    "only called by one that is replaced": (
+        {"rotate_half": functions.counted_half, "apply_rotary_pos_emb": functions.counted_rope},
+        UnmatchedPatchError,
+        "'rotate_half': what calls it, apply_rotary_pos_emb, is itself replaced",
+    ),
+    "a call that doesn't fit": (
+        {"apply_rotary_pos_emb": fewer},
+        PatchConstructionError,
+        r"fewer, for 'apply_rotary_pos_emb', doesn't fit a call of it in LlamaAttention.forward, line \d+ of "
+        r"modeling_llama.py: apply_rotary_pos_emb\(.*\): it takes 3 positional arguments, and is given 4",
+    ),
+    "parameters of other names": (
+        {"eager_attention_forward": others},
+        PatchConstructionError,
+        "doesn't fit what it replaces, which LlamaAttention.forward hands on: its parameter number 2 is 'q', not 'qu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_right_is_found_before_anything_is_built(case: str, folder: Path) -> None:
+    mapping, error, message = REFUSED[case]
+    patcher_ = Patcher(function_mapping=mapping)
+    with pytest.raises(error, match=message):
+        load(folder, patcher_)
+    (problem,) = patcher.plan(folder, patcher_).problems
+    if error is PatchConstructionError:
+        with pytest.raises(error, match=message):
+            patcher_.resolve(LlamaForCausalLM, tiny.tiny_llama_config())
+        with pytest.raises(error, match=message), patcher_.applied():
+            LlamaForCausalLM(tiny.tiny_llama_config())
+    else:
+        with pytest.warns(UserWarning, match=message):
+            load(folder, patcher_.replace(strict=False))
+    assert not CALLS
+    assert next(iter(mapping)) in problem
+
+
+def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
+    """Text and vision have an `eager_attention_forward` each, one of them in another file."""
+    config = tiny.tiny_llava_config()
+    text = "transformers.models.llama.modeling_llama:eager_attention_forward"
+    both, one = (Patcher(function_mapping={key: functions.counted_eager}) for key in ("eager_attention_forward", text))
+    model = tiny.build_tiny(config)
+    found = both.resolve(type(model), config).functions.replaced
+    assert len(found) == 2
+    (only,) = one.resolve(type(model), config).functions.replaced
+    assert only.name == text
+    assert Qwen2VLForConditionalGeneration.__name__ not in only.callers
+
+
+# --- what is told --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_told(folder: Path) -> None:
+    model, plan = load(folder, PLAIN), patcher.plan(folder, PLAIN)
+    row = (f"{LLAMA}:apply_rotary_pos_emb", "tests.functions.functions:plain_rope", ("LlamaAttention",))
+    assert report(model).functions == plan.functions == (row,)
+    assert plan.ok
+    assert report(model).to_dict()["functions"] == [[row[0], row[1], ["LlamaAttention"]]]
+    for told in (report(model), plan):
+        assert "1 function " in str(told)
+        assert "called by" in str(told)
+    resolution = PLAIN.resolve(LlamaForCausalLM, tiny.tiny_llama_config())
+    assert str(resolution) == f"{row[0]}: {row[1]}, called by LlamaAttention"
+    shown = patcher.diff(model)
+    assert shown
+    (function,) = shown.functions
+    assert (function.callers, function.becomes) == (("LlamaAttention",), "tests.functions.functions.plain_rope")
+    assert "-    q_embed = (q * cos) + (rotate_half(q) * sin)\n" in function.text
+    assert "\n+    return q * cos.unsqueeze(unsqueeze_dim), k" in str(shown)
+    assert shown.to_dict()["functions"][0]["callers"] == ["LlamaAttention"]
+    assert not patcher.diff(model, Patcher())
+
+
+def test_fingerprints_of_functions(folder: Path) -> None:
+    found = patcher.fingerprint(modeling_llama.apply_rotary_pos_emb)
+    for key in ("apply_rotary_pos_emb", f"{LLAMA}:apply_rotary_pos_emb"):
+        load(folder, PLAIN.replace(fingerprints={key: found}))
+        with pytest.raises(PresetDriftError, match=rf"{LLAMA}.apply_rotary_pos_emb: pinned 00, found {found}"):
+            load(folder, PLAIN.replace(fingerprints={key: "00"}))
+    with pytest.raises(PresetDriftError, match=r"transformers.masking_utils.create_causal_mask: pinned 00, found"):
+        load(folder, PLAIN.replace(fingerprints={"create_causal_mask": "00"}))
+    with pytest.raises(PresetDriftError, match=r"no_such_function: pinned 00, and there is no such class or function"):
+        load(folder, PLAIN.replace(fingerprints={"no_such_function": "00"}))
+
+
+@pytest.mark.slow
+def test_verify_knows_right_from_wrong(folder: Path) -> None:
+    assert patcher.verify(folder, Patcher(function_mapping={"rotate_half": functions.counted_half})).passed
+    wrong = patcher.verify(folder, PLAIN)
+    assert not wrong.passed
+    assert any("model.layers.0.self_attn" in failure for failure in wrong.failures)
+
+
+# --- an ordinary model afterwards ----------------------------------------------------------------------------------
+
+
+def test_it_generates_records_and_trains_as_stock(folder: Path, stock: Any) -> None:
+    model = load(folder, ROPE, attn_implementation="eager")
+    stock = load(folder, Patcher(), attn_implementation="eager")
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(IDS, **options), stock.generate(IDS, **options))
+    found, expected = (each(IDS, output_attentions=True, output_hidden_states=True) for each in (model, stock))
+    assert len(found.attentions) == len(expected.attentions) == 2
+    assert len(found.hidden_states) == len(expected.hidden_states) == 3
+    for each in (model, stock):
+        each.set_attn_implementation("sdpa")
+    assert same(model, stock)
+    for each in (model, stock):
+        getattr(each, "activation_checkpointing_enable", each.gradient_checkpointing_enable)()
+        each.train()
+        each(IDS, labels=IDS, use_cache=False).loss.backward()
+    gradients = zip(model.parameters(), stock.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in gradients)
+
+
+def test_a_runtime_layout_is_that_of_the_fusions(folder: Path, tmp_path: Path) -> None:
+    """Functions change no layout: `config.json` doesn't name them, and a load brings them as the first did."""
+    model = load(folder, ROPE)
+    model.save_pretrained(tmp_path / "plain", save_original_format=False)
+    assert (tmp_path / "plain/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    fused = load(folder, PLAIN.replace(fusions="qkv"))
+    fused.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert torch.equal(logits(load(tmp_path / "fused", PLAIN)), logits(fused))
+    assert report(LlamaForCausalLM.from_pretrained(tmp_path / "fused")).functions == ()
+
+
+def test_threads_with_and_without(folder: Path, stock: Any) -> None:
+    barrier = threading.Barrier(4)
+
+    def one(number: int) -> bool:
+        barrier.wait()
+        model = load(folder, PLAIN if number % 2 else Patcher())
+        return same(model, stock)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(4))) == [True, False, True, False]
+
+
+@pytest.mark.slow
+def test_compiled_no_worse_than_stock_and_beside_it(folder: Path, stock: Any) -> None:
+    """Two models in one process, one with and one without: neither has the other's code compiled anew."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    patched = load(folder, PLAIN)
+
+    def compiled(*models: Any) -> tuple[int, int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        counters.clear()
+        runs = [torch.compile(each, backend="eager") for each in models]
+        with torch.no_grad():
+            found = [run(IDS, use_cache=False).logits for _ in range(3) for run in runs]
+        return counters["stats"]["unique_graphs"], counters["graph_break"].total(), found
+
+    alone, with_functions = compiled(stock), compiled(patched)
+    assert with_functions[:2] == alone[:2]
+    both = compiled(stock, patched)
+    assert both[:2] == (alone[0] + with_functions[0], 0)
+    assert torch.equal(both[2][0], logits(stock))
+    assert torch.equal(both[2][1], logits(patched))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_exported(folder: Path) -> None:
+    model = load(folder, PLAIN)
+    exported = torch.export.export(model, (IDS,), {"use_cache": False})
+    assert torch.allclose(exported.module()(IDS, use_cache=False).logits, logits(model), atol=1e-5)
