@@ -14,6 +14,7 @@ from patcher.patterns import nearest
 #: Families that a Patcher finds by name, and where they live: imported when they are asked for.
 FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
+    "kv": "patcher.fusions.kv:KV",
     "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
     "qkv": "patcher.fusions.qkv:QKV",
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
