@@ -10,7 +10,7 @@ from torch import nn
 from patcher.fusions import Projections
 
 #: What a part of a name says of the role; the rest of the names must agree.
-ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
+_ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
 #: Where attention keeps the size of a head.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_per_head")
 
@@ -28,31 +28,23 @@ class QKV(Projections):
     subject = "three projections of queries, keys and values (q_proj, k_proj, v_proj; query, key, value; ...)"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-        return alike(names, ROLES)
+        known = set(names)
+        for name in sorted(known):
+            words = name.split("_")
+            for role in _ROLES:
+                for place, word in enumerate(words):
+                    if word.lower() != role[0]:
+                        continue
+                    group = tuple(
+                        "_".join([*words[:place], _cased(other, word), *words[place + 1 :]]) for other in role
+                    )
+                    if known.issuperset(group):
+                        yield group
 
     def rows_together(self, module: nn.Module) -> int:
         """The size of a head."""
-        return head_size(module)
-
-
-def alike(names: Iterable[str], roles: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The names that differ in one word only, which tells the role of each."""
-    known, roles = set(names), tuple(roles)
-    for name in sorted(known):
-        words = name.split("_")
-        for role in roles:
-            for place, word in enumerate(words):
-                if word.lower() != role[0]:
-                    continue
-                group = tuple("_".join([*words[:place], _cased(other, word), *words[place + 1 :]]) for other in role)
-                if known.issuperset(group):
-                    yield group
-
-
-def head_size(module: nn.Module) -> int:
-    """The size of an attention's heads, 0 where it doesn't tell."""
-    found = {value for name in _HEAD_SIZES if isinstance(value := getattr(module, name, None), int)}
-    return found.pop() if len(found) == 1 else 0
+        found = {value for name in _HEAD_SIZES if isinstance(value := getattr(module, name, None), int)}
+        return found.pop() if len(found) == 1 else 0
 
 
 def _cased(word: str, like: str) -> str:
