@@ -172,7 +172,9 @@ def _tokens(arguments: dict[str, Any], known: dict[str, Any]) -> None:
 
 def _shorten(arguments: dict[str, Any], known: dict[str, Any], fixed: set[str]) -> None:
     """Lists with an entry for each layer: one layer of every kind that occurs, and at least two."""
-    count_name = next((name for name in COUNTS_OF_LAYERS.split() if name in arguments and isinstance(known[name], int)), None)
+    count_name = next(
+        (name for name in COUNTS_OF_LAYERS.split() if name in arguments and isinstance(known[name], int)), None
+    )
     if count_name is None:
         return
     count = known[count_name]

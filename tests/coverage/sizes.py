@@ -95,7 +95,9 @@ SMALL: dict[str, Any] = {
 FEW = frozenset(f"{COUNTS_OF_LAYERS} {_EXPERTS} {_CHOSEN_EXPERTS} vocab_size vocab_size_per_layer_input".split())
 
 #: What the config around a part sets in it and a small one keeps.
-PARTS_SET = frozenset("out_features out_indices return_idx backbone features_only model_args architecture arch".split())
+PARTS_SET = frozenset(
+    "out_features out_indices return_idx backbone features_only model_args architecture arch".split()
+)
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2}
@@ -103,7 +105,12 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_ex
 _ASSISTANT: dict[str, Any] = {"backbone_hidden_size": 64, "text_config.num_hidden_layers": 4}
 _ASSISTANT |= {"text_config.layer_types": ["sliding_attention", "full_attention"] * 2}
 _ASSISTANT |= {"text_config.num_kv_shared_layers": 2}
-_SERIES: dict[str, Any] = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 2}
+_SERIES: dict[str, Any] = {
+    "prediction_length": 4,
+    "context_length": 8,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 2,
+}
 _SERIES["feature_size"] = 7  # what these are together
 #: kernel, stride and padding
 _INTRACLASS: dict[str, Any] = {"reduce_channel": [1, 1, 0], "return_channel": [1, 1, 0]} | {

@@ -163,7 +163,10 @@ CALLED = {
     ("Cross", "return self.attn(x, x, third=None)"): None,
     ("Cross", "return self.attn(x, y, third=None)"): "its inputs may be different tensors: Model passes x=x, other=y",
     ("Three", "return self.attn(x, x, x)"): None,
-    ("Three", "return self.attn(x, y, y)"): "its inputs may be different tensors: Model passes query=x, key=y, value=y",
+    (
+        "Three",
+        "return self.attn(x, y, y)",
+    ): "its inputs may be different tensors: Model passes query=x, key=y, value=y",
     ("Three", "return self.attn(x * 2, x * 2, x * 2)"): "its inputs are computed one by one: Model passes an expr",
     ("Three", "return list(self.children())[0](x, x, x)"): "nothing shows that query, key, value are one tensor",
     ("Attention", "return self.attn(x, other=y)"): None,
