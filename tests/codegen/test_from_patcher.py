@@ -125,6 +125,18 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["qkv"],
         SOUND,
     ),
+    "BART, and cross attention": (
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64),
+        ["qkv", "kv"],
+        BOTH_SIDES,
+    ),
+    "Whisper, cross attention alone": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+        ["kv"],
+        SOUND,
+    ),
     # patches of images
     "ViT": ("ViTForImageClassification", lambda: transformers.ViTConfig(**IMAGES), ["patch_embeddings"], IMAGE),
     "ViT, and qkv": (
