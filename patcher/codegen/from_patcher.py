@@ -187,7 +187,7 @@ class _Description(NamedTuple):
             path = next(iter(fused))
             self._check_home(path, original)
             bring = partial(dependencies.operation, asked=f"from_patcher(), for {fusions[path]!r},")
-            write_rewritten(owners, original, fused, fusing[path], bring)
+            write_rewritten(owners, original, fused, fusing, bring)
         owners.write()
 
     def _check_home(self, path: str, original: type[nn.Module]) -> None:

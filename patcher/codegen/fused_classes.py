@@ -129,7 +129,7 @@ class Owners:
         name: str,
         fused: Mapping[str, Any],
         write: Callable[[Any, str], tuple[str, str]],
-        change: Callable[[Any, str], tuple[str, str]],
+        change: Callable[[str, str], tuple[str, str]],
     ) -> None:
         """Have whoever builds objects of a class make some of them of classes that inherit from it.
 
@@ -137,7 +137,7 @@ class Owners:
             name: the class.
             fused: path -> the class that an object is to be of.
             write: the text of such a class under a name, and why.
-            change: what else is done to an object, by the expression that knows it, and why.
+            change: what else is done to the object at a path, by the expression that knows it, and why.
         """
         variants = list(dict.fromkeys(fused.values()))
         for number, cls in enumerate(variants, 1):
@@ -145,7 +145,7 @@ class Owners:
             self.described.add_helper_after(name, *write(cls, new))
             for path in (path for path, found in fused.items() if found is cls):
                 owner, part = self.part(path, fused)
-                statement, why = change(cls, part)
+                statement, why = change(path, part)
                 self.add(owner, f"{part}.__class__ = {new}\n{statement}", why)
 
     def _expression(self, start: str, parts: list[str]) -> str:
@@ -173,7 +173,11 @@ class Owners:
 
 
 def write_rewritten(
-    owners: Owners, original: type[nn.Module], fused: Mapping[str, Any], fusing: str, bring: Callable[[type], None]
+    owners: Owners,
+    original: type[nn.Module],
+    fused: Mapping[str, Any],
+    fusing: Mapping[str, str],
+    bring: Callable[[type], None],
 ) -> None:
     """The code of a class with other parameters and other methods.
 
@@ -181,11 +185,11 @@ def write_rewritten(
         owners: the classes that build its objects.
         original: the class.
         fused: path -> rewritten class, of the objects that are fused.
-        fusing: what gives an object the other parameters, with {} for the expression that knows it.
+        fusing: path -> what gives an object the other parameters, with {} for the expression that knows it.
         bring: has the file know a class.
     """
     described, name = owners.described, original.__name__
-    only = owners.only_class(original, fused)
+    only, of_all = owners.only_class(original, fused), fusing[next(iter(fused))].format("self")
     mixins = {cls: _mixins(original, cls) for cls in fused.values()}
     for mixin in dict.fromkeys(each for listed in mixins.values() for each in listed):
         bring(mixin)
@@ -196,10 +200,10 @@ def write_rewritten(
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
                 described.override_method(f"{name}.{part}", code, "for others", new=True)
-            owners.add(name, fusing.format("self"), why)
+            owners.add(name, of_all, why)
             return
         # A decorator of the class chooses among forwards: the class is replaced as a whole.
-        if text := _replacement(original, only, fusing.format("self"), mixins[only]):
+        if text := _replacement(original, only, of_all, mixins[only]):
             described.replace_class(name, text, why)
             return
 
@@ -209,8 +213,8 @@ def write_rewritten(
         bases = ", ".join([*(each.__name__ for each in mixins[cls]), name])
         return class_text(new, bases, str(cls.__doc__), [*extra, *cls._rewritten.values()]), _reason(cls)
 
-    def change(cls: Any, part: str) -> tuple[str, str]:
-        return fusing.format(part), f"{part.removeprefix('self.')}: {_reason(cls)}"
+    def change(path: str, part: str) -> tuple[str, str]:
+        return fusing[path].format(part), f"{part.removeprefix('self.')}: {_reason(fused[path])}"
 
     owners.make_subclasses(name, fused, write, change)
 

@@ -118,6 +118,29 @@ def was_used(transform: WeightTransform) -> bool:
     return bool(transform._was_used)
 
 
+def unmark_by(names: Iterable[str], transforms: Iterable[WeightTransform], checkpoint: Iterable[str]) -> None:
+    """Take back that renamings have been used, where nothing but `names` has matched them.
+
+    A load reversed them when it saves: an expression such as `^(?!timm_model)(.+)` takes any name.
+
+    Args:
+        names: keys that stood in a checkpoint for others.
+        checkpoint: the keys that it has.
+    """
+    used = [each for each in transforms if isinstance(each, WeightRenaming)]
+
+    def copies_used_by(keys: Iterable[str]) -> list[WeightTransform]:
+        copies = [copy_transform(each) for each in used]
+        for key in keys:
+            for each in copies:
+                key, _ = each.rename_source_key(key)
+        return copies
+
+    if any(map(was_used, copies_used_by(names))):
+        for each, copy in zip(used, copies_used_by(checkpoint), strict=True):
+            each._was_used = copy._was_used
+
+
 #: What a load makes of a key: its name, and the converter and the source pattern that take it.
 Renamed: TypeAlias = "tuple[str, WeightTransform | None, str | None]"
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         view_of as view_of,
     )
     from patcher.fusions.gate_up import GateUp as GateUp
+    from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
 
 __all__ = [
+    "KV",
     "QKV",
     "Flatten",
     "FusedModule",

@@ -6,7 +6,8 @@
 
 transformers knows no fusion called "patcher", so without this package such a config is refused. What keeps the weights
 beside it from being loaded as others, whatever config is given, is the name of their file: see
-`patcher.loading.layout_on_disk`. Names are all that is ever read from there.
+`patcher.loading.layout_on_disk`. Names are all that is ever read from there; a family that another package registers
+is named with it, `"acme-fusions/stacked"`, and imported if that is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusions_configured
+from patcher.fusions.families import name_in_config, named_in_config
 
 KEY = "patcher"
 
@@ -47,9 +48,7 @@ def split_fusion_config(config: Any) -> tuple[list[str], Any]:
             f"fusion_config: {KEY!r} holds a list of names of fusions, found {reprlib.repr(names)} "
             f'({type(names).__name__}); write {{"{KEY}": ["qkv"]}}.'
         )
-    for name in names:
-        fusions_configured(name, True)
-    return list(names), {key: value for key, value in config.items() if key != KEY}
+    return [named_in_config(name) for name in names], {key: value for key, value in config.items() if key != KEY}
 
 
 def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
@@ -80,5 +79,5 @@ def names_fusions(config: Any) -> bool:
 def with_fusion_names(config: Any, fusions: Iterable[str | Fusion]) -> dict[str, Any]:
     """A `fusion_config` that names these fusions of ours and no others, besides what it says of transformers'."""
     rest = dict(split_fusion_config(config)[1] or {})
-    names = [fusion for fusion in fusions if isinstance(fusion, str)]
+    names = [name_in_config(fusion) for fusion in fusions if isinstance(fusion, str)]
     return {**rest, KEY: names} if names else rest

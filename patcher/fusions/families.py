@@ -1,23 +1,42 @@
-"""The families that have a name, and what a fusion config or a Patcher means by it."""
+"""The families that have a name, and what a fusion config or a Patcher means by it.
+
+A package registers one of its own under the entry point group `patcher.fusions`, by the name that the family has:
+
+```toml
+[project.entry-points."patcher.fusions"]
+stacked = "acme_fusions:Stacked"
+```
+
+It is imported when its name is asked for. In a `config.json` its package stands before it: `acme-fusions/stacked`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from patcher.errors import InvalidPatcherError
+from packaging.utils import canonicalize_name
+
+from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.base import Fusion
 from patcher.patterns import nearest
 
 #: Families that a Patcher finds by name, and where they live: imported when they are asked for.
 FAMILIES: dict[str, str] = {
     "gate_up": "patcher.fusions.gate_up:GateUp",
+    "kv": "patcher.fusions.kv:KV",
     "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
     "qkv": "patcher.fusions.qkv:QKV",
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
 }
+#: Where packages register theirs.
+GROUP = "patcher.fusions"
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 def fusion_named(name: Any) -> Fusion:
@@ -36,8 +55,44 @@ def shortest(fusion: Any) -> str | Fusion:
         InvalidPatcherError: there is no such family.
     """
     found = fusion_named(fusion)
-    known = found.name in FAMILIES and found == fusion_named(found.name)
-    return found.name if known else found
+    if found.name not in FAMILIES and found.name not in _registered():
+        return found
+    try:
+        return found.name if found == _family(found.name)() else found
+    except PatcherError:  # the name isn't that of one family
+        return found
+
+
+def name_in_config(name: str) -> str:
+    """The name of a family as a `config.json` has it: with the package that registers it, if that isn't this one."""
+    if name in FAMILIES:
+        return name
+    return f"{_package_of(_family_entry(name))}/{name}"
+
+
+def named_in_config(text: str) -> str:
+    """The name of the family that a `config.json` means.
+
+    Raises:
+        InvalidPatcherError: the package that has it isn't installed, or there is no such family.
+        PatchConflictError: several packages register the name.
+    """
+    package, _, name = text.rpartition("/")
+    if not _PACKAGE.fullmatch(package) or not _PACKAGE.fullmatch(name) or name in FAMILIES:
+        _family(text)  # without a package, or nothing that is meant so
+        return text
+    if not _registered_as(name):
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is a family of fusions of the package {package!r}, which is not installed here: it "
+            f"registers nothing of that name under the entry point group {GROUP!r}. Install it: pip install {package}"
+        )
+    if canonicalize_name(found := _package_of(_family_entry(name))) != canonicalize_name(package):
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is a family of the package {package!r} there, and here it is one of {found!r}. "
+            f"Uninstall {found}, and install {package}."
+        )
+    _family(name)
+    return name
 
 
 def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
@@ -60,17 +115,98 @@ def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
 
 
 def _family(name: Any) -> type[Fusion]:
-    if isinstance(name, str) and name in FAMILIES:
-        home, _, cls = FAMILIES[name].partition(":")
-        family: type[Fusion] = getattr(importlib.import_module(home), cls)
-        return family
-    known = ", ".join(repr(known) for known in FAMILIES)
+    if isinstance(name, str):
+        if name in FAMILIES and (others := _registered().get(name)):
+            packages = " and ".join(_told(entry) for entry in others)
+            cls = FAMILIES[name].rpartition(":")[2]
+            raise PatchConflictError(
+                f"fusions: {name!r} is a family of patcher, and {packages} register{'s' * (len(others) == 1)} another "
+                f"one of that name. Pass an object of the one that is meant: patcher.fusions.{cls}() or that of the "
+                "package; or uninstall the package."
+            )
+        if name in FAMILIES:
+            return _own_family(name)
+        if _registered_as(name):
+            return _family_of_package(name)
+    known = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
     elif len(names := re.split(r"[\s,|+]+", name.strip())) > 1:
         hint = f"write fusions={names!r}"
-    elif close := nearest(name, FAMILIES):
+    elif close := nearest(name, (*FAMILIES, *_registered())):
         hint = f"did you mean {close[0]!r}? Known names: {known}"
     else:
-        hint = f"known names: {known}; a family of your own is passed as an object of a Fusion subclass"
+        hint = (
+            f"known names: {known}; a family of your own is passed as an object of a Fusion subclass, and one of a "
+            "package has its name once that is installed"
+        )
     raise InvalidPatcherError(f"fusions: {name!r} is no fusion; {hint}.")
+
+
+def _own_family(name: str) -> type[Fusion]:
+    home, _, cls = FAMILIES[name].partition(":")
+    family: type[Fusion] = getattr(importlib.import_module(home), cls)
+    return family
+
+
+# --- of packages -----------------------------------------------------------------------------------------------------
+
+
+def _registered() -> Mapping[str, tuple[EntryPoint, ...]]:
+    """What packages register: name -> by which. Nothing of it is imported."""
+    return _registered_on(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _registered_on(path: tuple[str, ...]) -> Mapping[str, tuple[EntryPoint, ...]]:
+    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        found.setdefault(entry.name, {}).setdefault((_package_of(entry), entry.value), entry)
+    return {name: tuple(entries.values()) for name, entries in found.items()}
+
+
+def _registered_as(name: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a name, also those of a package that has just been installed."""
+    if name not in _registered():
+        _registered_on.cache_clear()
+    return _registered().get(name, ())
+
+
+def _family_entry(name: str) -> EntryPoint:
+    entry, *others = _registered()[name]
+    if others:
+        raise PatchConflictError(
+            f"fusions: {name!r} is registered by several packages, {' and '.join(map(_told, (entry, *others)))}. "
+            "Uninstall all but one of them, or pass an object of the family that is meant."
+        )
+    return entry
+
+
+def _family_of_package(name: str) -> type[Fusion]:
+    entry = _family_entry(name)
+    try:
+        family = entry.load()
+    except Exception as error:
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is registered by {_told(entry)}, and importing that failed with "
+            f"{type(error).__name__}: {error}. Update the package or what it lacks, or uninstall it."
+        ) from error
+    if not (isinstance(family, type) and issubclass(family, Fusion)):
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is registered by {_told(entry)}, which is no subclass of patcher.fusions.Fusion but "
+            f"{family!r}. Its package has to register the class of a family."
+        )
+    if family.name != name:
+        raise InvalidPatcherError(
+            f"fusions: {name!r} is registered by {_told(entry)}, whose name is {family.name!r}. Its package has to "
+            f"register it as {family.name!r}, or to give the class name = {name!r}."
+        )
+    return family
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value.partition(".")[0].partition(":")[0]
+
+
+def _told(entry: EntryPoint) -> str:
+    return f"{_package_of(entry)} ({entry.value})"

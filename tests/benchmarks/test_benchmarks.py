@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import bench_patch_embeddings, bench_projections
+from tests.benchmarks import bench_cross_attention, bench_patch_embeddings, bench_projections
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.measuring import ratio, taking_turns
 
@@ -39,6 +39,16 @@ def test_patch_embeddings() -> None:
         (found,) = [line for line in done.stdout.splitlines() if line.startswith(name)]
         assert (">=" in found) == (budget is not None)
     assert "transformers' own fusion_config" in done.stdout
+
+
+@pytest.mark.slow
+def test_cross_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_cross_attention.main(1, "Whisper")
+
+    shown = capsys.readouterr().out
+    for dtype in ("float32", "bfloat16"):
+        for what in ("first step of the decoder", "projections"):
+            assert f"Whisper tiny, {dtype}, {what}, with kv / stock" in shown
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
-from tests.coverage.models import small_configs
+from tests.coverage.configs import small_configs
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 
@@ -123,6 +123,18 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         "WhisperForConditionalGeneration",
         lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
         ["qkv"],
+        SOUND,
+    ),
+    "BART, and cross attention": (
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64),
+        ["qkv", "kv"],
+        BOTH_SIDES,
+    ),
+    "Whisper, cross attention alone": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=32, max_target_positions=64),
+        ["kv"],
         SOUND,
     ),
     # patches of images

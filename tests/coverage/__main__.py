@@ -8,7 +8,7 @@
 
 Two architectures at a time, each in a process of its own with a limit of time and memory. What is found is appended to
 `.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md`. What is compared stands in
-`tests/coverage/checks.py`.
+`tests/coverage/checks.py`. Some architectures need a package of their own: `pip install -e ".[coverage]"`.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ REPRESENTATIVES: dict[str, tuple[str, ...]] = {
     "DeepseekV3ForCausalLM": ("gate_up", "sequential_experts"),  # latent attention; a shared expert
     "BertForMaskedLM": ("qkv",),
     "DistilBertForMaskedLM": ("qkv",),  # q_lin, k_lin, v_lin
-    "BartForConditionalGeneration": ("qkv",),  # one class for self and cross attention
-    "MT5ForConditionalGeneration": ("qkv", "gate_up"),  # wi_0 and wi_1
-    "WhisperForConditionalGeneration": ("qkv",),  # keys without a bias
+    "BartForConditionalGeneration": ("qkv", "kv"),  # one class for self and cross attention
+    "MT5ForConditionalGeneration": ("qkv", "kv", "gate_up"),  # wi_0 and wi_1
+    "WhisperForConditionalGeneration": ("qkv", "kv"),  # keys without a bias
     "LlavaForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # two towers
     "Qwen2VLForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # Conv3d, row 5 of the design
     "Glm4vForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),

@@ -1,6 +1,7 @@
 """What can be fused, by what the stock model does: not by what the fusions say.
 
 `qkv`, `gate_up`: projections of one module that receive the very same tensor object whenever they are called.
+`kv`: those of keys and values, where queries receive another one.
 `patch_embeddings`: a convolution whose output is that of separate patches, each multiplied with the flattened weight.
 `sequential_experts`: a parameter of as many matrices as the config says that there are experts, of which one is a
 factor of a product, or all are the factors of one batched product.

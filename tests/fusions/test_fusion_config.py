@@ -103,7 +103,7 @@ def test_what_the_error_advises_works(folder: Path) -> None:
 
 # --- anything ------------------------------------------------------------------------------------------------------
 
-NAMES = strategies.sampled_from("qkv gate_up patcher patch_embeddings sequential_experts modules x".split())
+NAMES = strategies.sampled_from("qkv kv gate_up patcher patch_embeddings sequential_experts modules x".split())
 SCALARS = strategies.one_of(
     NAMES, strategies.none(), strategies.booleans(), strategies.integers(), strategies.floats(), strategies.just("a.b")
 )

@@ -25,7 +25,7 @@ from patcher.fusions import Fusion, GateUp, Layout, Rows
 from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
 
-FAMILIES = ("qkv", "gate_up", "patch_embeddings", "sequential_experts")
+FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

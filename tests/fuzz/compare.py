@@ -14,6 +14,7 @@ from torch import nn
 
 from patcher.fusions.fused_module import fuse, fused_class_of
 from patcher.fusions.gate_up import GateUp
+from patcher.fusions.kv import KV
 from patcher.fusions.qkv import QKV
 from tests.support.written_modules import written_module
 
@@ -39,6 +40,8 @@ def compared(source: str, path: Path) -> Result:
     """Fuse a program where it can be, and compare."""
     stock = module_of(source, path)
     family: Any = GateUp() if hasattr(stock, "gate_proj") else QKV()
+    if isinstance(family, QKV) and not family.is_fusable(stock):
+        family = KV()  # of which queries may have another input
     if not family.is_fusable(stock):
         return Result("refused", family.refusal(stock))
     valid = False

@@ -135,3 +135,26 @@ def test_what_a_runtime_layout_lacks_it_lacks_under_its_own_name(folder: Path) -
         PatchedWeightsError, match=r"Not in the checkpoint, .*\n  model\.layers\.1\.self_attn\.qkv_proj"
     ):
         LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, patcher=patcher)
+
+
+def test_a_renaming_that_only_the_keys_of_sources_match_is_not_reversed_by_a_save(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Fused parameters are read under keys of their own; `timm_wrapper` has a renaming that takes any name."""
+    renaming = {r"^(?!model\.|lm_head)(.+)": r"model.\1"}
+    for name, patcher in {"stock": None, "fused": Patcher(fusions=["qkv", "gate_up"])}.items():
+        options: Any = {} if patcher is None else {"patcher": patcher}
+        model = AutoModelForCausalLM.from_pretrained(folder, key_mapping=renaming, **options)
+        model.save_pretrained(tmp_path / name)
+    assert load_file(tmp_path / "fused/model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
+
+    # Where a key of the checkpoint is renamed, it is reversed as stock does.
+    tensors = load_file(folder / "model.safetensors")
+    write({key.removeprefix("model."): value for key, value in tensors.items()}, tmp_path / "bare")
+    for name, patcher in {"stock": None, "fused": Patcher(fusions=["qkv", "gate_up"])}.items():
+        options = {} if patcher is None else {"patcher": patcher}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", key_mapping=renaming, **options)
+        model.save_pretrained(tmp_path / f"{name}-bare")
+    stock, fused = (load_file(tmp_path / f"{name}-bare/model.safetensors") for name in ("stock", "fused"))
+    assert stock.keys() == fused.keys()
+    assert "layers.0.self_attn.q_proj.weight" in stock

@@ -27,6 +27,7 @@ from tests.project.advice import (
     generated_sources,
     loads,
     models,
+    packages,
     parallel,
     state_dicts,
     trainers,
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 TABLES = (
     values,
     families,
+    packages,
     loads,
     state_dicts,
     models,

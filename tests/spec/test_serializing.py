@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from patcher import InvalidPatcherError, Patcher
-from patcher.fusions import QKV, GateUp, PatchEmbeddings, SequentialExperts
+from patcher.fusions import KV, QKV, GateUp, PatchEmbeddings, SequentialExperts
 from patcher.fusions.base import Fusion
 from tests.support.replacements import JOINED, OWN, JoinedMLP, OwnMLP, OwnNorm
 
@@ -42,10 +42,10 @@ EXPRESSIONS = st.lists(
 CLASSES = st.sampled_from([OwnMLP, OwnNorm, JoinedMLP, nn.Linear])
 FUSIONS = st.lists(
     st.one_of(
-        st.sampled_from(["qkv", "gate_up", "sequential_experts", QKV()]),
+        st.sampled_from(["qkv", "kv", "gate_up", "sequential_experts", QKV()]),
         st.builds(
             lambda family, modules: family(modules),
-            st.sampled_from([QKV, GateUp, PatchEmbeddings, SequentialExperts]),
+            st.sampled_from([QKV, KV, GateUp, PatchEmbeddings, SequentialExperts]),
             st.lists(st.one_of(NAMES, st.sampled_from(["**.mlp", "a.{0,2..5}.*"])), min_size=1, max_size=2),
         ),
     ),

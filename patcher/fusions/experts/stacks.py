@@ -30,6 +30,7 @@ from torch import nn
 
 from patcher.compat.models import EXPERTS_HOME
 from patcher.fusions.experts.gate_splits import Methods
+from patcher.fusions.experts.loops import attribute_of
 from patcher.fusions.experts.products import ByExperts
 from patcher.fusions.methods import Method, NotUnderstoodError, read_method, self_of
 
@@ -75,6 +76,17 @@ def forward_of(cls: type[nn.Module]) -> Method:
     return method
 
 
+def _cast(function: ast.FunctionDef, this: str, name: str, line: int) -> str:
+    """The weight of one expert in another type, as a line has it: `self.up[number].float()`; "" if it has none."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Subscript(value=stack), attr="float" | "double" | "to")) if (
+                node.lineno == line and attribute_of(this, stack) == name
+            ):
+                return ast.unparse(node)
+    return ""
+
+
 def by_experts(source: str, weights: Mapping[str, str], methods: Methods) -> tuple[tuple[Stack, ...], str]:
     """The stacks that a forward multiplies with, and its source with linear layers of the experts in their places.
 
@@ -96,6 +108,8 @@ def by_experts(source: str, weights: Mapping[str, str], methods: Methods) -> tup
     for place, name in edit.mentioned.items():
         if place not in edit.understood:
             why = f"{this}.{name} is used as something else than the weight of one expert"
+            if cast := _cast(function, this, name, place[0]):
+                why = f"{cast} is multiplied, and a linear layer of an expert computes in the type of its weight"
             raise NotUnderstoodError(why, place[0])
     stacks = []
     for name, bias in weights.items():

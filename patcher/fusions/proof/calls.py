@@ -39,11 +39,12 @@ def passes(modules: Mapping[str, nn.Module], path: str, guards: Guards, *, certa
                     # It passes on what it is given: whether that is anything, its own parent says.
                     if not passes(modules, parent_path, Guards(none=(name,)), certainly=True):
                         continue
-            return f"cross attention: {type(parent).__name__} passes {parameter}={ast.unparse(given[parameter])}"
+            what = "with a cache it has another input" if parameter.startswith("past_") else "cross attention"
+            return f"{what}: {type(parent).__name__} passes {parameter}={ast.unparse(given[parameter])}"
         if guards.same:
             shown = [f"{one}={ast.unparse(given[one])}" if one in given else f"no {one}" for one in guards.same]
             if len({ast.dump(given[one]) if one in given else one for one in guards.same}) > 1:
-                return f"its inputs differ: {type(parent).__name__} passes {', '.join(shown)}"
+                return f"its inputs may be different tensors: {type(parent).__name__} passes {', '.join(shown)}"
             if not all(isinstance(given[one], ast.Name) for one in guards.same):
                 return f"its inputs are computed one by one: {type(parent).__name__} passes an expression"
     if guards.same and not found:
@@ -128,20 +129,24 @@ def touches(modules: Mapping[str, nn.Module], path: str, group: tuple[str, ...])
     if parent is None or not path:
         return ""
     found = _modules_used(type(parent), name, group)
-    return f"{type(parent).__name__} uses {', '.join(found)} as a module" if found else ""
+    if not found:
+        return ""
+    methods = dict.fromkeys(f"{type(parent).__name__}.{method}()" for method, _ in found)
+    uses = dict.fromkeys(text for _, text in found)
+    return f"{' and '.join(methods)} takes {', '.join(uses)}, which must stay modules of their own for that"
 
 
 @known_of_class
-def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[str]:
-    """Where methods of a class use projections of its child as modules."""
-    found: list[str] = []
-    for tree in trees_of(cls).values():
+def _modules_used(cls: type[nn.Module], name: str, group: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(method, how) of the uses that methods of a class make of projections of its child as modules."""
+    found: list[tuple[str, str]] = []
+    for method, tree in trees_of(cls).items():
         held: list[ast.expr] = []
         for node in ast.walk(tree):  # a node comes before those inside of it
             match node:
                 case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == name and attr in group:
                     if node not in held:
-                        found.append(ast.unparse(node))
+                        found.append((method, ast.unparse(node)))
                 case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
                     held.append(inner)
                 case ast.Call(func=inner):

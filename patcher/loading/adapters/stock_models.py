@@ -13,12 +13,13 @@ from torch import nn
 from patcher.compat.adapters import inner_modules
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.gate_up import GateUp
+from patcher.fusions.kv import KV
 from patcher.fusions.qkv import QKV
 from patcher.loading.adapters.planning import split_key
 from patcher.patterns import compress
 
 #: What joined layers are called.
-_NAMES = frozenset(f"{prefix}{family.joined_name}" for family in (QKV, GateUp) for prefix in ("", "fused_"))
+_NAMES = frozenset(f"{prefix}{family.joined_name}" for family in (QKV, KV, GateUp) for prefix in ("", "fused_"))
 
 
 def check_names(model: nn.Module, keys: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from patcher.compat.conversions import set_used_conversions
+from patcher.compat.conversions import set_used_conversions, unmark_by
 from patcher.compat.models import named_parameters
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.sources import shape_of
@@ -57,6 +57,7 @@ def read(
         reading, running = with_whole_conversions(selected.model, reading, mapping, selected.followed, load_config)
     weights, conversions = reading.for_load(running)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
+    unmark_by(weights.keys() - reading.rest.keys(), running, checkpoint)
     if split:
         in_order(mapping)
     loaded = check_read(selected, mapping, checkpoint, reading, info, disk_index)

@@ -1,0 +1,34 @@
+"""`kv`: the key and value projections of cross attention as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+from torch import nn
+
+from patcher.fusions import QKV, Surroundings
+
+
+class KV(QKV):
+    """One `kv_proj` in place of the projections of keys and values, where queries have another input, and a split.
+
+    That is the cross attention of a decoder, whose keys and values are made of what the encoder gives. The names tell
+    the roles as for `qkv`, and the source of `forward` proves that keys and values receive the same tensor. Where all
+    three have one input, as in self attention, the module is left to `qkv`, whether or not that is asked for, so the
+    two never claim the same one. Once a cache holds the keys and values of the encoder's output, the joined projection
+    isn't called, as its parts aren't.
+    """
+
+    name = "kv"
+    joined_name: ClassVar[str] = "kv_proj"
+    subject = "keys and values of an input that queries don't have (k_proj, v_proj; key, value; ...)"
+
+    def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        for group in super().groups(names):
+            yield group[1:]
+
+    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+        if QKV().obstacle(path, module, surroundings) is None:
+            return "queries, keys and values have one input, for which there is 'qkv'"
+        return super().obstacle(path, module, surroundings)
