@@ -27,6 +27,7 @@ from tests.compatibility.rows import Row
 from tests.compatibility.subjects.data_parallel import split_by_transformers
 from tests.distributed.comparing import assert_same_weights
 from tests.support.beside import FUSED_QKV
+from tests.support.bringing import BringingMLP
 from tests.support.checkpoints import files
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
@@ -49,6 +50,7 @@ MORE = (
     Row("`qkv` and `gate_up`", BOTH, tiny_llama_config),
     Row("`qkv` and `sequential_experts`", Patcher(fusions=["qkv", "sequential_experts"]), tiny_mixtral_config),
     Row("a class mapping beside experts", Patcher({"MixtralRMSNorm": OtherNorm}), tiny_mixtral_config),
+    Row("one of two layers", Patcher(module_mapping={"**.1.mlp": BringingMLP}), tiny_llama_config),
     Row("queries, keys and values of other sizes", FUSED_QKV, tiny_llama_config),
 )
 

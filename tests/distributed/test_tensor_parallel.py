@@ -30,6 +30,7 @@ from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
 from patcher.fusions import QKV, SequentialExperts
 from tests.support.beside import LINEAR_EXPERTS
+from tests.support.bringing import BringingMLP
 from tests.support.checkpoints import files
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
@@ -113,6 +114,9 @@ CASES = {
     "one with weights of the same names and shapes": Case("square", TURNED, TENSORS),
     "that and a fusion": Case("llama", JOINED.replace(fusions="qkv"), TENSORS, 2),
     "experts of a class mapping": Case("shared expert", LINEAR_EXPERTS, TENSORS),
+    "one of two layers that brings its conversions": Case(
+        "llama", Patcher(module_mapping={"model.layers.1.mlp": BringingMLP}, fusions=["qkv"]), TENSORS, 2
+    ),
 }
 if DEALS_EXPERTS:
     CASES |= {
