@@ -219,6 +219,12 @@ def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransfo
     model.__dict__["_weight_conversions"] = conversions
 
 
+def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """The conversions that transformers reverses when it saves the model."""
+    found: list[WeightTransform] | None = vars(model).get("_weight_conversions")
+    return stock_conversions_from_scratch(model) if found is None else found
+
+
 def has_used_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
     return vars(model).get("_weight_conversions") is not None

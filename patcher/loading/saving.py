@@ -17,12 +17,15 @@ from patcher.compat.conversions import (
     has_used_conversions,
     stock_conversions_from_scratch,
     stock_revert,
+    used_conversions,
     was_used,
 )
-from patcher.compat.models import ModelView, has_adapters
+from patcher.compat.models import ModelView, has_adapters, named_modules
 from patcher.compat.quantizers import is_prequantized
-from patcher.conversions.fused_weights import FusedWeights, fused_modules, separated
-from patcher.conversions.layouts import lies_in_blocks
+from patcher.conversions.converted_weights import converted_weights
+from patcher.conversions.either_layout import modules_with_layouts
+from patcher.conversions.fused_weights import FusedWeights, fused_modules, fused_weights, separated
+from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
 from patcher.conversions.selection import in_order, select_conversions
 from patcher.conversions.sharded import on_meta
@@ -34,7 +37,7 @@ from patcher.fusions.base import Fusion
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
 
@@ -139,13 +142,45 @@ class SavePlan:
     def _without_traces(self, state_dict: Mapping[str, torch.Tensor]) -> TakenApart:
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         restored, rest = reverse_conversions(traces, state_dict, self._view(state_dict))
+        for path, layout in self._from_elsewhere(traces, rest):
+            fused, stock = ([f"{inside(path)}{name}" for name in names] for names in (layout.fused, layout.stock))
+            parts = dict(zip(stock, layout.separate([rest.pop(name) for name in fused]), strict=True))
+            # The name of a tensor that is whole is that in the model of transformers, of any other that in its file.
+            (rest if isinstance(layout, Rows) else restored).update(parts)
         return TakenApart(rest, restored)
+
+    def _from_elsewhere(
+        self, traces: Iterable[ConversionTrace], state_dict: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, Layout]]:
+        """(path, layout) of what modules carry that the load of this model hasn't made: they were put into it.
+
+        Raises:
+            PatchedWeightsError: only a part of it is in the state dict.
+        """
+        prefix = inside(self.model.base_model_prefix)
+        renamed = {name for trace in traces for name in trace.renamed.values()}
+        found = []
+        for path, module in named_modules(self.model):
+            path, carried = in_state_dict(path), converted_weights(module)
+            for layout in carried.layouts if carried is not None else ():
+                names = {f"{inside(path)}{name}" for name in layout.fused}
+                known = renamed.intersection(*({name, prefix + name, name.removeprefix(prefix)} for name in names))
+                if not names & state_dict.keys() or (known and isinstance(layout, Rows)):
+                    continue
+                if absent := names - state_dict.keys():
+                    raise PatchedWeightsError(
+                        f"{', '.join(sorted(names - absent))} can't be saved in the original format without "
+                        f"{', '.join(sorted(absent))}: {layout} has made them. Save a state dict that has them all."
+                    )
+                found.append((path, layout))
+        return found
 
     def _named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
         rest, restored = parts.rest, parts.restored
         model = self._view(rest)
         if self.record is None:
-            return stock_revert(model, rest)
+            renamings = [each for each in used_conversions(self.model) if isinstance(each, WeightRenaming)]
+            return self._sorted(stock_revert(model, rest) | stock_revert(model, restored, renamings))
         traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
         reversible: list[Any] = []
         for item in self.conversions:
@@ -158,10 +193,13 @@ class SavePlan:
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
         # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
         result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
-        if not (self.order or traces):
-            return result
-        keys = sorted(result, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
-        return {key: result[key] for key in keys}
+        return self._sorted(result) if self.order or traces else result
+
+    def _sorted(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.record is None and not self.order:
+            return state_dict
+        keys = sorted(state_dict, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
+        return {key: state_dict[key] for key in keys}
 
 
 def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -171,8 +209,7 @@ def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tens
         PatchedWeightsError: something in it can't be given back.
     """
     record = record_of(model)
-    plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
-    return plan.saved_state_dict(state_dict)
+    return _plan_original_format(model, record).saved_state_dict(state_dict)
 
 
 def plan_saving(
@@ -185,19 +222,18 @@ def plan_saving(
             describes it.
     """
     record = record_of(model)
-    fused = fused_modules(model)
     if not original_format:
         if record is not None:
             _check_runtime_layout(model, record)
-        elif fused:
+        elif patched := modules_with_layouts(model):
+            path, module, _ = patched[0]
+            what = "converted" if fused_weights(module) is None else "fused"
             raise PatchedWeightsError(
-                f"{fused[0][0]} is fused, and {type(model).__name__} around it was loaded without a patcher: "
+                f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
                 "save_original_format=False would write what nothing can load. Save in the original format."
             )
         return SavePlan(model, record, original_format)
-    if record is None and not fused:
-        return SavePlan(model, record, original_format)
-    plan = SavePlan(model, None) if record is None else _plan_original_format(model, record)
+    plan = _plan_original_format(model, record)
     if has_adapters(model) and state_dict is None:
         return plan
     given = model.state_dict() if state_dict is None else state_dict
@@ -207,7 +243,13 @@ def plan_saving(
     return plan
 
 
-def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePlan:
+def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) -> SavePlan:
+    if record is None:
+        if not any(map(converted_weights, model.modules())):
+            return SavePlan(model, None)
+        unpatched = skeleton(type(model), model.config)
+        saved = stock_revert(unpatched, dict(unpatched.state_dict()), used_conversions(model))
+        return SavePlan(model, None, order={key: place for place, key in enumerate(saved)})
     if record.read and not record.traces and not has_used_conversions(model):
         # What has read the file took back the conversions of it: the checkpoint is that of a model made here.
         record = replace(record, read=False, conversions=())
@@ -215,7 +257,9 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord) -> SavePl
     stock = functools.cache(lambda: skeleton(record.model_class, model.config))
     conversions = record.conversions if record.read else conversions_from_scratch(model, record, stock)
     order: dict[str, int] = {}
-    if record.dropped or any(item.entries for item in conversions if isinstance(item, ConversionTrace)):
+    traces = [item for item in conversions if isinstance(item, ConversionTrace)]
+    is_converted = any(item.entries for item in traces) or any(converted_weights(each) for each in model.modules())
+    if record.dropped or is_converted:
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
         reversed_by = stock_conversions_from_scratch(stock()) if record.read else None
         saved = stock_revert(stock(), dict(stock().state_dict()), reversed_by)

@@ -187,6 +187,34 @@ def test_copies_pickles_and_moved_layers_are_given_back(folder: Path, tmp_path: 
     assert patcher.original_state_dict(model).keys() == stock.state_dict().keys()
 
 
+@pytest.mark.parametrize("cls", [BringingMLP, TurnedMLP])
+def test_a_layer_that_is_put_into_another_model_is_given_back_there(
+    folder: Path, tmp_path: Path, cls: type[nn.Module]
+) -> None:
+    model, stock = load(folder, Patcher(module_mapping={"**.{0..1}.mlp": cls})), load(folder)
+    other = load(folder)
+    other.model.layers[3] = copy.deepcopy(model.model.layers[0])
+    stock.model.layers[3] = copy.deepcopy(stock.model.layers[0])
+    assert_saved_alike(other, stock, tmp_path / "stock", max_shard_size="40KB")
+    assert patcher.original_state_dict(other).keys() == stock.state_dict().keys()
+    model.model.layers[3] = copy.deepcopy(model.model.layers[0])
+    assert_saved_alike(model, stock, tmp_path / "patched", max_shard_size="40KB")
+    fused = load(folder, Patcher(fusions="qkv"))
+    fused.model.layers[3].mlp = copy.deepcopy(model.model.layers[3].mlp)
+    expected = load(folder)
+    expected.model.layers[3].mlp = copy.deepcopy(stock.model.layers[3].mlp)
+    assert_saved_alike(fused, expected, tmp_path / "fused")
+    with pytest.raises(PatchedWeightsError, match=r"layers\.3\.mlp is converted, and LlamaForCausalLM around it"):
+        other.save_pretrained(tmp_path / "runtime", save_original_format=False)
+
+
+def test_experts_that_are_put_into_another_model_are_given_back_there(moe: Path, tmp_path: Path) -> None:
+    model, stock = load(moe, Patcher(module_mapping={"**.0.mlp.experts": ExpertStack})), load(moe)
+    other = load(moe)
+    other.model.layers[0].mlp.experts = copy.deepcopy(model.model.layers[0].mlp.experts)
+    assert_saved_alike(other, stock, tmp_path)
+
+
 # --- conversions ----------------------------------------------------------------------------------------------------
 
 CLASSES: dict[str, Any] = {"own": OwnMLP, "bringing": BringingMLP, "turned": TurnedMLP}

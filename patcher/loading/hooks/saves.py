@@ -16,6 +16,7 @@ from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.hooks import Stock
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
 from patcher.compat.parallel import gathers_for_saving
+from patcher.conversions.either_layout import modules_with_layouts
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import converts
 from patcher.conversions.sharded import gathered_on_first
@@ -50,7 +51,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
         )
     is_gathered = False
-    if record is not None or names_fusions(self.config) or fused_modules(self):
+    if record is not None or names_fusions(self.config) or modules_with_layouts(self):
         plan = plan_saving(self, given["state_dict"], given["save_original_format"])
         if not gathers_for_saving(self) and not has_adapters(self):
             state_dict = self.state_dict() if given["state_dict"] is None else given["state_dict"]
@@ -143,7 +144,7 @@ def revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan, offloaded = SAVING.get(), OFFLOADED.get()
     if offloaded is not None and offloaded.plan.model is model:
         return offloaded.original(state_dict)
-    if record_of(model) is None and not fused_modules(model):
+    if record_of(model) is None and not modules_with_layouts(model):
         return stock(model, state_dict)
     if plan is not None and plan.model is model:
         return plan.saved_state_dict(state_dict)
