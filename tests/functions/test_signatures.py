@@ -23,6 +23,7 @@ CASES = [
     ("(a, *, b)", "(a)", "it has no parameter 'b'"),
     ("(a, **kwargs)", "(a)", "it takes no **kwargs"),
     ("(*args)", "(a)", "it takes no *args"),
+    ("(a)", "(*args, a)", "it takes 'a' by name only"),
     ("(*args, a)", "(a, *args)", "its parameter 'a' takes what is one of *args"),
 ]
 
