@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2VLForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -22,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import patcher
 from patcher import Patcher, report
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
+from tests.coverage.models import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
 from tests.support import tiny
@@ -274,6 +277,37 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
     (only,) = one.resolve(type(model), config).functions.replaced
     assert only.name == text
     assert Qwen2VLForConditionalGeneration.__name__ not in only.callers
+
+
+def test_what_is_called_through_a_table_of_all_models_as_well_is_refused() -> None:
+    """The call by name could be changed for one model, and the one through the table could not."""
+    cls = transformers.Gemma3ForConditionalGeneration
+    with torch.device("meta"):
+        config = next(iter(small_configs(cls.config_class)))
+    for name in ("create_causal_mask", "_preprocess_mask_arguments"):
+        patcher_ = Patcher(function_mapping={name: functions.counted_mask})
+        said = rf"'{name}' can't be replaced for .* comes to it through LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as well"
+        with pytest.raises(PatchConstructionError, match=said):
+            patcher_.resolve(cls, config)
+
+
+class OwnLoss(torch.nn.CrossEntropyLoss):
+    pass
+
+
+def test_what_a_load_binds_for_a_while_is_in_no_copy() -> None:
+    """While a mapping is in force, names of modeling code that are bound to classes of torch are bound to others."""
+    both = Patcher(
+        {"CrossEntropyLoss": OwnLoss},
+        function_mapping={"create_bidirectional_mask": functions.counted_mask},
+        strict=False,
+    )
+    with pytest.warns(UserWarning, match="no class of the model matches 'CrossEntropyLoss'"):
+        model = transformers.BertForSequenceClassification._from_config(tiny.tiny_bert_config(), patcher=both)
+    spaces = [inspect.unwrap(each).__globals__ for each in vars(type(model.bert)).values() if inspect.isfunction(each)]
+    copies = [space for space in spaces if space.get("create_bidirectional_mask") is functions.counted_mask]
+    assert copies
+    assert all(space["CrossEntropyLoss"] is torch.nn.CrossEntropyLoss for space in copies)
 
 
 # --- what is told --------------------------------------------------------------------------------------------------
