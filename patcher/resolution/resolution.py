@@ -137,6 +137,8 @@ def resolve_in_force(
     model = skeleton(model_class, config, entries)
     functions = functions_in_force(entries, model)
     if functions.initialized:
+        if type(model) in functions.initialized:  # the `__init__` of the model is running when this is asked
+            check_initialized(model, functions)
         model = skeleton(model_class, config, entries, functions)
         check_initialized(model, functions)
     swap_functions(model, functions)  # before fusions, which look at what the functions do
