@@ -22,7 +22,10 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+LONG = ("BambaForCausalLM", "BartForConditionalGeneration", "CohereForCausalLM", "GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in EXPECTED])
 def test_each_function_is_replaced_wherever_it_is_called(name: str) -> None:
     works, refused = EXPECTED[name]
     result = examine(name)

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2VLForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, Qwen2VLForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import patcher
 from patcher import Patcher, report
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
+from patcher.loading.record import record_of
 from tests.coverage.models import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
@@ -124,6 +125,26 @@ def test_every_way_to_make_a_model(folder: Path, stock: Any) -> None:
     assert type(back.model.layers[0].self_attn) is LlamaAttention
     assert type(type(made[0])(config).model.layers[0].self_attn) is LlamaAttention
     assert report(type(ROPE.apply(stock)).from_pretrained(folder)).functions == ()
+
+
+def test_the_model_itself_may_be_what_calls_it(folder: Path, tmp_path: Path) -> None:
+    masks = Patcher(function_mapping={"create_causal_mask": functions.counted_mask})
+    model, stock = (LlamaModel.from_pretrained(folder, patcher=each) for each in (masks, Patcher()))
+    model(IDS)
+    assert CALLS == ["mask"]
+    assert type(model) is not LlamaModel
+    stock.save_pretrained(tmp_path / "stock")
+    for each, name in ((model, "patched"), (pickle.loads(pickle.dumps(model)), "pickled")):
+        each.save_pretrained(tmp_path / name)
+        assert (tmp_path / name / "config.json").read_bytes() == (tmp_path / "stock/config.json").read_bytes()
+        record = record_of(each)
+        assert record is not None
+        assert record.model_class is LlamaModel
+    back = Patcher().apply(model)
+    assert type(back) is LlamaModel
+    assert torch.equal(back(IDS).last_hidden_state, stock(IDS).last_hidden_state)
+    assert len(patcher.diff(model).functions) == 1
+    assert CALLS == ["mask"]
 
 
 @pytest.mark.parametrize("fusions", [(), ("qkv", "gate_up")], ids=str)
