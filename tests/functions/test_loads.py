@@ -216,6 +216,11 @@ def test_with_a_class_mapping(folder: Path, stock: Any) -> None:
     assert isinstance(model.model.layers[0].self_attn, OwnAttention)
     assert report(model).replaced[0][1:] == ("LlamaAttention", "OwnAttention")
     assert report(model).functions[0][2] == ("OwnAttention",)
+    other = load(folder, ROPE)
+    with Patcher({"LlamaAttention": OwnAttention}, strict=False).applied():
+        assert "__init__" in vars(LlamaAttention)
+        assert "__init__" not in vars(type(other.model.layers[0].self_attn))
+        LlamaForCausalLM(tiny.tiny_llama_config())
     assert pickle.loads(pickle.dumps(model)).model.layers[0].self_attn.__class__ is type(
         model.model.layers[0].self_attn
     )
