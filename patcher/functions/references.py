@@ -51,7 +51,7 @@ def references_of(code: CodeType) -> References:
     level, module = 0, ""
     for number, each in enumerate(instructions):
         match each.opname:
-            case "LOAD_GLOBAL" | "LOAD_NAME":
+            case "LOAD_GLOBAL" | "LOAD_NAME" | "LOAD_FROM_DICT_OR_GLOBALS":
                 after = takewhile(lambda one: one.opname in ("LOAD_ATTR", "LOAD_METHOD"), instructions[number + 1 :])
                 is_called = each.opname == "LOAD_GLOBAL" and bool((each.arg or 0) & 1)
                 read[Reference(each.argval, tuple(one.argval for one in after), is_called)] = None

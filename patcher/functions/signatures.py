@@ -68,6 +68,8 @@ def unlike(before: inspect.Signature, after: inspect.Signature) -> str:
         else:
             if each.kind in _BY_POSITION:
                 number += 1
+                if mine is not None and mine.kind is Parameter.KEYWORD_ONLY:
+                    return f"it takes {each.name!r} by name only"
                 if not any_number and number >= len(places):
                     return f"it takes {len(places)} positional arguments, and {each.name!r} is number {number + 1}"
                 if number < len(places) and each.kind is not Parameter.POSITIONAL_ONLY and places[number] != each.name:

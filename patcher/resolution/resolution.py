@@ -127,6 +127,8 @@ def _patched_skeleton(
             continue
         if not functions.initialized:
             functions = functions_in_force(construction.rules.entries, model)
+            if type(model) in functions.initialized:  # the `__init__` of the model is running when this is asked
+                check_initialized(model, functions)
             if functions.initialized:
                 continue
         check_initialized(model, functions)

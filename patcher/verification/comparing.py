@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from patcher.compat.modeling_code import unrebound
 from patcher.verification.numerics import Difference, differences, first_difference, noting_calls
 from patcher.verification.passes import Pass, Reference, Row
 
@@ -130,6 +131,8 @@ class Pair:
             return "in no module that both have does it begin"
         mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
         kind = mine.__qualname__ if mine is theirs else f"{mine.__qualname__} in place of {theirs.__qualname__}"
+        if mine is not theirs and unrebound(mine) is theirs:
+            kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"
 
 

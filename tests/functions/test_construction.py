@@ -80,6 +80,8 @@ def test_what_the_init_of_the_model_itself_calls_is_refused_before_it_is_built(
         PatchConstructionError, match=r"'beginning' .*: TinyModel.__init__ calls it, and the model its"
     ):
         make(Patcher(function_mapping={"beginning": more}))
+    with pytest.raises(PatchConstructionError, match=r"TinyModel.__init__ calls it"):
+        Patcher(function_mapping={"beginning": more}).resolve(TinyModel, TinyConfig())
     assert TinyModel(TinyConfig()).first == 5.0
 
 

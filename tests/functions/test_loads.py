@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -15,13 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2VLForConditionalGeneration
+import transformers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, Qwen2VLForConditionalGeneration
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import patcher
 from patcher import Patcher, report
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
+from patcher.loading.record import record_of
+from tests.coverage.models import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
 from tests.support import tiny
@@ -34,10 +38,16 @@ LLAMA = modeling_llama.__name__
 
 @pytest.fixture(autouse=True)
 def _no_calls() -> Iterator[None]:
-    shipped = dict(vars(modeling_llama)), dict(vars(LlamaAttention))
+    shipped = names()
     CALLS.clear()
     yield
-    assert (dict(vars(modeling_llama)), dict(vars(LlamaAttention))) == shipped
+    assert names() == shipped
+
+
+def names() -> list[dict[str, Any]]:
+    """What transformers binds; what a compiler puts there besides begins with underscores."""
+    spaces = vars(modeling_llama), vars(LlamaAttention)
+    return [{name: value for name, value in space.items() if not name.startswith("__")} for space in spaces]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +127,26 @@ def test_every_way_to_make_a_model(folder: Path, stock: Any) -> None:
     assert report(type(ROPE.apply(stock)).from_pretrained(folder)).functions == ()
 
 
+def test_the_model_itself_may_be_what_calls_it(folder: Path, tmp_path: Path) -> None:
+    masks = Patcher(function_mapping={"create_causal_mask": functions.counted_mask})
+    model, stock = (LlamaModel.from_pretrained(folder, patcher=each) for each in (masks, Patcher()))
+    model(IDS)
+    assert CALLS == ["mask"]
+    assert type(model) is not LlamaModel
+    stock.save_pretrained(tmp_path / "stock")
+    for each, name in ((model, "patched"), (pickle.loads(pickle.dumps(model)), "pickled")):
+        each.save_pretrained(tmp_path / name)
+        assert (tmp_path / name / "config.json").read_bytes() == (tmp_path / "stock/config.json").read_bytes()
+        record = record_of(each)
+        assert record is not None
+        assert record.model_class is LlamaModel
+    back = Patcher().apply(model)
+    assert type(back) is LlamaModel
+    assert torch.equal(back(IDS).last_hidden_state, stock(IDS).last_hidden_state)
+    assert len(patcher.diff(model).functions) == 1
+    assert CALLS == ["mask"]
+
+
 @pytest.mark.parametrize("fusions", [(), ("qkv", "gate_up")], ids=str)
 def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Path) -> None:
     model = load(folder, ROPE.replace(fusions=fusions))
@@ -186,6 +216,11 @@ def test_with_a_class_mapping(folder: Path, stock: Any) -> None:
     assert isinstance(model.model.layers[0].self_attn, OwnAttention)
     assert report(model).replaced[0][1:] == ("LlamaAttention", "OwnAttention")
     assert report(model).functions[0][2] == ("OwnAttention",)
+    other = load(folder, ROPE)
+    with Patcher({"LlamaAttention": OwnAttention}, strict=False).applied():
+        assert "__init__" in vars(LlamaAttention)
+        assert "__init__" not in vars(type(other.model.layers[0].self_attn))
+        LlamaForCausalLM(tiny.tiny_llama_config())
     assert pickle.loads(pickle.dumps(model)).model.layers[0].self_attn.__class__ is type(
         model.model.layers[0].self_attn
     )
@@ -276,6 +311,37 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
     assert Qwen2VLForConditionalGeneration.__name__ not in only.callers
 
 
+def test_what_is_called_through_a_table_of_all_models_as_well_is_refused() -> None:
+    """The call by name could be changed for one model, and the one through the table could not."""
+    cls = transformers.Gemma3ForConditionalGeneration
+    with torch.device("meta"):
+        config = next(iter(small_configs(cls.config_class)))
+    for name in ("create_causal_mask", "_preprocess_mask_arguments"):
+        patcher_ = Patcher(function_mapping={name: functions.counted_mask})
+        said = rf"'{name}' can't be replaced for .* comes to it through LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING as well"
+        with pytest.raises(PatchConstructionError, match=said):
+            patcher_.resolve(cls, config)
+
+
+class OwnLoss(torch.nn.CrossEntropyLoss):
+    pass
+
+
+def test_what_a_load_binds_for_a_while_is_in_no_copy() -> None:
+    """While a mapping is in force, names of modeling code that are bound to classes of torch are bound to others."""
+    both = Patcher(
+        {"CrossEntropyLoss": OwnLoss},
+        function_mapping={"create_bidirectional_mask": functions.counted_mask},
+        strict=False,
+    )
+    with pytest.warns(UserWarning, match="no class of the model matches 'CrossEntropyLoss'"):
+        model = transformers.BertForSequenceClassification._from_config(tiny.tiny_bert_config(), patcher=both)
+    spaces = [inspect.unwrap(each).__globals__ for each in vars(type(model.bert)).values() if inspect.isfunction(each)]
+    copies = [space for space in spaces if space.get("create_bidirectional_mask") is functions.counted_mask]
+    assert copies
+    assert all(space["CrossEntropyLoss"] is torch.nn.CrossEntropyLoss for space in copies)
+
+
 # --- what is told --------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +383,8 @@ def test_verify_knows_right_from_wrong(folder: Path) -> None:
     assert patcher.verify(folder, Patcher(function_mapping={"rotate_half": functions.counted_half})).passed
     wrong = patcher.verify(folder, PLAIN)
     assert not wrong.passed
-    assert any("model.layers.0.self_attn" in failure for failure in wrong.failures)
+    begins = "model.layers.0.self_attn (LlamaAttention, which calls replaced functions)"
+    assert any(begins in failure for failure in wrong.failures)
 
 
 # --- an ordinary model afterwards ----------------------------------------------------------------------------------
@@ -387,6 +454,23 @@ def test_compiled_no_worse_than_stock_and_beside_it(folder: Path, stock: Any) ->
     assert both[:2] == (alone[0] + with_functions[0], 0)
     assert torch.equal(both[2][0], logits(stock))
     assert torch.equal(both[2][1], logits(patched))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_code_is_not_that_of_stock(folder: Path, stock: Any) -> None:
+    """What is compiled is kept by code object: of one that two models share, the second would be a recompilation."""
+    import torch._dynamo
+
+    hidden, cos = torch.rand(1, 10, 64), torch.rand(1, 10, 16)
+    torch._dynamo.reset()
+    found = []
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for model in (stock, load(folder, PLAIN), stock):
+            run = torch.compile(model.model.layers[0].self_attn.forward, backend="eager")
+            found.append(run(hidden, (cos, cos), None)[0])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
     torch._dynamo.reset()
 
 

@@ -23,6 +23,7 @@ CASES = [
     ("(a, *, b)", "(a)", "it has no parameter 'b'"),
     ("(a, **kwargs)", "(a)", "it takes no **kwargs"),
     ("(*args)", "(a)", "it takes no *args"),
+    ("(a)", "(*args, a)", "it takes 'a' by name only"),
     ("(*args, a)", "(a, *args)", "its parameter 'a' takes what is one of *args"),
 ]
 
@@ -38,16 +39,18 @@ def test_what_is_said(before: str, after: str, problem: str) -> None:
     assert unlike(signature(before), signature(after)) == problem
 
 
-@pytest.mark.parametrize("seed", range(400))
-def test_what_is_said_to_fit_takes_every_call_of_the_original(seed: int) -> None:
-    draw = random.Random(seed)
-    before, after = (_drawn(draw) for _ in range(2))
-    fits = not unlike(before, after)
-    for args, kwargs in _calls(before):
-        if fits:
+def test_what_is_said_to_fit_takes_every_call_of_the_original() -> None:
+    fitting = 0
+    for seed in range(1500):
+        draw = random.Random(seed)
+        before, after = (_drawn(draw) for _ in range(2))
+        if unlike(before, after):
+            assert before.parameters != after.parameters
+            continue
+        fitting += 1
+        for args, kwargs in _calls(before):
             after.bind(*args, **kwargs)
-    if before.parameters == after.parameters:
-        assert fits
+    assert fitting > 200
 
 
 def _drawn(draw: random.Random) -> Signature:

@@ -21,6 +21,7 @@ from tests.project.advice import (
     checkpoints,
     construction,
     families,
+    functions,
     generated_files,
     generated_models,
     generated_names,
@@ -39,6 +40,7 @@ from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 ROOT = Path(__file__).parents[2]
 TABLES = (
     values,
+    functions,
     families,
     packages,
     loads,
