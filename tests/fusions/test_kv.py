@@ -29,7 +29,7 @@ from transformers import (
 )
 
 import patcher
-from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
+from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, plan, report
 from patcher.conversions.fused_weights import fused_modules
 from patcher.fusions import KV, QKV
 from tests.support.checkpoints import same_checkpoint
@@ -303,3 +303,28 @@ def test_an_adapter_of_the_stock_layers_computes_the_same(
     mine, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("again", "adapter"))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_an_adapter_of_the_joined_layer_is_one_of_the_stock_layers(folders: dict[str, Path], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = BartForConditionalGeneration.from_pretrained(folders["Bart"], patcher=ALONE)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["kv_proj"], r=4)).eval()
+    with torch.no_grad():
+        for name, value in adapted.named_parameters():
+            if "lora_" in name:
+                value.normal_(generator=torch.Generator().manual_seed(len(name)))
+    inputs = CASES["Bart"].inputs
+    expected = adapted(**inputs).logits
+    adapted.save_pretrained(tmp_path)
+    stock = BartForConditionalGeneration.from_pretrained(folders["Bart"])
+
+    torch.testing.assert_close(
+        peft.PeftModel.from_pretrained(stock, tmp_path).eval()(**inputs).logits, expected, atol=1e-4, rtol=0
+    )
+    # Whoever wrote the tensors one by one has the names of the model in memory.
+    tensors = {key.replace(".default", ""): value for key, value in adapted.state_dict().items() if "lora_" in key}
+    other = peft.get_peft_model(
+        BartForConditionalGeneration.from_pretrained(folders["Bart"]), peft.LoraConfig(target_modules=["k_proj"], r=4)
+    )
+    with pytest.raises(InvalidPatcherError, match=r"The adapter is for .*encoder_attn\.kv_proj, which .* doesn't have"):
+        peft.set_peft_model_state_dict(other, tensors)
