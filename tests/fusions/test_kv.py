@@ -328,3 +328,25 @@ def test_an_adapter_of_the_joined_layer_is_one_of_the_stock_layers(folders: dict
     )
     with pytest.raises(InvalidPatcherError, match=r"The adapter is for .*encoder_attn\.kv_proj, which .* doesn't have"):
         peft.set_peft_model_state_dict(other, tensors)
+
+
+def test_it_trains_as_stock_and_its_optimizer_has_the_state_of_stock(folders: dict[str, Path]) -> None:
+    found = []
+    for asked in (Patcher(), Patcher(fusions=["qkv", "kv"])):
+        model = BartForConditionalGeneration.from_pretrained(folders["Bart"], patcher=asked)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for number in range(3):
+            torch.manual_seed(number)
+            model(input_ids=text(9), labels=torch.randint(3, 100, (2, 4))).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = patcher.original_optimizer_state_dict(model, optimizer)["state"]
+        found.append((patcher.original_state_dict(model), {key: value["momentum_buffer"] for key, value in state.items()}))
+
+    (weights, moments), (ours, our_moments) = found
+    assert weights.keys() == ours.keys()
+    assert moments.keys() == our_moments.keys()
+    assert "model.decoder.layers.0.encoder_attn.v_proj.weight" in moments
+    for theirs, mine in ((weights, ours), (moments, our_moments)):
+        for key, value in theirs.items():
+            torch.testing.assert_close(mine[key], value, atol=1e-5, rtol=1e-4)
