@@ -326,7 +326,9 @@ def test_an_adapter_of_the_joined_layer_is_one_of_the_stock_layers(folders: dict
     other = peft.get_peft_model(
         BartForConditionalGeneration.from_pretrained(folders["Bart"]), peft.LoraConfig(target_modules=["k_proj"], r=4)
     )
-    with pytest.raises(InvalidPatcherError, match=r"The adapter is for .*encoder_attn\.kv_proj, which .* doesn't have"):
+    with pytest.raises(
+        InvalidPatcherError, match=r"The adapter is for .*encoder_attn\.kv_proj, which .* doesn't have"
+    ):
         peft.set_peft_model_state_dict(other, tensors)
 
 
@@ -341,7 +343,9 @@ def test_it_trains_as_stock_and_its_optimizer_has_the_state_of_stock(folders: di
             optimizer.step()
             optimizer.zero_grad()
         state = patcher.original_optimizer_state_dict(model, optimizer)["state"]
-        found.append((patcher.original_state_dict(model), {key: value["momentum_buffer"] for key, value in state.items()}))
+        found.append(
+            (patcher.original_state_dict(model), {key: value["momentum_buffer"] for key, value in state.items()})
+        )
 
     (weights, moments), (ours, our_moments) = found
     assert weights.keys() == ours.keys()
