@@ -1,7 +1,7 @@
 """What the fusions do to one architecture, beside what stock does to it.
 
 >>> from tests.coverage.checks import examine
->>> result = examine("LlamaForCausalLM")
+>>> result = examine("LlamaForCausalLM", ("qkv", "gate_up"))
 >>> {family: (row["status"], row["fusable"], row["fused"]) for family, row in result["families"].items()}
 {'qkv': ('passed', 2, 2), 'gate_up': ('passed', 2, 2)}
 

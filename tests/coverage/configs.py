@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -26,9 +27,10 @@ def small_configs(config_class: type[PretrainedConfig]) -> Iterator[PretrainedCo
     """
     seen: list[Any] = []
     first: Exception | None = None
-    for keep in (_everything, _of_the_same_type, _numbers_of_layers, _nothing):
+    tries = product((_everything, _of_the_same_type, _numbers_of_layers, _nothing), (True, False))
+    for keep, keeps_parts in tries:
         try:
-            arguments = _small(config_class, keep)
+            arguments = _small(config_class, keep, keeps_parts=keeps_parts)
             config = config_class(**arguments)
         except Exception as error:
             first = first or error
@@ -57,9 +59,18 @@ def _nothing(name: str, value: Any, default: Any) -> bool:
 
 
 def _small(
-    config_class: type[PretrainedConfig], keep: Any, default: PretrainedConfig | None = None, *, is_part: bool = False
+    config_class: type[PretrainedConfig],
+    keep: Any,
+    default: PretrainedConfig | None = None,
+    *,
+    is_part: bool = False,
+    keeps_parts: bool = True,
 ) -> dict[str, Any]:
-    """Arguments for a config of this class, of those of the table that `keep` wants."""
+    """Arguments for a config of this class, of those of the table that `keep` wants.
+
+    Args:
+        keeps_parts: whether parts keep what the config around them sets: layers of which a small one may have fewer.
+    """
     if default is None:
         with contextlib.suppress(Exception):  # a config that has to be given something
             default = config_class()
@@ -93,7 +104,8 @@ def _small(
             arguments["num_key_value_heads"] = 4
         _rope(arguments, known, is_part=is_part)
     for name, (part_class, part) in parts.items():
-        arguments[name] = _of_its_own(part_class, part) | _small(part_class, keep, part, is_part=True)
+        own = _of_its_own(part_class, part) if keeps_parts else {}
+        arguments[name] = own | _small(part_class, keep, part, is_part=True, keeps_parts=keeps_parts)
         if part_class.model_type:
             arguments[name]["model_type"] = part_class.model_type
     if keep is not _nothing:

@@ -177,6 +177,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     # of timm, which has models for tests of all sizes in one
     "timm_wrapper": {"architecture": "test_vit"},
     "timm_backbone": {"backbone": "test_resnet"},
+    "fast_vlm": {"vision_config.architecture": "fastvit_mci3"},
     "gemma3n": {"vision_soft_tokens_per_image": 101},
     "gemma3n_vision": {"architecture": "test_vit", "hidden_size": 64},
     "perception_lm": {"vision_config.architecture": "test_vit", "vision_config.model_args": {"embed_dim": 64}},

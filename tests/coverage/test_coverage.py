@@ -55,7 +55,8 @@ def test_an_architecture_is_fused_and_stays_what_it_is(name: str) -> None:
     result = examine(name)
 
     assert result["status"] == "examined", result
-    rows = {family: row for family, row in result["families"].items() if row["status"] != "left alone"}
+    nothing = ("left alone", "not reached")  # what no input that is tried reaches
+    rows = {family: row for family, row in result["families"].items() if row["status"] not in nothing}
     found = {family: (row["status"], row["reason"]) for family, row in rows.items()}
     assert found == dict.fromkeys(REPRESENTATIVES[name], ("passed", ""))
     assert all(row["fused"] >= row["fusable"] > 0 for row in rows.values())

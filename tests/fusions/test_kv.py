@@ -1,4 +1,4 @@
-"""`kv`: keys and values of cross attention as one projection; caches, saves, adapters and generated files with it."""
+"""`kv`: keys and values of cross attention as one projection: outputs, gradients, caches, files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import inspect
 import json
 import pickle
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,102 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertLMHeadModel,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
+from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
-import patcher
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
 from patcher.conversions.fused_weights import fused_modules
 from patcher.fusions import KV, QKV
 from tests.support.checkpoints import same_checkpoint
-from tests.support.tiny import ENCODER_DECODER_SIZES, randomize, tiny_bert_config, tiny_llama_config
+from tests.support.cross_attention import CASES, save
+from tests.support.tiny import ENCODER_DECODER_SIZES, randomize, tiny_llama_config
 
 ALONE = Patcher(fusions="kv")
 ORDERS = [("qkv", "kv"), ("kv", "qkv"), ("kv",)]
-T5_SIZES: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4}
-CROSSED: dict[str, Any] = {"is_decoder": True, "add_cross_attention": True}
-
-
-def text(*length: int) -> torch.Tensor:
-    return torch.randint(3, 100, (2, *length), generator=torch.Generator().manual_seed(0))
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model with cross attention.
-
-    Attributes:
-        inputs: what its forward takes.
-        cross: the cross attention of a layer, by its number; `own`: its self attention.
-        generated: what it generates from.
-    """
-
-    cls: Any
-    config: Callable[[], Any]
-    inputs: dict[str, torch.Tensor]
-    cross: str
-    own: str
-    generated: str = ""
-
-
-CASES = {
-    "Bart": Case(
-        BartForConditionalGeneration,
-        lambda: BartConfig(**ENCODER_DECODER_SIZES, max_position_embeddings=64),
-        {"input_ids": text(9), "decoder_input_ids": text(5)},
-        "model.decoder.layers.{}.encoder_attn",
-        "model.decoder.layers.{}.self_attn",
-        "input_ids",
-    ),
-    "T5": Case(
-        T5ForConditionalGeneration,
-        lambda: T5Config(**T5_SIZES, decoder_start_token_id=0),
-        {"input_ids": text(9), "decoder_input_ids": text(5)},
-        "decoder.block.{}.layer.1.EncDecAttention",
-        "decoder.block.{}.layer.0.SelfAttention",
-        "input_ids",
-    ),
-    "Whisper, keys without a bias": Case(
-        WhisperForConditionalGeneration,
-        lambda: WhisperConfig(**ENCODER_DECODER_SIZES, num_mel_bins=16, max_source_positions=20),
-        {"input_features": numbers(16, 40), "decoder_input_ids": text(5)},
-        "model.decoder.layers.{}.encoder_attn",
-        "model.decoder.layers.{}.self_attn",
-        "input_features",
-    ),
-    "BERT as a decoder": Case(
-        BertLMHeadModel,
-        lambda: BertConfig(**tiny_bert_config().to_diff_dict() | CROSSED),
-        {"input_ids": text(5), "encoder_hidden_states": numbers(7, 64)},
-        "bert.encoder.layer.{}.crossattention.self",
-        "bert.encoder.layer.{}.attention.self",
-    ),
-}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        model = case.cls(case.config()).eval()
-        randomize(model)
-        found[name] = tmp_path_factory.mktemp("kv") / "checkpoint"
-        model.save_pretrained(found[name])
-    return found
+    return {name: save(name, tmp_path_factory.mktemp("kv") / "checkpoint") for name in CASES}
 
 
 def projections(model: nn.Module) -> list[nn.Module]:
@@ -239,26 +157,6 @@ def test_its_layout_on_disk_is_read_by_its_name(folders: dict[str, Path], tmp_pa
     assert plan(folders["Bart"], ALONE).ok
 
 
-def test_either_layout_is_loaded_and_a_part_takes_values(folders: dict[str, Path]) -> None:
-    stock = BartForConditionalGeneration.from_pretrained(folders["Bart"])
-    model = BartForConditionalGeneration._from_config(CASES["Bart"].config(), patcher=Patcher(fusions=["qkv", "kv"]))
-    model.eval().load_state_dict(stock.state_dict())
-    inputs = CASES["Bart"].inputs
-    torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
-
-    new = nn.Linear(64, 64)
-    stock.model.decoder.layers[1].encoder_attn.v_proj = new
-    model.model.decoder.layers[1].encoder_attn.v_proj = copy.deepcopy(new)
-    torch.testing.assert_close(model(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
-    original = patcher.original_state_dict(model)
-    assert all(torch.equal(original[key], value) for key, value in stock.state_dict().items())
-    parts = patcher.fused_parameters(model)["model.decoder.layers.1.encoder_attn.kv_proj.weight"]
-    assert [(part.name.rpartition("encoder_attn.")[2], part.start, part.length) for part in parts] == [
-        ("k_proj.weight", 0, 64),
-        ("v_proj.weight", 64, 64),
-    ]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sizes_and_any_subset_of_layers(seed: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
@@ -277,29 +175,3 @@ def test_any_sizes_and_any_subset_of_layers(seed: int, tmp_path: Path) -> None:
     ids = torch.randint(3, 100, (choose.randint(1, 3), choose.randint(1, 9)))
     inputs = {"input_ids": ids, "decoder_input_ids": ids[:, : choose.randint(1, 4)]}
     torch.testing.assert_close(fused(**inputs).logits, model(**inputs).logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("settings", [{}, {"target_modules": ["v_proj", "q_proj"], "use_rslora": True}], ids=str)
-def test_an_adapter_of_the_stock_layers_computes_the_same(
-    settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft")
-    asked = {"target_modules": ["k_proj", "v_proj"], "r": 4, "rank_pattern": {"v_proj": 2}} | settings
-    stock = peft.get_peft_model(
-        BartForConditionalGeneration.from_pretrained(folders["Bart"]), peft.LoraConfig(**asked)
-    ).eval()
-    with torch.no_grad():
-        for name, value in stock.named_parameters():
-            if "lora_" in name:
-                value.normal_(generator=torch.Generator().manual_seed(len(name)))
-    stock.save_pretrained(tmp_path / "adapter")
-    inputs = CASES["Bart"].inputs
-    model = BartForConditionalGeneration.from_pretrained(folders["Bart"], patcher=Patcher(fusions=["qkv", "kv"]))
-    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
-
-    assert any("encoder_attn.kv_proj.lora_A" in name for name, _ in adapted.named_parameters())
-    torch.testing.assert_close(adapted(**inputs).logits, stock(**inputs).logits, atol=1e-4, rtol=0)
-    adapted.save_pretrained(tmp_path / "again")
-    mine, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("again", "adapter"))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -12,6 +12,7 @@ from torch import nn
 from patcher.fusions import Fusion, Rows
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.kv import KV
 from patcher.fusions.methods import NotUnderstoodError, methods_with, read_method
 from patcher.fusions.proof.calls import passes
 from patcher.fusions.proof.tracing import Guards
@@ -182,6 +183,14 @@ def test_how_a_parent_calls_a_module_decides(name: str, body: str, tmp_path: Pat
         assert list(found.matches) == ["attn"]
     else:
         assert re.match(f".*({reason})", found.refused["attn"]), found.refused
+
+
+def test_keys_and_values_of_one_argument_need_no_queries_of_it(tmp_path: Path) -> None:
+    found = discover(KV(), model_of(tmp_path, "self.attn = Three()", "return self.attn(x, y, y)"))
+    assert list(found.matches) == ["attn"]
+
+    found = discover(KV(), model_of(tmp_path, "self.attn = Three()", "return self.attn(x, x, y)"))
+    assert found.refused == {"attn": "its inputs may be different tensors: Model passes key=x, value=y"}
 
 
 def test_a_parent_that_passes_something_is_cross_attention(tmp_path: Path) -> None:

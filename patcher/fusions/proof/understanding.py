@@ -109,9 +109,9 @@ def _candidates(methods: list[Method], always: Guards, known: Guards) -> Iterato
         for name in optional:
             yield replace(known, none=(name,))
     names = [argument.arg for argument in positional_parameters(node)[1:]]
-    for start in range(len(names)):
-        for end in range(start + 2, min(start + 4, len(names) + 1)):
-            yield replace(always, same=tuple(names[start:end]))
+    for length in (2, 3):  # as few as will do
+        for start in range(len(names) - length + 1):
+            yield replace(always, same=tuple(names[start : start + length]))
 
 
 def _used(guards: Guards, proofs: list[Proof]) -> tuple[tuple[str, Summary], ...]:
