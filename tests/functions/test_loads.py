@@ -25,7 +25,7 @@ import patcher
 from patcher import Patcher, report
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
 from patcher.loading.record import record_of
-from tests.coverage.models import small_configs
+from tests.coverage.configs import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
 from tests.support import tiny
