@@ -25,7 +25,8 @@ from patcher.errors import PatcherError
 from patcher.functions.models import find_functions, swap_functions
 from patcher.verification.inputs import Pass, chosen_passes
 from patcher.verification.numerics import floating_tensors
-from tests.coverage.models import architectures, class_named, randomize, small_configs
+from tests.coverage.configs import small_configs
+from tests.coverage.models import architectures, class_named, randomize
 
 LARGEST = 60_000_000
 
