@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import patcher
 from patcher import Patcher, report
+from patcher.compat.models import original_class
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
 from patcher.loading.record import record_of
 from tests.coverage.configs import small_configs
@@ -160,6 +161,8 @@ def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Pa
         assert CALLS == ["rope"] * 2
         assert type(each.model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
         assert report(each).functions == report(model).functions
+    if fusions:
+        assert original_class(model.model.layers[0].self_attn) is LlamaAttention
     other = copy.deepcopy(stock)
     other.model.layers[1] = copy.deepcopy(model.model.layers[1])
     CALLS.clear()

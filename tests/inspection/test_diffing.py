@@ -404,6 +404,7 @@ def test_it_is_data(shown: Diff) -> None:
                 "text": shown.classes[0].text,
             }
         ],
+        "functions": [],
     }
 
 
