@@ -77,7 +77,43 @@ class Reference:
 
     def __init__(self, model_class: Any, path: Path) -> None:
         self.model_class, self.path = model_class, path
-        self.passes = self._checkpoint()
+        self._checkpoint()
+        with contextlib.suppress(ValueError, ImportError):  # not every model has it
+            self.outputs["sdpa"] = self.run(self.load("checkpoint", attn_implementation="sdpa"))
+        self.gradients = gradients_of(self.stock, self.passes)
+        self.stock.save_pretrained(path / "stock")
+        self.calls = calls_of(self.stock, lambda: outputs_of(self.stock, self.passes))
+        self.stacks = stacks(self.stock, lambda: outputs_of(self.stock, self.passes))
+        self.patches = patch_projections(self.stock)
+
+    passes: list[Pass]
+    stock: Any
+    outputs: dict[str, list[torch.Tensor]]
+
+    def _checkpoint(self) -> None:
+        """Save a small model with random weights, and run it."""
+        first: Exception | None = None
+        try:
+            for config in small_configs(self.model_class.config_class):
+                try:
+                    _check_size(self.model_class, config)
+                    torch.manual_seed(0)
+                    model = self.model_class(config).eval()
+                    randomize(model)
+                    self.passes = chosen_passes(model, particular_passes(model))
+                    model.save_pretrained(self.path / "checkpoint")
+                    self._run_stock()
+                    return
+                except Exception as error:
+                    first = first or error
+                    shutil.rmtree(self.path / "checkpoint", ignore_errors=True)
+        except Exception as error:
+            first = first or error
+        if isinstance(first, NotExaminedError):
+            raise first
+        raise NotExaminedError(_short(first) if first else "no config") from first
+
+    def _run_stock(self) -> None:
         try:
             self.stock = self.load("checkpoint")
             self.outputs = {"eager": self.run(self.stock)}
@@ -87,32 +123,6 @@ class Reference:
             raise NotExaminedError("stock computes nothing")
         if any(output.isnan().any() for output in self.outputs["eager"]):
             raise NotExaminedError("stock computes numbers that are none (nan)")
-        with contextlib.suppress(ValueError, ImportError):  # not every model has it
-            self.outputs["sdpa"] = self.run(self.load("checkpoint", attn_implementation="sdpa"))
-        self.gradients = gradients_of(self.stock, self.passes)
-        self.stock.save_pretrained(path / "stock")
-        self.calls = calls_of(self.stock, lambda: outputs_of(self.stock, self.passes))
-        self.stacks = stacks(self.stock, lambda: outputs_of(self.stock, self.passes))
-        self.patches = patch_projections(self.stock)
-
-    def _checkpoint(self) -> list[Pass]:
-        """Save a small model with random weights, and say how it can be run."""
-        first: Exception | None = None
-        try:
-            for config in small_configs(self.model_class.config_class):
-                try:
-                    _check_size(self.model_class, config)
-                    torch.manual_seed(0)
-                    model = self.model_class(config).eval()
-                    randomize(model)
-                    passes = chosen_passes(model, particular_passes(model))
-                    model.save_pretrained(self.path / "checkpoint")
-                    return passes
-                except Exception as error:
-                    first = first or error
-        except Exception as error:
-            first = first or error
-        raise NotExaminedError(_short(first) if first else "no config") from first
 
     def load(self, folder: str, **options: Any) -> Any:
         """The model from a folder, with what can be compared: eager attention, and experts one after the other."""
