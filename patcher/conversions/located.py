@@ -77,7 +77,9 @@ class _Located:
         base_model_prefix: str | None
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        place = self.place
+        place: Place | None = getattr(self, "place", None)
+        if place is None:  # others make conversions of this class, with patterns of their own
+            return super().rename_source_key(source_key)  # type: ignore[misc, no-any-return]
         if place.modules is not None:
             module, scope = place.module_of(source_key), place.transform.scope_prefix
             if module is None:
@@ -98,6 +100,8 @@ class _LocatedConverter(_Located):
     collected_tensors: dict[str, list[Any]]
 
     def convert(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "place", None) is None:
+            return super().convert(*args, **kwargs)  # type: ignore[misc]
         # What operations get has the patterns as they were written.
         for marked, pattern in zip(self.source_patterns, self.place.transform.source_patterns, strict=True):
             if marked != pattern and marked in self.collected_tensors:

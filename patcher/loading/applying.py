@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from patcher.compat.models import kept_in_fp32
+from patcher.compat.models import kept_in_fp32, named_parameters
 from patcher.compat.parallel import unsplit_class, unsplit_config
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
@@ -84,7 +84,8 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 def _check_complete(patcher: Patcher, result: PreTrainedModel, missing: Iterable[str]) -> None:
     """What a model in memory lacks, something has been replaced in: initialised anew it would be another model."""
     record = record_of(result)
-    absent = sorted(set(missing) - set(record.new_weights if record is not None else ()))
+    parameters = {name for name, _ in named_parameters(result)}  # buffers keep what was computed
+    absent = sorted(parameters.intersection(missing).difference(record.new_weights if record is not None else ()))
     if absent and patcher.strict:
         raise InvalidPatcherError(
             f"Patcher.apply finds no weights for {', '.join(compress(absent)[:3])}: the model has layers of others "

@@ -157,25 +157,34 @@ def weights_of_another_shape(at: Place) -> Steps:
     assert (model.model.layers[0].mlp.up_proj.weight == 3).all()
 
 
+class OneProjection(JoinedAttention):
+    """Calls its one projection as attentions elsewhere call that of their values."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.v_proj = self.qkv_proj
+        del self.qkv_proj
+
+
 @advice("Bind the patterns of a conversion to the modules that are meant: ")
 def a_conversion_that_takes_too_much(at: Place) -> Steps:
     def joined(before: str = "", after: str = "") -> Patcher:
         sources = [rf"{before}self_attn\.{name}_proj\.weight" for name in "qkv"]
-        conversion = joining(*sources, target=f"{after}self_attn.qkv_proj.weight")
-        return Patcher({"LlamaAttention": JoinedAttention}, extra_weight_conversions=conversion)
+        conversion = joining(*sources, target=f"{after}self_attn.v_proj.weight")
+        return Patcher({"LlamaAttention": OneProjection}, extra_weight_conversions=conversion)
 
     folder = save_tiny(tiny_llava_config(), at.tmp / "llava")  # whose vision tower has such projections as well
     said = yield lambda: AutoModelForImageTextToText.from_pretrained(folder, patcher=joined())
     prefix, target = written(said, r"(r'\(.*?'){1} with"), written(said, r"target (r'.*?')")
     sources = [prefix.replace("q_proj", f"{name}_proj") for name in "qkv"]
-    bound = joined().replace(extra_weight_conversions=joining(*sources, target=target))
+    bound = joined().replace(extra_weight_conversions=joining(*sources, target=target.replace("qkv_proj", "v_proj")))
     model = AutoModelForImageTextToText.from_pretrained(folder, patcher=bound)
     stock = AutoModelForImageTextToText.from_pretrained(folder)
     tower = stock.model.vision_tower.state_dict()
     assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
     for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
         parts = [its.self_attn.get_submodule(f"{name}_proj").weight for name in "qkv"]
-        assert torch.equal(mine.self_attn.qkv_proj.weight, torch.cat(parts))
+        assert torch.equal(mine.self_attn.v_proj.weight, torch.cat(parts))
 
 
 class OwnMixtralNorm(MixtralRMSNorm):
