@@ -131,9 +131,7 @@ def test_keys_that_are_also_computed_by_themselves_are_left_alone() -> None:
 
     assert not resolution.fused
     (reason,) = resolution.refused.values()
-    assert re.match(
-        r"disentangled_attention_bias\(\) calls key_proj alone, and would compute all of key_proj, v", reason
-    )
+    assert reason.startswith("disentangled_attention_bias() calls key_proj alone, and would compute all of key_proj, ")
 
 
 def test_it_is_asked_for_at_some_paths_only_and_travels(folders: dict[str, Path], tmp_path: Path) -> None:
