@@ -22,6 +22,7 @@ class KV(QKV):
 
     name = "kv"
     joined_name: ClassVar[str] = "kv_proj"
+    only_together: ClassVar[bool] = True
     subject = "keys and values of an input that queries don't have (k_proj, v_proj; key, value; ...)"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:

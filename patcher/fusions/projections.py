@@ -16,10 +16,10 @@ from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
-from patcher.fusions.methods import NotUnderstoodError, located, methods_with, names_in
+from patcher.fusions.methods import NotUnderstoodError, located, methods_with, names_in, trees_of
 from patcher.fusions.proof.calls import passes, touches
 from patcher.fusions.proof.children import summaries
-from patcher.fusions.proof.tracing import Constant, Guards, prove
+from patcher.fusions.proof.tracing import Constant, Guards, called_projections, prove
 from patcher.fusions.proof.understanding import compared_names, joining_methods, understand
 from patcher.fusions.proof.values import Summary
 from patcher.fusions.rewrite import compile_subclass, rewritten
@@ -35,6 +35,10 @@ class Projections(Fusion):
 
     #: the name of the joined projection
     joined_name: ClassVar[str] = ""
+
+    #: whether a module is left alone of which another method calls some of the projections: such a call
+    #: would be right, and compute all of them
+    only_together: ClassVar[bool] = False
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """The names, among those of a module's children, that play the roles of this family together."""
@@ -109,6 +113,8 @@ class Projections(Fusion):
             return reason
         plan, reason = self._decide(module)
         if plan is None:
+            return reason
+        if self.only_together and (reason := _called_alone(type(module), group)):
             return reason
         modules = surroundings.modules
         return touches(modules, path, group) or passes(modules, path, plan[1]) or None
@@ -198,6 +204,15 @@ class Projections(Fusion):
                 plans[key] = None, str(error)
         plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
         return plan
+
+
+def _called_alone(cls: type[nn.Module], group: tuple[str, ...]) -> str:
+    """Which method calls some of the projections without the others, "" if none does."""
+    for method, tree in trees_of(cls).items():
+        called = called_projections(tree, group)
+        if 0 < len(called) < len(group):
+            return f"{method}() calls {', '.join(sorted(called))} alone, and would compute all of {', '.join(group)}"
+    return ""
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

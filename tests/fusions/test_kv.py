@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
+from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM, SEWDConfig, SEWDModel
 
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
 from patcher.conversions.fused_weights import fused_modules
@@ -122,6 +122,16 @@ def test_a_model_without_cross_attention_says_why() -> None:
         LlamaForCausalLM._from_config(tiny_llama_config(), patcher=ALONE)
     with pytest.raises(PatchConflictError, match="both claim"):
         BartForConditionalGeneration._from_config(CASES["Bart"].config(), patcher=Patcher(fusions=["kv", KV("**")]))
+
+
+def test_keys_that_are_also_computed_by_themselves_are_left_alone() -> None:
+    """SEW-D, as DeBERTa, projects relative positions with the layers of queries and keys."""
+    config = SEWDConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    resolution = ALONE.resolve(SEWDModel, config)
+
+    assert not resolution.fused
+    (reason,) = resolution.refused.values()
+    assert reason.startswith("disentangled_attention_bias() calls key_proj alone, and would compute all of key_proj, ")
 
 
 def test_it_is_asked_for_at_some_paths_only_and_travels(folders: dict[str, Path], tmp_path: Path) -> None:
