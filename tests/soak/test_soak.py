@@ -108,6 +108,7 @@ def test_every_kind_is_tried() -> None:
     assert set(LEAKS) == {"attribute", *KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LEAKS)
 def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> None:
     with ExitStack() as stack:
