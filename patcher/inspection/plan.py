@@ -319,11 +319,11 @@ def _judgement(
 
 
 def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
-    """path -> class and replacement, of the modules that the mapping names."""
+    """path -> class and replacement, of the modules that mappings name."""
     found = {}
     for path, module in named_modules(model):
         try:
-            match = rules.match(type(module))
+            match = (rules.match_path(path) if path else None) or rules.match(type(module))
         except PatchConflictError:
             continue
         if match is not None and match.replacement is not type(module):

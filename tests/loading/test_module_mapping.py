@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 import patcher
 from patcher import Patcher, UnmatchedPatchError, diff, plan, report, verify
 from patcher.codegen import PatchConfig
-from patcher.errors import CodegenError, PatchConflictError, PatchedWeightsError
+from patcher.errors import CodegenError, InvalidPatcherError, PatchConflictError, PatchedWeightsError
 from patcher.fusions import GateUp
 from tests.support.bringing import BringingMLP, ExpertLinears, ExpertStack, TurnedMLP
 from tests.support.checkpoints import assert_saved_alike, files
@@ -356,8 +356,24 @@ def test_a_misfit_of_one_of_two_replacements_is_found(folder: Path) -> None:
         def forward(self) -> torch.Tensor:  # type: ignore[override]
             raise NotImplementedError
 
-    planned = plan(folder, Patcher(module_mapping={"**.0.mlp": Narrow, "**.1.mlp": OwnMLP}))
-    assert "Narrow" in str(planned.to_dict()["misfits"])
+    class Wide(LlamaMLP):
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    class Wider(Wide):
+        pass
+
+    def found(first: type[nn.Module], second: type[nn.Module]) -> list[tuple[str, str]]:
+        planned = plan(folder, Patcher(module_mapping={"**.0.mlp": first, "**.1.mlp": second}))
+        return sorted((name.rpartition(".")[2], method) for name, method, *_ in planned.misfits)
+
+    assert found(Narrow, OwnMLP) == found(OwnMLP, Narrow) == [("Narrow", "forward")]
+    assert found(Wide, Wider) == [("Wide", "__init__"), ("Wider", "__init__")]
+
+
+def test_what_conversions_are_not_known_to_survive_is_refused_for_those_of_classes(folder: Path) -> None:
+    with pytest.raises(InvalidPatcherError, match=r"together with device_mesh, which is not supported"):
+        load(folder, Patcher(module_mapping={"**.mlp": BringingMLP}), device_mesh=object())
 
 
 def test_as_data_in_json_and_together(folder: Path) -> None:

@@ -25,6 +25,7 @@ from patcher.fusions import QKV
 from tests.codegen.unwritable import Halves, Unspeakable
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.generated_files import importable
+from tests.support.bringing import BringingMLP
 from tests.support.comparing import logits
 from tests.support.replaced_elsewhere import AdaptedMLP, JoinedMLP, NegatedMLP
 from tests.support.replacements import OwnMLP
@@ -305,6 +306,7 @@ def a_path_in_a_generated_file(at: Place) -> Steps:
     yield lambda: file_of(by_path)
     assert same(load(at.llama, by_path), at.llama)
     assert arrives(at, Patcher({"LlamaMLP": OwnMLP}))
+    assert arrives(at, Patcher({"LlamaMLP": BringingMLP}))  # with the conversions that it brings
 
 
 @advice("Call from_patcher() with {}, or load with the patcher itself.")
