@@ -6,14 +6,15 @@ meant for these four: the others have no parameter that it would make, and there
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import Renamed, copy_transform, key_renamer
+from patcher.compat.conversions import copy_transform, key_renamer
 from patcher.compat.models import state_tensors
 from patcher.conversions.fused_weights import fused_modules
 from patcher.patterns import inside
@@ -157,13 +158,17 @@ def located(
     names = frozenset((*tensors, *joined))
     prefix = inside(model.base_model_prefix)
     places = [Place(transform, names, prefix, modules) for transform, modules in added]
-    texts = [text for each in (*(place.transform for place in places), *kept) for text in _converted(each)]
+    times = Counter(text for each in (*(place.transform for place in places), *kept) for text in _converted(each))
+    chains = _Chains(places, kept, model, tensors)
     result = []
     for number, place in enumerate(places):
-        if not isinstance(place.transform, WeightConverter):
-            place = _of_renaming(place, places[number + 1 :], kept, model, tensors)
         # A load finds the converter by the text of the pattern that matched, so no two may have the same.
-        is_ambiguous = any(texts.count(text) > 1 for text in _converted(place.transform))
+        is_ambiguous = any(times[text] > 1 for text in _converted(place.transform))
+        place = (
+            place
+            if isinstance(place.transform, WeightConverter)
+            else replace(place, misleads=partial(chains.mislead, number))
+        )
         result.append(_located(place, f"(?#{number})" if is_ambiguous else ""))
     return result
 
@@ -180,19 +185,32 @@ def _located(place: Place, mark: str = "") -> WeightTransform:
     return copy  # type: ignore[no-any-return]
 
 
-def _of_renaming(
-    place: Place, later: list[Place], kept: list[WeightTransform], model: Any, tensors: dict[str, Any]
-) -> Place:
-    """The place of a renaming. Its result may be renamed further, or be taken by a converter."""
+class _Chains:
+    """What conversions make of a name after a renaming, and without it: its result may be renamed, or converted."""
 
-    @cache
-    def renamers() -> list[Callable[[str], Renamed]]:
-        is_last = place.modules is not None  # the renamings of transformers have run
-        stock = [copy_transform(each) for each in kept if isinstance(each, WeightConverter) or not is_last]
-        return [key_renamer(chain, model, tensors) for chain in ([*map(_located, later), *stock], stock)]
+    def __init__(self, places: list[Place], kept: list[WeightTransform], model: Any, tensors: dict[str, Any]) -> None:
+        self._places, self._kept, self._model, self._tensors = places, kept, model, tensors
 
-    def misleads(before: str, after: str) -> bool:
-        with_it, without_it = renamers()
+    def mislead(self, number: int, before: str, after: str) -> bool:
+        """Whether a name leads to a tensor of the model, and the one that a renaming makes of it doesn't."""
+        place = self._places[number]
+        if place.has(after):
+            return False
+        stock = self._converters if place.modules is not None else self._stock  # whose renamings have run by then
+        with_it, without_it = (
+            key_renamer(chain, self._model, self._tensors) for chain in ([*self._ours[number + 1 :], *stock], stock)
+        )
         return not place.has(with_it(after)[0]) and place.has(without_it(before)[0])
 
-    return replace(place, misleads=misleads)
+    # Copies, for whoever renames a key marks the conversions that it used.
+    @cached_property
+    def _ours(self) -> list[WeightTransform]:
+        return [_located(place) for place in self._places]
+
+    @cached_property
+    def _stock(self) -> list[WeightTransform]:
+        return [copy_transform(each) for each in self._kept]
+
+    @cached_property
+    def _converters(self) -> list[WeightTransform]:
+        return [each for each in self._stock if isinstance(each, WeightConverter)]

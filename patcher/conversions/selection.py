@@ -37,8 +37,8 @@ def in_order(added: Iterable[T], kept: Iterable[T]) -> list[T]:
     But what a class brings is about the names of its parameters: its renamings come after those of transformers.
     """
     added = list(added)
-    last = [each for each in added if is_about_a_module(each) and isinstance(each, WeightRenaming)]
-    return [*(each for each in added if each not in last), *kept, *last]
+    last = {id(each): each for each in added if is_about_a_module(each) and isinstance(each, WeightRenaming)}
+    return [*(each for each in added if id(each) not in last), *kept, *last.values()]
 
 
 def select_conversions(
