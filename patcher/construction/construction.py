@@ -153,6 +153,19 @@ class Construction:
         if self.at_end is not None and module is self.root:
             self.at_end()
 
+    def build_in_place_of(
+        self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> nn.Module:
+        """What takes the place of a module of `original` that stands, built with the arguments that made that one.
+
+        Raises:
+            PatchConstructionError: it can't be built.
+        """
+        new = original.__new__(original)
+        self.build(new, original, match, args, kwargs)
+        new.train(module.training)
+        return new
+
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
         """Build a replacement once more, for the values that its `__init__` computes."""
         module = built.original.__new__(built.original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,14 +38,17 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
     unrecorded: set[type[nn.Module]] = set()
     left_alone: set[int] = set()
-    depth = 1
-    while paths_of := _paths_of(model):
-        if depth > max(path.count(".") + 1 for paths in paths_of.values() for path in paths):
+    for depth in itertools.count():
+        modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+        at_depth = [path for path in modules if path.count(".") == depth]
+        if not at_depth:
             break
-        modules = dict(model.named_modules(remove_duplicate=False))
-        at_depth = {path: paths for paths in paths_of.values() for path in paths if path.count(".") + 1 == depth}
-        for path, paths in at_depth.items():
+        paths_of: dict[int, list[str]] = {}
+        for path, module in modules.items():
+            paths_of.setdefault(id(module), []).append(path)
+        for path in at_depth:
             module = modules[path]
+            paths = paths_of[id(module)]
             if path in used or id(module) in left_alone:
                 continue
             match = _match(construction, path, paths, used)
@@ -55,7 +59,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
                 unrecorded.add(stock_class(module))
                 left_alone.add(id(module))
                 continue
-            new = _built(construction, module, match, *arguments)
+            new = construction.build_in_place_of(module, stock_class(module), match, *arguments)
             for each in paths:
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new
@@ -64,17 +68,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
                 construction.matched |= matched
                 if not construction.is_skeleton:
                     tell_blocks(matched)
-        depth += 1
     return frozenset(unrecorded)
-
-
-def _paths_of(model: nn.Module) -> dict[int, list[str]]:
-    """The paths of each module inside of a model, by its identity."""
-    found: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if path:
-            found.setdefault(id(module), []).append(path)
-    return found
 
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
@@ -106,16 +100,6 @@ def _match(
                 "both to one class."
             )
     return match
-
-
-def _built(
-    construction: Construction, module: nn.Module, match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> nn.Module:
-    original = stock_class(module)
-    new = original.__new__(original)
-    construction.build(new, original, match, args, kwargs)
-    new.train(module.training)
-    return new
 
 
 def _arguments(

@@ -56,12 +56,9 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         new = fused.get(id(module))
         if new is None:
             _, args, kwargs = construction.arguments[id(module)]
-            original = type(module)
-            new = original.__new__(original)
             key, entry = _fusion_of(construction, path)
-            construction.build(new, original, Match(key, cls, entry, "fusions"), args, kwargs)
-            new.train(module.training)
-            fused[id(module)] = new
+            match = Match(key, cls, entry, "fusions")
+            new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
         parent._modules[name] = new
 
 
