@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from patcher.errors import no_such_name
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
-    from patcher.codegen.checker import CallMismatch, CheckResult, check
-    from patcher.codegen.generator import generate
+    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.files.checker import CallMismatch, CheckResult, check
+    from patcher.codegen.files.writer import write
+    from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
-    from patcher.codegen.writer import write
 
 __all__ = [
     "CallMismatch",
@@ -42,15 +42,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CallMismatch": "checker",
-    "CheckResult": "checker",
+    "CallMismatch": "files.checker",
+    "CheckResult": "files.checker",
     "Patch": "spec",
-    "PatchConfig": "builder",
+    "PatchConfig": "config",
     "PatchKind": "spec",
-    "check": "checker",
+    "check": "files.checker",
     "create_patch_from_external": "spec",
-    "generate": "generator",
-    "write": "writer",
+    "generate": "generation.generator",
+    "write": "files.writer",
 }
 
 

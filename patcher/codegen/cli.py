@@ -10,7 +10,7 @@ import typer
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.config import PatchConfig
 
 # What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
@@ -42,7 +42,7 @@ def codegen(
 
     From configs, and check them for drift.
     """
-    from patcher.codegen.checker import check, discover, load_configs, read_settings
+    from patcher.codegen.files.checker import check, discover, load_configs, read_settings
 
     try:
         settings = read_settings()
@@ -70,8 +70,8 @@ def codegen(
 
 def _list(paths: list[Path]) -> None:
     """Print each config, its source and its file; exit with 1 if one can't be imported."""
-    from patcher.codegen.checker import load_configs
-    from patcher.codegen.header import config_path
+    from patcher.codegen.files.checker import load_configs
+    from patcher.codegen.generation.header import config_path
 
     failed = False
     for path in map(str, paths):
@@ -92,9 +92,16 @@ def _generate(
     config: PatchConfig, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
 ) -> None:
     """Write the file of a config, or say what would be written."""
-    from patcher.codegen.checker import check_calls
-    from patcher.codegen.generator import build
-    from patcher.codegen.writer import diff_of, diff_path, final_text, output_folder, unified_diff, write_generated
+    from patcher.codegen.files.checker import check_calls
+    from patcher.codegen.files.writer import (
+        diff_of,
+        diff_path,
+        final_text,
+        output_folder,
+        unified_diff,
+        write_generated,
+    )
+    from patcher.codegen.generation.generator import build
 
     generated = build(config)
     folder = output_folder(config, output_dir)

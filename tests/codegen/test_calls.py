@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from patcher.codegen import PatchConfig
-from patcher.codegen.checker import check_calls
-from patcher.codegen.generator import build
+from patcher.codegen.files.checker import check_calls
+from patcher.codegen.generation.generator import build
 
 SOURCE = """
 import torch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.codegen import PatchConfig, generate
-from patcher.codegen.checker import load_configs
+from patcher.codegen.files.checker import load_configs
 from patcher.errors import CodegenError
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 
-from patcher.codegen.patched_definitions import Context, below
+from patcher.codegen.generation.patched_definitions import Context, below
 from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from patcher.codegen.builder import PatchConfig
-from patcher.codegen.generator import Generated, build
-from patcher.codegen.header import config_path
+from patcher.codegen.config import PatchConfig
+from patcher.codegen.files.writer import diff_of, diff_path, files_of, output_folder, write_generated
+from patcher.codegen.generation.generator import Generated, build
+from patcher.codegen.generation.header import config_path
 from patcher.codegen.spec import PatchKind
-from patcher.codegen.writer import diff_of, diff_path, files_of, output_folder, write_generated
 from patcher.errors import CodegenError
 from patcher.source.call_sites import CallSites, shortened, why_unfit
 from patcher.source.reading import Location

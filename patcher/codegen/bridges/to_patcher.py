@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from patcher.codegen.generator import Generated, build
+from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError

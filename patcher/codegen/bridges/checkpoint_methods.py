@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from patcher.codegen.dependencies import Dependencies
+from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.runtime import CONVERSIONS, ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import source_patterns, target_patterns
@@ -26,7 +26,7 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.config import PatchConfig
     from patcher.spec.patcher import Patcher
 
 

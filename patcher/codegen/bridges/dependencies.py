@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from patcher.codegen.surroundings import absolute_name
+from patcher.codegen.generation.surroundings import absolute_name
 from patcher.compat.modeling_code import unrebound
 from patcher.source.indentation import dedented
 from patcher.source.reading import Source, caller, file_tree, read_source, unwrap
 from patcher.source.scopes import free_names, imported_names
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.config import PatchConfig
 
 
 #: where generated files find what they need of this package

@@ -21,7 +21,7 @@ import libcst as cst
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.codegen.dependencies import RUNTIME
+from patcher.codegen.bridges.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses, unrebound
 from patcher.conversions.layouts import Layout
 from patcher.fusions.fused_module import FusedModule
@@ -32,7 +32,7 @@ from patcher.source import trees
 from patcher.source.reading import definition_of
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.config import PatchConfig
 
 
 def built_by_config(modules: Mapping[str, nn.Module], path: str) -> str:

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.header import render_header, with_header
-from patcher.codegen.missing_names import check_names
-from patcher.codegen.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.generation.header import render_header, with_header
+from patcher.codegen.generation.missing_names import check_names
+from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.generation.surroundings import DropNames, MakeAbsolute, insert, plan_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
-from patcher.codegen.surroundings import DropNames, MakeAbsolute, insert, plan_imports
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load

@@ -249,7 +249,7 @@ class PatchConfig(PatchSpec):
         Raises:
             CodegenError: a conversion can't be written as text.
         """
-        from patcher.codegen.checkpoint_methods import add_conversions
+        from patcher.codegen.bridges.checkpoint_methods import add_conversions
         from patcher.spec.patcher import Patcher
 
         add_conversions(self, Patcher() if patcher is None else patcher)
@@ -273,7 +273,7 @@ class PatchConfig(PatchSpec):
         Raises:
             CodegenError: the file can't be generated or imported, or no class of it differs.
         """
-        from patcher.codegen.to_patcher import to_patcher
+        from patcher.codegen.bridges.to_patcher import to_patcher
 
         return to_patcher(self)
 
@@ -305,7 +305,7 @@ class PatchConfig(PatchSpec):
         Raises:
             CodegenError: the patcher reaches other modules, or does what one class for all layers can't.
         """
-        from patcher.codegen.from_patcher import describe_patcher
+        from patcher.codegen.bridges.from_patcher import describe_patcher
 
         module = model_class.__module__
         name = f"the patcher {patcher.name!r}" if patcher.name else "a patcher"

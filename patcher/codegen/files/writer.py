@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from patcher.codegen.generator import Generated, build
+from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.reading import Location

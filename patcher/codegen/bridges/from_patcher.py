@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from patcher.codegen.checkpoint_methods import add_conversions, module_classes
-from patcher.codegen.dependencies import RUNTIME, Dependencies
-from patcher.codegen.fused_classes import Owners, built_by_config, layout_text, write_rewritten
+from patcher.codegen.bridges.checkpoint_methods import add_conversions, module_classes
+from patcher.codegen.bridges.dependencies import RUNTIME, Dependencies
+from patcher.codegen.bridges.fused_classes import Owners, built_by_config, layout_text, write_rewritten
+from patcher.codegen.bridges.to_patcher import MADE
 from patcher.codegen.spec import create_patch_from_external
-from patcher.codegen.to_patcher import MADE
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
@@ -28,7 +28,7 @@ from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
 
 if TYPE_CHECKING:
-    from patcher.codegen.builder import PatchConfig
+    from patcher.codegen.config import PatchConfig
     from patcher.spec.patcher import Patcher
 
 
