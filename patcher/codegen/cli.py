@@ -10,7 +10,7 @@ import typer
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
-    from patcher.codegen.config import PatchConfig
+    from patcher.codegen.spec import PatchSpec
 
 # What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
@@ -42,7 +42,8 @@ def codegen(
 
     From configs, and check them for drift.
     """
-    from patcher.codegen.files.checker import check, discover, load_configs, read_settings
+    from patcher.codegen.files.checker import check
+    from patcher.codegen.files.projects import discover, load_configs, read_settings
 
     try:
         settings = read_settings()
@@ -70,7 +71,7 @@ def codegen(
 
 def _list(paths: list[Path]) -> None:
     """Print each config, its source and its file; exit with 1 if one can't be imported."""
-    from patcher.codegen.files.checker import load_configs
+    from patcher.codegen.files.projects import load_configs
     from patcher.codegen.generation.header import config_path
 
     failed = False
@@ -89,7 +90,7 @@ def _list(paths: list[Path]) -> None:
 
 
 def _generate(
-    config: PatchConfig, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
+    config: PatchSpec, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
 ) -> None:
     """Write the file of a config, or say what would be written."""
     from patcher.codegen.files.checker import check_calls

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from patcher.codegen import check
 from patcher.codegen.cli import app, codegen
-from patcher.codegen.files.checker import discover, load_configs, read_settings
+from patcher.codegen.files.projects import discover, load_configs, read_settings
 from patcher.errors import CodegenError
 from tests.codegen.checked import CONFIG, SOURCE
 from tests.support.ruff import needs_ruff

@@ -16,7 +16,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from patcher import Patcher
 from patcher.codegen import check
-from patcher.codegen.files.checker import discover, read_settings
+from patcher.codegen.files.projects import discover, read_settings
 
 GALLERY = Path(__file__).parents[2] / "examples" / "codegen"
 CONFIGS = [path for path in discover(read_settings(GALLERY)) if path.is_relative_to(GALLERY)]

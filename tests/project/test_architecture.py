@@ -48,6 +48,8 @@ ORDER = (
     "presets",
     "cli",
 )
+#: The rooms of `codegen`, in the same way.
+CODEGEN = ("runtime", "spec", "generation", "bridges", "files", "config", "cli", "__main__")
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
@@ -118,6 +120,22 @@ def test_no_circle() -> None:
 
 def test_imports_run_one_way() -> None:
     none_of(upward(house(), ORDER, LATE))
+
+
+def test_imports_inside_of_codegen_run_one_way() -> None:
+    # As a package of its own: `patcher.codegen.spec` is the room `spec` of it.
+    inside = {name.removeprefix("patcher."): module for name, module in house().items() if ".codegen." in name}
+    assert {name.split(".")[1] for name in inside} == set(CODEGEN)
+    rank = {name: number for number, name in enumerate(CODEGEN)}
+    none_of(
+        [
+            f"{name}:{each.line} imports {each.module}"
+            for name, module in inside.items()
+            for each in module.imports
+            if each.module.startswith("patcher.codegen.")
+            and rank[name.split(".")[1]] < rank[each.module.split(".")[2]]
+        ]
+    )
 
 
 def test_the_late_imports_that_are_exempt_exist() -> None:

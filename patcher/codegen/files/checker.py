@@ -1,39 +1,20 @@
-"""Generated files against their configs: found under a folder, made again, compared."""
+"""Generated files against their configs: made again, compared, and their calls looked at."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
-import importlib.util
 import os
-import sys
-import tomllib
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
-from patcher.codegen.config import PatchConfig
+from patcher.codegen.files.projects import discover, load_configs, read_settings
 from patcher.codegen.files.writer import diff_of, diff_path, files_of, output_folder, write_generated
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.generation.header import config_path
-from patcher.codegen.spec import PatchKind
+from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.call_sites import CallSites, shortened, why_unfit
-from patcher.source.reading import Location
-
-SUFFIX = "_patch_gen_config.py"
-_IMPORTING = {__file__, importlib.__file__}
-_SKIPPED = {"node_modules", "__pycache__", "site-packages"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """`[tool.patcher.codegen]` of a project: `search_root`, one folder or several, and `format`."""
-
-    search_root: tuple[Path, ...]
-    formatted: bool
 
 
 @dataclass(frozen=True)
@@ -67,151 +48,6 @@ class CheckResult:
         lines = [f"{self.config}: {'ok' if not self.drift else 'fixed' if self.fixed else 'drifted'}"]
         lines += [f"  {self.path}, {mismatch}" for mismatch in self.calls]
         return "\n".join([*lines, *([self.drift.rstrip("\n")] if self.drift and not self.fixed else [])])
-
-
-def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
-    """The settings of the project that a folder is part of.
-
-    Raises:
-        CodegenError: for invalid settings.
-    """
-    here = Path(start or Path.cwd()).resolve()
-    file = next((file for folder in (here, *here.parents) if (file := folder / "pyproject.toml").is_file()), None)
-    if file is None:
-        return Settings((here,), False)
-    try:
-        table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("patcher", {}).get("codegen", {})
-    except tomllib.TOMLDecodeError as error:
-        raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-    if unknown := sorted(set(table) - {"search_root", "format"}):
-        raise CodegenError(
-            f"{file}: [tool.patcher.codegen] has no setting {unknown[0]!r}. It has search_root and format."
-        )
-    roots = table.get("search_root", ".")
-    folders = [file.parent / name for name in ([roots] if isinstance(roots, str) else roots)]
-    for missing in (path for path in folders if not path.is_dir()):
-        raise CodegenError(
-            f"{file}: search_root in [tool.patcher.codegen] names {missing.relative_to(file.parent).as_posix()!r}, "
-            "which is no folder of this project."
-        )
-    return Settings(tuple(folders), bool(table.get("format", False)))
-
-
-def discover(settings: Settings) -> list[Path]:
-    """The configs of a project, `*_patch_gen_config.py` below the search root, in a fixed order."""
-    found = set[Path]()
-    for root in settings.search_root:
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED]
-            found.update(Path(folder, name) for name in files if name.endswith(SUFFIX))
-    return sorted(found)
-
-
-def load_configs(module: str, name: str | None = None) -> list[PatchConfig]:
-    """The configs of a module.
-
-    Args:
-        module: a dotted name, or the path of a file.
-        name: the variable; without it `config`, or whatever configs the module holds.
-
-    Raises:
-        CodegenError: if the module can't be imported, or holds no such config.
-    """
-    path = Path(module)
-    try:
-        loaded = _import_file(path) if path.suffix == ".py" else _import_name(module)
-    except CodegenError:
-        raise
-    except Exception as error:
-        place, cause = _places(error, path)
-        raise CodegenError(
-            f"{place or module}: the config can't be imported: {type(error).__name__}: {error}"
-            + (f", at {cause}" if cause else "")
-        ) from error
-    mine = str(Path(loaded.__file__ or ""))
-    own = {key: value for key, value in vars(loaded).items() if isinstance(value, PatchConfig)}
-    if name is None and "config" in own:
-        name = "config"
-    if name is None:
-        local = {id(value): value for value in own.values() if value.config_file == mine}
-        if not local:
-            raise CodegenError(
-                f"{Location(mine, 1)}: this module defines no PatchConfig. Write `config = PatchConfig(...)`."
-            )
-        return list(local.values())
-    if name not in own:
-        raise CodegenError(
-            f"{Location(mine, 1)}: there is no PatchConfig named {name!r}. "
-            + (f"There are: {', '.join(own)}." if own else "Define one, `config = PatchConfig(...)`.")
-        )
-    return [own[name]]
-
-
-def _places(error: BaseException, path: Path) -> tuple[str, str]:
-    """The line of the config on which its import failed, and the line of another file that failed there."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    # Not those that import: this file's, and `importlib.import_module`.
-    places = [Location(f.filename, f.lineno or 1) for f in frames if f.filename not in _IMPORTING]
-    if isinstance(error, SyntaxError) and error.filename:
-        places.append(Location(error.filename, error.lineno or 1))
-    if not places:
-        return "", ""
-    # The config itself comes first, unless it is imported by a package: its files run before.
-    own = [place for place in places if Path(place.file) == path.resolve()] or places[:1]
-    return str(own[-1]), str(places[-1]) if places[-1] != own[-1] else ""
-
-
-def _import_name(name: str) -> ModuleType:
-    with _on_path(Path.cwd()):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # a module that the config imports
-            raise CodegenError(
-                f"{name}: there is no module {error.name!r}. Give the name of a config's module, or the path of its "
-                "file, which ends in .py."
-            ) from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a config by its path: as part of its package if it has one, so that relative imports work."""
-    path = path.resolve()
-    if not path.is_file():
-        raise CodegenError(f"{path}: there is no such config. Give the path of a file, or the name of a module.")
-    root, parts = path.parent, [path.stem]
-    while (root / "__init__.py").is_file():
-        parts.insert(0, root.name)
-        root = root.parent
-    name = ".".join(parts)
-    with _on_path(root):
-        known = sys.modules.get(name)
-        if known is not None and Path(getattr(known, "__file__", None) or "") == path:
-            return known
-        if len(parts) > 1:
-            return importlib.import_module(name)
-        # two folders may each hold a config of this name: loaded by its path, known by its name to its neighbours
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-
-
-@contextlib.contextmanager
-def _on_path(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(folder))
 
 
 def check(
@@ -248,7 +84,7 @@ def check(
 
 
 def _check_one(
-    label: str, config: PatchConfig, fix: bool, output_dir: str | os.PathLike[str] | None, formatted: bool
+    label: str, config: PatchSpec, fix: bool, output_dir: str | os.PathLike[str] | None, formatted: bool
 ) -> CheckResult:
     try:
         generated = build(config)

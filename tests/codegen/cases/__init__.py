@@ -15,8 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.codegen import PatchConfig, generate
-from patcher.codegen.files.checker import load_configs
+from patcher.codegen import generate
+from patcher.codegen.files.projects import load_configs
+from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
 
 FOLDER = Path(__file__).parent
@@ -72,7 +73,7 @@ def lay_out(case: Case, folder: Path) -> Path:
     return config
 
 
-def load(config: Path) -> PatchConfig:
+def load(config: Path) -> PatchSpec:
     sys.path.insert(0, str(config.parent))
     try:
         return load_configs(str(config), "config")[0]

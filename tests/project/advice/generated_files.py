@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.codegen import PatchConfig, generate
-from patcher.codegen.files.checker import load_configs
+from patcher.codegen.files.projects import load_configs
 from tests.codegen import cases
 from tests.project.advice import Place, Steps, advice
 from tests.support.written_modules import written_module

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from patcher.codegen import generate
-from patcher.codegen.files.checker import load_configs
+from patcher.codegen.files.projects import load_configs
 from tests.codegen import cases
 from tests.project.advice import Place, Steps, advice
 from tests.project.advice.generated_files import a_case, calls, case_of, described, edited, importable, made

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from patcher.codegen import PatchConfig, generate, write
-from patcher.codegen.files.checker import load_configs
+from patcher.codegen.files.projects import load_configs
 from patcher.errors import CodegenError
 from tests.codegen import cases
 from tests.codegen.checked import CONFIG, SOURCE
