@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,7 +15,7 @@ from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
 from patcher.codegen.generation.surroundings import DropNames, MakeAbsolute, insert, plan_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
-from patcher.errors import CodegenError
+from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
@@ -76,10 +77,9 @@ def build(config: PatchSpec) -> Generated:
     imported = imported_names(original)
     for name, where in config.dropped.items():
         if name not in imported:
-            raise CodegenError(
-                f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-                f"{nearest(name, imported)}"
-            )
+            # Not an error: a config serves several releases, and a later one needs the name no more.
+            text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
     module = module.visit(DropNames(config.dropped))
     edits = _exclude(config, module)
 

@@ -56,7 +56,7 @@ def replace_definition(
     if is_class:
         wrong, fix = PatchKind.REPLACE_FUNCTION, "Use replace_class, or override_method for one of its methods."
     what = "class" if is_class else "function"
-    if patch.kind is wrong:
+    if patch.wanted is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {what} in {context.source}. {fix}")
     box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description))
     above = tree.without_copied_from(node.leading_lines)
@@ -64,6 +64,8 @@ def replace_definition(
     context.done.append(patch)
     name = node.name.value
     if isinstance(patch.replacement, External):
+        if patch.is_import:
+            return [cst.parse_statement(patch.replacement.statement(name)).with_changes(leading_lines=leading)]
         return [assignment(name, context.externals[patch.replacement], leading)]
     assert patch.source is not None
     kept = "" if nested else _kept_name(patch, name, is_class, context)
@@ -131,15 +133,15 @@ def edit_class(node: cst.ClassDef, items: Sequence[Item], context: Context, path
     """
     edit = _ClassEdit(node, context, path, depth)
     inner: dict[str, list[Item]] = {}
-    for rest, patch in sorted(items, key=lambda item: item[1].target):
+    for rest, patch in items:
         nested = edit.nested.get(rest[0]) if rest else None
         if nested is not None and (len(rest) > 1 or patch.kind is PatchKind.MODIFY_INIT):
             inner.setdefault(rest[0], []).append((rest[1:], patch))
-        elif nested is not None and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.EXTERNAL):
+        elif nested is not None and patch.wanted in (None, PatchKind.REPLACE_CLASS):
             edit.edits[nested] = replace_definition(patch, nested, context, edit.depth_of(nested), nested=True)
         elif not rest:
             edit.wrap_init(patch)
-        elif patch.kind in (PatchKind.OVERRIDE_METHOD, PatchKind.EXTERNAL):
+        elif patch.wanted in (None, PatchKind.OVERRIDE_METHOD):
             edit.override(patch, *rest)
         else:
             raise patch.error(
@@ -260,7 +262,7 @@ class _ClassEdit:
             changed = tree.with_members(changed, members)
         if not self.patched:
             return changed
-        self.patched.sort(key=lambda entry: entry[:2])
+        self.patched.sort(key=lambda entry: entry[0])
         self.context.done.extend(patch for _, _, patch in self.patched)
         title = f"Methods patched: {', '.join(name for _, name, _ in self.patched)}"
         notes = [f"  {name}: {why(p.description)[5:]}" for _, name, p in self.patched if p.description.strip()]

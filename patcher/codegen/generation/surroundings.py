@@ -9,8 +9,9 @@ from typing import Any
 
 import libcst as cst
 
+from patcher.codegen.additions import Helper, Import
 from patcher.codegen.generation.patched_definitions import Context, below
-from patcher.codegen.spec import External, Helper, Import, PatchSpec
+from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule
@@ -133,7 +134,7 @@ def plan_imports(
         fresh = []
         for name, (module, attribute) in entry.bound().items():
             found = None if name in config.dropped else present.get(name)
-            if found is not None and _origin(found, config.source_module) == (module, attribute):
+            if found is not None and _is(found, config.source_module, module, attribute):
                 if "." in entry.module and entry.module != found.module and not attribute and not entry.alias:
                     fresh.append(name)  # `import a.b` beside `import a`
                 continue
@@ -150,7 +151,7 @@ def plan_imports(
     aliases: dict[tuple[str, str], str] = {}
     taken = bound | {name for entry in added for name in entry.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(external := patch.replacement, External):
+        if isinstance(external := patch.replacement, External) and not patch.is_import:
             first, *rest = external.name.split(".")
             if (external.module, first) not in aliases:
                 alias = first if first not in taken else f"external_{first}"
@@ -165,12 +166,14 @@ def _or_without(name: str, removable: Mapping[str, str]) -> str:
     return f", or leave the original out: {removable[name]}" if name in removable else ""
 
 
-def _origin(found: ImportedName, source: str) -> tuple[str, str]:
-    """The absolute module and the attribute that an import statement of the original binds a name to."""
-    if not found.attribute:
-        return found.module if found.alias else found.module.split(".")[0], ""
+def _is(found: ImportedName, source: str, module: str, attribute: str) -> bool:
+    """Whether an import statement of the original binds a name to this module, or this attribute of it.
+
+    `import torch.nn.functional as F` and `from torch.nn import functional as F` are one.
+    """
     package = ".".join(source.split(".")[: -found.level]) if found.level else ""
-    return ".".join(part for part in (package, found.module) if part), found.attribute
+    bound = found.module if found.attribute or found.alias else found.module.split(".")[0]
+    return ".".join(filter(None, (package, bound, found.attribute))) == ".".join(filter(None, (module, attribute)))
 
 
 def insert(
