@@ -62,13 +62,11 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
         mark += "_"
     lines = lines_of(text)
     hidden: list[str] = []
-    starts = [_start(node) for node in tree.body]
-    for node, before, after in zip(tree.body, [None, *tree.body], [*starts[1:], len(lines) + 1], strict=False):
+    ends = [*(_start(node) for node in tree.body[1:]), len(lines) + 1]
+    for node, after in zip(tree.body, ends, strict=False):
         if not isinstance(node, Definition) or node.name in touched:
             continue
         start, end = first_line(node), node.end_lineno or node.lineno
-        if node.col_offset or end >= after or (before is not None and (before.end_lineno or 0) >= start):
-            continue  # beside another statement on its line
         # Comments behind the last statement that are indented are part of it.
         end = max([end, *(n for n in range(end + 1, after) if _INDENTED.match(lines[n - 1]))])
         segment = "".join(lines[start - 1 : end])
