@@ -213,3 +213,20 @@ case_of(
     ([('("Norm")', '("Norm")\nconfig.add_helper("class Norm: pass")')], lambda file: file.User.norm is file.Norm),
     ([('("Norm")', '("Norm", "User")')], lambda file: file.__all__ == []),
 )
+
+case_of(
+    "renamed_to_a_local_name",
+    "has to be written {} in a place where a variable of the patch is ",
+    (
+        [("x, rotate=None):\n    return rotate or turned(x)", "x, known=1):\n    return known or turned(x)")],
+        lambda file: file.rotate(2) == 1,
+    ),
+)
+case_of(
+    "modify_init_rebinds",
+    "binds {} anew, which stands for the original __init__. Give the other variable another name.",
+    (
+        [("    init = init\n", "    other = init\n"), ("    init(self, a)", "    other(self, a)")],
+        lambda file: file.A(3).a == 3,
+    ),
+)
