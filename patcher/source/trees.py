@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import libcst as cst
-from libcst.metadata import BuiltinScope, FunctionScope, GlobalScope, MetadataWrapper, ScopeProvider
+from libcst.metadata import BuiltinScope, ClassScope, FunctionScope, GlobalScope, MetadataWrapper, ScopeProvider
 
 from patcher.errors import CodegenError
 from patcher.source.reading import Location, Source, read_source
@@ -125,7 +125,16 @@ class _Rename(cst.CSTTransformer):
         scope = self.scopes.get(name)  # None of attributes and keywords
         if scope is None:
             return False
-        owners = {assignment.scope for assignment in scope[name.value]}
+        found = scope[name.value]
+        owners = {assignment.scope for assignment in found}
+        if isinstance(scope, ClassScope) and scope in owners:
+            bindings = [getattr(assignment, "node", None) for assignment in found]
+            if any(name is node or name is getattr(node, "name", None) for node in bindings):
+                return False
+            raise CodegenError(
+                f"{name.value!r} in the body of a class that binds it may be the one of the module or of the class. "
+                "Give one of them another name."
+            )
         if self.function is None:
             return all(map(_is_outermost, owners))
         return all(isinstance(owner, FunctionScope) and owner.node is self.function for owner in owners)

@@ -230,3 +230,8 @@ case_of(
         lambda file: file.A(3).a == 3,
     ),
 )
+case_of(
+    "renamed_in_a_class_body",
+    "in the body of a class that binds it may be the one of the module or of the class. ",
+    ([("turn = turn = 1", "own = 1"), ("other = turn", "other = own")], lambda file: file.A.other == 1),
+)
