@@ -112,9 +112,9 @@ class _Rename(cst.CSTTransformer):
             return cst.parse_expression(new) if "." in new else updated_node.with_changes(value=new)
         if isinstance(original_node, cst.Param):
             return updated_node.with_changes(name=original_node.name)
-        if isinstance(original_node, cst.NameItem) and self.function is None:  # of a `global`, which has no scope
-            own = original_node.name
-            return updated_node.with_changes(name=own.with_changes(value=self.names.get(own.value, own.value)))
+        if isinstance(original_node, cst.Global) and self.function is None:
+            for name in {item.name.value for item in original_node.names} & self.names.keys():
+                raise CodegenError(f"{name!r} is assigned by a `global` statement. Only what is read can be renamed.")
         if isinstance(original_node, cst.SimpleString) and self._annotations:
             value = re.sub(r"[^\W\d]\w*", lambda m: self.names.get(m.group(), m.group()), original_node.value)
             return updated_node.with_changes(value=value)

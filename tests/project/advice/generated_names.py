@@ -235,3 +235,11 @@ case_of(
     "in the body of a class that binds it may be the one of the module or of the class. ",
     ([("turn = turn = 1", "own = 1"), ("other = turn", "other = own")], lambda file: file.A.other == 1),
 )
+case_of(
+    "renamed_global",
+    "is assigned by a `global` statement. Only what is read can be renamed.",
+    (
+        [("    global turn\n    turn = x\n    return turn", "    turn = x\n    return turn")],
+        lambda file: file.rotate(2) == 2,
+    ),
+)
