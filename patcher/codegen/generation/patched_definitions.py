@@ -12,8 +12,9 @@ import libcst as cst
 from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
+from patcher.source.indentation import dedented
 from patcher.source.reading import own_decorators
-from patcher.source.scopes import looks_misspelt, nearest
+from patcher.source.scopes import free_names, is_rebound, looks_misspelt, nearest
 from patcher.source.trees import Definition, code_of, comment_lines, marker, why
 
 
@@ -74,13 +75,13 @@ def replace_definition(
     if own == name:  # the new class is meant everywhere but in its own bases, which are read before it exists
         new = context.read(patch, depth)
         if isinstance(new, cst.ClassDef) and kept:
-            bases = [cast(cst.Arg, base.visit(tree.Rename({name: kept}))) for base in new.bases]
+            bases = [base.with_changes(value=tree.renamed(base.value, {name: kept})) for base in new.bases]
             new = new.with_changes(bases=bases)
     else:
         new = context.read(patch, depth, names | {own: name}).with_changes(name=cst.Name(name))
     if not kept:
         return [below(new, leading)]
-    original = cast(Definition, node.visit(tree.Rename({name: kept})))
+    original = cast(Definition, tree.renamed(node, {name: kept}))
     note = comment_lines([f"The original, used by the patched {name} below."])
     original = original.with_changes(name=cst.Name(kept), leading_lines=[*above, *note])
     return [original, below(new, [*comment_lines([], blank_before=2), *box])]
@@ -90,8 +91,8 @@ def _kept_name(patch: Patch, name: str, is_class: bool, context: Context) -> str
     """The name under which the original stays, because the replacement builds on it; empty if it doesn't."""
     assert patch.source is not None
     node: Any = patch.source.tree()
-    parts = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else node.body
-    used = {part.id for base in parts for part in ast.walk(base) if isinstance(part, ast.Name)}
+    bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
+    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else dedented(patch.source.text))
     mapped = {dict(patch.name_map).get(word, word) for word in used}
     if name not in mapped or (not is_class and patch.source.name == name):
         return ""
@@ -228,9 +229,19 @@ class _ClassEdit:
                 f"{new.name.value!r} takes {len(params)} positional argument(s). Add original_init in front."
             )
         called, own = params[0].name.value, params[1].name.value
-        new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
+        assert patch.source is not None
+        if is_rebound(dedented(patch.source.text), called):
+            raise patch.error(
+                f"binds {called!r} anew, which stands for the original __init__. Give the other variable another name."
+            )
         found = self.methods("__init__")
         found = [member for member in found if not member.decorators] or found
+        original = f"{self.path}.{ORIGINAL}" if found else ORIGINAL
+        try:
+            new = cast(cst.FunctionDef, tree.renamed(new, {called: original}, parameters=True))
+        except CodegenError as error:
+            raise patch.error(f"can't call the original __init__: {error}") from None
+        new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
         if not found:
             rewriter = _CallSuper(patch, called, own, self.path)
             new = cast(cst.FunctionDef, new.visit(rewriter))
@@ -243,7 +254,7 @@ class _ClassEdit:
                 f"would keep the original as {ORIGINAL!r}, and {self.path!r} has a method of that "
                 "name. Use override_method for its __init__."
             )
-        rewritten = below(new.visit(tree.Rename({called: f"{self.path}.{ORIGINAL}"})), [_BLANK])
+        rewritten = below(new, [_BLANK])
         note = comment_lines(["The __init__ of the original, called by the patched one below."])
         edits = dict[Any, Sequence[Any]]()
         for member in found:
@@ -310,10 +321,10 @@ class _CallSuper(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(original_node, cst.FunctionDef):
             self.depth -= 1
-        if isinstance(original_node, cst.Name) and original_node.value == self.called:
+        if isinstance(original_node, cst.Name) and original_node.value == ORIGINAL:
             self.uses += 1
         func = original_node.func if isinstance(original_node, cst.Call) else None
-        if not isinstance(func, cst.Name) or func.value != self.called:
+        if not isinstance(func, cst.Name) or func.value != ORIGINAL:
             return updated_node
         self.calls += 1
         args = updated_node.args
