@@ -98,7 +98,7 @@ def build(config: PatchSpec) -> Generated:
     bound = set(bound_names(left))
     removable = _removable(module, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
-    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable)
+    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable, folded)
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 

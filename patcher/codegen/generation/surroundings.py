@@ -15,7 +15,7 @@ from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Location, own_decorators
+from patcher.source.reading import Location
 from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest
 
 _WITH_STATEMENTS = (
@@ -265,10 +265,7 @@ def _helpers(by_anchor: dict[str, list[Helper]], anchor: str, context: Context, 
     """The helpers behind an anchor, each followed by those that are anchored to it."""
     nodes: list[Any] = []
     for helper in by_anchor.get(anchor, []):
-        decorators = own_decorators(helper.helper, helper.source)
-        node = trees.read_definition(
-            helper.source, decorators, dict(helper.name_map), context.newline, "", context.unit
-        )
+        node = context.read_source(helper.source, helper.helper, dict(helper.name_map))
         box = trees.marker("[HELPERS]") if not nodes and not boxed else []
         notes = [trees.why(helper.description)] if helper.description.strip() else []
         nodes.append(below(node, [*trees.comment_lines([], blank_before=2), *box, *trees.comment_lines(notes)]))
