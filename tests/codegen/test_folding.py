@@ -57,4 +57,4 @@ def test_what_binds_names_of_the_module_stays_in_sight() -> None:
 
 def test_a_comment_that_ends_a_body_is_folded_with_it() -> None:
     text = "class A:\n    x = 1\n    # still A\n# of B\nB = 1\n"
-    assert fold(text, ast.parse(text), set()).hidden == ("class A:\n    x = 1\n    # still A",)
+    assert fold(text, ast.parse(text), set()).hidden == ["class A:\n    x = 1\n    # still A"]

@@ -228,7 +228,7 @@ class _ClassEdit:
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
         for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
-            if isinstance(part, ast.Attribute) and ast.unparse(part) == f"{self.path}.{name}":
+            if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(
                     f"calls {self.path}.{name}, which it replaces: it would call itself for ever. Write the "
                     "original's code into the patch, or use replace_class with a class that inherits from it."

@@ -228,9 +228,11 @@ def insert(
 
 def _check_blocks(config: PatchSpec, behind: Sequence[Any], context: Context) -> None:
     """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
-    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if config.blocks else {}
-    for block in config.blocks:
-        for name in (name for name in bound_names(ast.parse(block.code)) if name in later):
+    bound = [(block, name) for block in config.blocks for name in bound_names(ast.parse(block.code))]
+    known = context.bound | {helper.source.name for helper in config.helpers}
+    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if any(name in known for _, name in bound) else {}
+    for block, name in bound:
+        if name in later:
             raise CodegenError(
                 f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
                 f"it again further down. Rename it{_or_without(name, context.removable)}."
