@@ -12,6 +12,7 @@ import libcst as cst
 from patcher.codegen.generation.header import render_header, with_header
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import DropNames, MakeAbsolute, insert, plan_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError
@@ -96,7 +97,8 @@ def build(config: PatchSpec) -> Generated:
     text = module.code + tail
     if config.changes:
         check_names(config, source, text, original)
-    text = with_header(text, render_header(config, source, context.done), source)
+    text, methods = with_stock_conversions(config, source, original, text)
+    text = with_header(text, render_header(config, source, context.done, methods), source)
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:
