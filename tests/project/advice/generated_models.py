@@ -355,7 +355,8 @@ def a_class_by_another_name(at: Place) -> Steps:
 def an_initialisation_that_writes(at: Place) -> Steps:
     def config(line: str) -> PatchConfig:
         made = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
-        text = f"def f(self, module):\n    super()._init_weights(module)\n    if isinstance(module, nn.Linear):\n        {line}\n"
+        text = "def f(self, module):\n    super()._init_weights(module)\n    if isinstance(module, nn.Linear):\n"
+        text += f"        {line}\n"
         made.override_method("MixtralPreTrainedModel._init_weights", text)
         return made
 
