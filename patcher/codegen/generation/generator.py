@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import libcst as cst
 
+from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
-from patcher.codegen.generation.surroundings import DropNames, MakeAbsolute, insert, plan_imports
+from patcher.codegen.generation.surroundings import DropNames, insert, plan_imports, with_absolute_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
@@ -61,8 +62,10 @@ def build(config: PatchSpec) -> Generated:
     source = load(config.source_module, config.where)
     try:
         original = ast.parse(source.text)
-        text, tail = _split_tail(source.text)
-        module = cst.parse_module(text)
+        text = with_absolute_imports(source, original, config.where)
+        folded = fold(text, original, {patch.target.split(".")[0] for patch in config.patches})
+        text, tail = _split_tail(folded.text)
+        module = cst.parse_module(text, cst.PartialParserConfig(default_indent=folded.indent))
     except (SyntaxError, cst.ParserSyntaxError) as error:
         reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
         raise config.error(
@@ -73,7 +76,6 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
-    module = module.visit(MakeAbsolute(source, config.where))
     imported = imported_names(original)
     for name, where in config.dropped.items():
         if name not in imported:
@@ -94,7 +96,7 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = module.code + tail
+    text = folded.unfold(module.code + tail)
     if config.changes:
         check_names(config, source, text, original)
     text, methods = with_stock_conversions(config, source, original, text)

@@ -13,9 +13,9 @@ from patcher.codegen.generation.patched_definitions import Context, below
 from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
-from patcher.source.modules import SourceModule
+from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Location, own_decorators
-from patcher.source.scopes import ImportedName, imported_names, nearest
+from patcher.source.scopes import ImportedName, every_statement, imported_names, nearest
 
 _WITH_STATEMENTS = (
     cst.Module,
@@ -30,29 +30,31 @@ _WITH_STATEMENTS = (
 )
 
 
-class MakeAbsolute(cst.CSTTransformer):
-    """Rewrites every `from ..x import y`, those in functions and guards included.
+def with_absolute_imports(source: SourceModule, tree: ast.Module, where: Location) -> str:
+    """The text of a module with every `from ..x import y` made absolute, those in functions and guards included.
 
-    Only statements are visited: an import can't hide in an expression.
+    No line is added or taken away.
+
+    Raises:
+        CodegenError: an import goes above the top package.
     """
-
-    def __init__(self, source: SourceModule, where: Location) -> None:
-        super().__init__()
-        self.source = source
-        self.where = where
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, _WITH_STATEMENTS)
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if not isinstance(original_node, cst.ImportFrom) or not original_node.relative:
-            return updated_node
-        module = original_node.module
-        relative = "." * len(original_node.relative) + (trees.code_of(module) if module is not None else "")
-        name = absolute_name(relative, self.source.package, self.source.name, self.where)
+    lines = lines_of(source.text)
+    relative = [node for node in every_statement(tree.body) if isinstance(node, ast.ImportFrom) and node.level]
+    for node in reversed(relative):  # from the end: columns in front stay what they are
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        head = lines[first].encode()[: node.col_offset].decode()
+        tail = lines[last].encode()[node.end_col_offset :].decode()
+        text = "".join(lines[first : last + 1])
+        statement = cst.parse_module(text[len(head) : len(text) - len(tail)])
+        parsed = cst.ensure_type(cst.ensure_type(statement.body[0], cst.SimpleStatementLine).body[0], cst.ImportFrom)
+        name = "." * node.level + (node.module or "")
+        absolute = cst.parse_expression(absolute_name(name, source.package, source.name, where))
         around = ("whitespace_after_from", "whitespace_before_import")  # needs none beside a dot
-        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(original_node, part).empty}
-        return updated_node.with_changes(relative=(), module=cst.parse_expression(name), **spaces)
+        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(parsed, part).empty}
+        changed = statement.deep_replace(parsed, parsed.with_changes(relative=(), module=absolute, **spaces))
+        assert isinstance(changed, cst.Module)
+        lines[first : last + 1] = [head + changed.code + tail, *[""] * (last - first)]
+    return "".join(lines)
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
