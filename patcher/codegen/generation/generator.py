@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import libcst as cst
 
+from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header
 from patcher.codegen.generation.missing_names import check_names
@@ -96,7 +97,8 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = folded.unfold(module.code + tail)
+    text = without_decorators(config, folded.unfold(module.code + tail))
+    warn_of_decorators(config, text)
     if config.changes:
         check_names(config, source, text, original)
     text, methods = with_stock_conversions(config, source, original, text)

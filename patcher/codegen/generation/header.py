@@ -46,6 +46,7 @@ def render_header(
     items += [("add code behind the imports", block.description) for block in config.blocks]
     items += [(f"add import {name}", "") for name in imported]
     items += [(f"drop import {name}", "") for name in sorted(config.dropped)]
+    items += [(f"drop decorator {name} of {target}", "") for target, name in sorted(config.undecorated)]
     items += [(f"leave out {name}", "") for name in sorted(config.excluded)]
     for text, description in items:
         lines += _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")

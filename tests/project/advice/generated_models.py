@@ -19,11 +19,11 @@ from transformers import (
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher, report
+from patcher import Patcher, PatcherWarning, report
 from patcher.codegen import PatchConfig, generate, write
 from patcher.fusions import QKV
 from tests.codegen.unwritable import Halves, Unspeakable
-from tests.project.advice import Place, Steps, advice, load, same
+from tests.project.advice import Place, Steps, advice, load, same, written
 from tests.project.advice.generated_files import importable
 from tests.support.bringing import BringingMLP
 from tests.support.comparing import logits
@@ -364,3 +364,20 @@ def an_initialisation_that_writes(at: Place) -> Steps:
     assert "init.normal_(module.weight)" in said
     with imported(at, config("init.normal_(module.weight)")) as module:
         assert same(module.MixtralForCausalLM.from_pretrained(at.moe), at.moe)
+
+
+@advice("Leave the decorator out with config.drop_decorators({}, {}).", error=PatcherWarning)
+def a_method_that_a_decorator_keeps_from_running(at: Place) -> Steps:
+    def config() -> PatchConfig:
+        made = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
+        text = "def forward(self, hidden_states, top_k_index, top_k_weights):\n    return hidden_states * 0 + 5\n"
+        made.override_method("MixtralExperts.forward", text)
+        return made
+
+    said = yield lambda: generate(config())
+    right = config()
+    written(said, r"with (config\.drop_decorators\(.*?\))\.", config=right)
+    with imported(at, right) as module:
+        model = module.MixtralForCausalLM.from_pretrained(at.moe)
+        hidden = torch.ones(1, 2, model.config.hidden_size)
+        assert (model.model.layers[0].mlp.experts(hidden, None, None) == 5).all()
