@@ -11,6 +11,7 @@ from typing import Any, cast
 import libcst as cst
 import libcst.matchers as m
 
+from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header
 from patcher.codegen.generation.missing_names import check_names
@@ -21,6 +22,7 @@ from patcher.codegen.generation.patched_definitions import (
     is_overload,
     replace_definition,
 )
+from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import DropNames, insert, plan_imports, with_absolute_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
@@ -102,10 +104,12 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = folded.unfold(module.code + tail)
+    text = without_decorators(config, folded.unfold(module.code + tail))
+    warn_of_decorators(config, text)
     if config.changes:
         check_names(config, source, text, original)
-    text = with_header(text, render_header(config, source, context.done), source)
+    text, methods = with_stock_conversions(config, source, original, text)
+    text = with_header(text, render_header(config, source, context.done, methods), source)
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:

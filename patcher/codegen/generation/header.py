@@ -14,11 +14,18 @@ _RULE = "# " + "-" * 88
 _CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")
 _WIDTH = 90
 _DIFFERS = "What differs from the source:"
+_CONVERTED = "checkpoints are converted as for the original"
 _SAME = "Nothing differs from the source but imports."
 
 
-def render_header(config: PatchSpec, source: SourceModule, patches: Sequence[Patch]) -> list[str]:
-    """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text."""
+def render_header(
+    config: PatchSpec, source: SourceModule, patches: Sequence[Patch], methods: Sequence[str] = ()
+) -> list[str]:
+    """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
+
+    Args:
+        methods: those by which models get the conversions of transformers.
+    """
     version = f" ({source.version})" if source.version else ""
     # The command as seen from the root of the project that the config is part of.
     made_by = f"patcher codegen {config_path(config.config_file)}"
@@ -27,17 +34,19 @@ def render_header(config: PatchSpec, source: SourceModule, patches: Sequence[Pat
     lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
     for label, text in (("Source:", f"{source.name}{version}"), ("About:", config.description), ("Made by:", made_by)):
         lines += _wrapped(text, f"{label:9}", " " * 9)
-    lines += ["", _DIFFERS if config.changes else _SAME]
+    lines += ["", _DIFFERS if config.changes or methods else _SAME]
     imported = sorted({name for entry in config.imports for name in entry.bound()})
     helpers = sorted(config.helpers, key=lambda helper: helper.source.name)
     items: list[tuple[str, str]] = []
     for patch in patches:
         origin = f" with {patch.replacement.module}.{patch.replacement.name}" if patch.source is None else ""
         items.append((f"{patch.kind.value} {patch.target}{origin}", patch.description))
+    items += [(f"add method {name}", _CONVERTED) for name in methods]
     items += [(f"add helper {helper.source.name}", helper.description) for helper in helpers]
     items += [("add code behind the imports", block.description) for block in config.blocks]
     items += [(f"add import {name}", "") for name in imported]
     items += [(f"drop import {name}", "") for name in sorted(config.dropped)]
+    items += [(f"drop decorator {name} of {target}", "") for target, name in sorted(config.undecorated)]
     items += [(f"leave out {name}", "") for name in sorted(config.excluded)]
     for text, description in items:
         lines += _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
