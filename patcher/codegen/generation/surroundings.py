@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +17,8 @@ from patcher.codegen.spec import External, Helper, Import, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Location, own_decorators
-from patcher.source.scopes import ImportedName, imported_names, nearest
+from patcher.source.reading import Definition, Location, own_decorators
+from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
 
 _WITH_STATEMENTS = (
     cst.Module,
@@ -88,6 +91,54 @@ class DropNames(cst.CSTTransformer):
         if len(removed) == len(original_node.names):
             return cst.RemoveFromParent()
         return updated_node.with_changes(names=trees.without(original_node.names, removed))
+
+
+def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
+    """A generated text without the imports that only code used which is gone, and their names.
+
+    What isn't known to be orphaned stays: what was unused before, what a guard imports or what is bound twice, what a
+    string, an annotation or a comment on types mentions, what is imported under `noqa` or by the config as well.
+    """
+    tree = ast.parse(text)
+    if "\r" in text.replace("\r\n", ""):
+        return text, ()  # newlines that only Python's parser counts
+    lines = text.split("\n")
+    bound = Counter(name for node in top_level(original.body) for name in _bound_by(node))
+    wanted = {name for entry in config.imports for name in entry.bound()} | _looked_up(tree) | _mentioned(tree, text)
+    gone = {name for name, times in bound.items() if times == 1 and name not in wanted} & _looked_up(original)
+    found: list[str] = []
+    for node in reversed(tree.body):
+        names = gone & set(_bound_by(node)) if isinstance(node, ast.Import | ast.ImportFrom) else set[str]()
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        statement = "\n".join(lines[first:last]) + "\n"
+        if not names or "noqa" in statement or getattr(node, "module", "") == "__future__" or node.col_offset:
+            continue
+        kept = cst.parse_module(statement).visit(DropNames(names)).code
+        if not kept.strip():  # of the blank lines above and below, the larger number stays
+            above = sum(1 for _ in itertools.takewhile(lambda line: not line.strip(), reversed(lines[:first])))
+            below_it = sum(1 for _ in itertools.takewhile(lambda line: not line.strip(), lines[last:]))
+            last += min(above, below_it)
+        lines[first:last] = kept.removesuffix("\n").split("\n") if kept.strip() else []
+        found += names
+    return "\n".join(lines), tuple(sorted(found))
+
+
+def _bound_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [part.asname or part.name.split(".")[0] for part in node.names]
+    return list(bound_names(ast.Module([node], []))) if isinstance(node, Definition) else []
+
+
+def _looked_up(tree: ast.Module) -> set[str]:
+    """The names that code of a module reads, writes or declares, whatever its scope."""
+    declared = (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(declared)
+
+
+def _mentioned(tree: ast.Module, text: str) -> set[str]:
+    """The words of all strings and of comments on types."""
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {word for part in (*strings, *re.findall(r"#\s*type:(.*)", text)) for word in re.findall(r"\w+", part)}
 
 
 def merge(imports: Iterable[Import]) -> list[Import]:
