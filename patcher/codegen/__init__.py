@@ -25,6 +25,7 @@ from patcher.errors import no_such_name
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.codegen.files.checker import CallMismatch, CheckResult, check
+    from patcher.codegen.files.rebase import OriginalChange
     from patcher.codegen.files.writer import write
     from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallMismatch",
     "CheckResult",
+    "OriginalChange",
     "Patch",
     "PatchConfig",
     "PatchKind",
@@ -44,6 +46,7 @@ __all__ = [
 _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
+    "OriginalChange": "files.rebase",
     "Patch": "spec",
     "PatchConfig": "config",
     "PatchKind": "spec",

@@ -11,7 +11,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def canonical(node: Any, *, annotations: bool = True) -> Any:
     """A syntax tree without positions, docstrings and empty fields, so that all releases of Python agree.
 
-    >>> canonical(ast.parse("def f(x): 'Doc.'; return x")) == canonical(ast.parse("def f(x):  # note\\n    return (x)"))
+    >>> written, formatted = ast.parse("def f(x): 'Doc.'; return x"), ast.parse("def f( x ):  # note\\n    return (x)")
+    >>> canonical(written) == canonical(formatted)
     True
 
     Args:
