@@ -132,7 +132,7 @@ def _generate(
         for helper in config.helpers:
             typer.echo(f"  add helper {helper.source.name}")
     if not dry_run:
-        taken_over = changed_originals(generated, path)
+        taken_over = changed_originals(config, path)
         write_generated(generated, folder, diff=diff, with_manifest=with_manifest, formatted=formatted)
         beside = [diff_path(path).name] * diff + [manifest_path(path).name] * with_manifest
         typer.echo(" and ".join([f"wrote {path}", *beside]))

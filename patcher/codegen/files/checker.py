@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from patcher.codegen.files.manifest import manifest_path
@@ -51,9 +51,8 @@ class CheckResult:
         return not (self.error or self.calls or self.originals) and (not self.drift or self.fixed)
 
     def __str__(self) -> str:
-        if self.error:
-            return f"{self.config}: can't be checked\n{self.error}"
-        lines = [f"{self.config}: {'ok' if not self.drift else 'fixed' if self.fixed else 'drifted'}"]
+        state = "ok" if not self.drift else "fixed" if self.fixed else "drifted"
+        lines = [f"{self.config}: can't be checked\n{self.error}" if self.error else f"{self.config}: {state}"]
         lines += [f"  {self.path}, {mismatch}" for mismatch in self.calls]
         lines += [f"  {str(change).rstrip()}" for change in self.originals]
         if self.originals:
@@ -110,20 +109,22 @@ def _check_one(
     output_dir: str | os.PathLike[str] | None,
     formatted: bool,
 ) -> CheckResult:
+    found = CheckResult(label, command=made_by(config))
     try:
-        generated = build(config)
         folder = output_folder(config, output_dir)
         path = folder / config.target_file
+        changes = changed_originals(config, path)
+        merged = write_rebase(config, changes, path) if rebase else None
+        found = replace(found, path=path, originals=changes, merged=merged)
+        generated = build(config)
         beside = {"diff": diff_path(path).exists(), "with_manifest": manifest_path(path).exists()}
         drift = "".join(_drift(files_of(generated, path, **beside, formatted=formatted)))
-        changes = changed_originals(generated, path)
         fixed = bool(drift and fix and not changes)
         if fixed:
             write_generated(generated, folder, **beside, formatted=formatted)
-        merged = write_rebase(generated, changes, path) if rebase else None
     except CodegenError as error:
-        return CheckResult(label, error=str(error))
-    return CheckResult(label, path, drift, check_calls(generated), "", fixed, changes, made_by(config), merged)
+        return replace(found, error=str(error))
+    return replace(found, drift=drift, calls=check_calls(generated), fixed=fixed)
 
 
 def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:

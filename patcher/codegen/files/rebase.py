@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.codegen.files.writer import diff_of, diff_path, lines_of_text, replace_all
-from patcher.codegen.generation.generator import Generated
-from patcher.codegen.generation.provenance import config_line, find, fingerprint, lines_of, recorded
+from patcher.codegen.generation.provenance import Provenance, config_line, find, fingerprint, lines_of, recorded
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
+from patcher.source.modules import load
 from patcher.source.reading import Location, Source, own_decorators
 
 _HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -57,28 +57,40 @@ class OriginalChange:
         since = f" ({then} -> {now})" if then != "then" else ""
         said = f"{self.where}: {self.asked} patches code that has changed since the file was made{since}"
         if self.then is None:
-            return f"{said}. {self.unknown} It is now:\n{self.now}"
-        return f"{said}:\n{diff_of(self.then, self.now, f'{self.target} ({then})', f'{self.target} ({now})')}"
+            return f"{said}. {self.unknown}{f' It is now:{chr(10)}{self.now}' if self.now else ' It is gone.'}"
+        return f"{said}{'' if self.now else ', and is gone'}:\n{self.diff}"
+
+    @property
+    def diff(self) -> str:
+        """What happened to the original; empty where it isn't known what it was."""
+        names = (f"{self.target} ({label})" for label in self.labels)
+        return "" if self.then is None else diff_of(self.then, self.now, *names)
 
 
-def changed_originals(generated: Generated, path: Path) -> tuple[OriginalChange, ...]:
-    """The originals under the patches of a config that changed since its file was written."""
+def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ...]:
+    """The originals under the patches of a config that changed since its file was written.
+
+    They are told also where the file can't be generated any more, which their change may be the reason of.
+    """
     if not path.is_file():
         return ()
-    text = _decoded(path.read_bytes())
-    before, now = recorded(text), generated.provenance.originals
+    text, source = _decoded(path.read_bytes()), load(config.source_module, config.where)
+    try:
+        tree = ast.parse(source.text)
+    except SyntaxError:
+        return ()  # of which the generator tells
+    before, now = recorded(text), Provenance.of(config, tree).originals
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if not changed:
         return ()
     old, unknown = _source_then(text, path, {name: before[name] for name in changed})
     made = re.search(r"^# Source:[^(\n]*(?:\n#[^(\n]*)?\(([^)]*)\)", text, re.MULTILINE)
-    releases = (re.sub(r"[\s#]+", " ", made[1]) if made else "", generated.source.version)
-    askers = {name: (where, f"exclude_from_output({name!r})") for name, where in generated.config.excluded.items()}
-    askers |= {patch.definition: (patch.where, patch.asked) for patch in generated.config.patches}
-    source = generated.source.text
+    releases = (re.sub(r"[\s#]+", " ", made[1]) if made else "", source.version)
+    askers = {name: (where, f"exclude_from_output({name!r})") for name, where in config.excluded.items()}
+    askers |= {patch.definition: (patch.where, patch.asked) for patch in config.patches}
     return tuple(
         OriginalChange(
-            name, *askers[name], releases, None if old is None else _cut(old, name), _cut(source, name), unknown
+            name, *askers[name], releases, None if old is None else _cut(old, name), _cut(source.text, name), unknown
         )
         for name in changed
     )
@@ -97,14 +109,14 @@ def _source_then(text: str, path: Path, wanted: dict[str, str]) -> tuple[str | N
     """The source that a file was made from, or why it can't be told."""
     diff = diff_path(path)
     if not diff.is_file():
-        return None, f"What it was then is not known, because there is no {diff.name} beside the file."
+        return None, f"There is no {diff.name} beside the file to tell what it was; --diff writes it."
     try:
         old = reversed_diff(diff.read_bytes().decode("utf-8"), text)
         tree = ast.parse(old)
     except (ValueError, SyntaxError):
-        return None, f"What it was then is not known, because {diff.name} is not that of the file."
+        return None, f"{diff.name} would tell what it was, but does not fit the file."
     if any(fingerprint(find(tree, name)) != mark for name, mark in wanted.items()):
-        return None, f"What it was then is not known, because {diff.name} is of another source than the file."
+        return None, f"{diff.name} would tell what it was, but is of another source."
     return old, ""
 
 
@@ -156,7 +168,7 @@ def _cut(text: str, name: str) -> str:
     return "\n".join(dedented("\n".join(lines[first - 1 : last]) + "\n") for first, last in found)
 
 
-def write_rebase(generated: Generated, changes: Iterable[OriginalChange], path: Path) -> tuple[Path, int] | None:
+def write_rebase(config: PatchSpec, changes: Iterable[OriginalChange], path: Path) -> tuple[Path, int] | None:
     """Merge each patch with what happened to its original, into a file beside the generated one.
 
     Returns:
@@ -166,21 +178,19 @@ def write_rebase(generated: Generated, changes: Iterable[OriginalChange], path: 
         CodegenError: git is missing, or the file holds something else, which may be somebody's work.
     """
     parts, conflicts = [], 0
-    patches = {patch.definition: patch for patch in generated.config.patches}
+    patches = {patch.definition: patch for patch in config.patches}
     for change in changes:
         if change.then is None:
             continue
         patch = patches.get(change.target)
-        source = _own_text(generated.config, change.target, patch)
+        source = _own_text(config, change.target, patch)
         then, now = change.labels
         place = config_line(patch.place if patch else change.where) or str(change.where)
         title = f"# {place}: {change.asked}, original of {then} -> {now}"
         if source is None:
-            parts.append(
-                f"{title}\n# builds on the original, or imports what it puts there: nothing to merge\n{change}"
-            )
+            parts.append(f"{title}\n# no edited copy of the original, so nothing to merge\n{change.diff}")
             continue
-        merged, number = _merged(source, change, generated.config.where)
+        merged, number = _merged(source, change, config.where)
         conflicts += number
         parts.append(f"{title}\n# {number} conflict{'' if number == 1 else 's'}\n{merged}")
     if not parts:
@@ -189,10 +199,10 @@ def write_rebase(generated: Generated, changes: Iterable[OriginalChange], path: 
     data = "\n\n".join(parts).encode("utf-8")
     if side.exists() and side.read_bytes() != data:
         raise CodegenError(
-            f"{generated.config.where}: {side} is there already, and differs from what --rebase would write: it may "
+            f"{config.where}: {side} is there already, and differs from what --rebase would write: it may "
             "hold what was merged by hand. Take it over into the config, or remove it."
         )
-    replace_all({side: data}, generated.config.where)
+    replace_all({side: data}, config.where)
     return side, conflicts
 
 
