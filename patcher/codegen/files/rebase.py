@@ -63,8 +63,8 @@ class OriginalChange:
     @property
     def diff(self) -> str:
         """What happened to the original; empty where it isn't known what it was."""
-        names = (f"{self.target} ({label})" for label in self.labels)
-        return "" if self.then is None else diff_of(self.then, self.now, *names)
+        then, now = (f"{self.target} ({label})" for label in self.labels)
+        return "" if self.then is None else diff_of(self.then, self.now, then, now)
 
 
 def changed_originals(config: PatchSpec, path: Path) -> tuple[OriginalChange, ...]:
