@@ -26,17 +26,19 @@ if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.codegen.files.checker import CallMismatch, CheckResult, check
     from patcher.codegen.files.rebase import OriginalChange
-    from patcher.codegen.files.writer import write
+    from patcher.codegen.files.writer import ModelingCodeGenerator, write
     from patcher.codegen.generation.generator import generate
-    from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
+    from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
 
 __all__ = [
     "CallMismatch",
     "CheckResult",
+    "ModelingCodeGenerator",
     "OriginalChange",
     "Patch",
     "PatchConfig",
     "PatchKind",
+    "PatchType",
     "check",
     "create_patch_from_external",
     "generate",
@@ -47,9 +49,11 @@ _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
     "OriginalChange": "files.rebase",
+    "ModelingCodeGenerator": "files.writer",
     "Patch": "spec",
     "PatchConfig": "config",
     "PatchKind": "spec",
+    "PatchType": "spec",
     "check": "files.checker",
     "create_patch_from_external": "spec",
     "generate": "generation.generator",

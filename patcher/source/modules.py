@@ -7,6 +7,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -55,6 +56,14 @@ class SourceModule:
             return f"{top} {importlib.metadata.version(top)}"
         except importlib.metadata.PackageNotFoundError:
             return ""
+
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines that Python counts, with their newlines: a form feed ends none, unlike in `str.splitlines`."""
+    return _LINE.findall(text)
 
 
 def find_spec(name: str) -> ModuleSpec | None:

@@ -19,7 +19,7 @@ def bound_names(tree: ast.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, line in _bound(tree.body):
         found.setdefault(name, line)
-    for node in ast.walk(tree):
+    for node in every_statement(tree.body):
         if isinstance(node, ast.Global):
             for name in node.names:
                 found.setdefault(name, node.lineno)
@@ -67,6 +67,18 @@ def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from top_level(block)
 
 
+def every_statement(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The statements of a body and all in them, those of functions and classes included, in the order of the text.
+
+    Many times faster than `ast.walk`, because it enters no expression.
+    """
+    for node in body:
+        yield node
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            inner = getattr(node, field, ())
+            yield from every_statement(inner if isinstance(inner, list) else ())
+
+
 def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
     """The blocks of a compound statement."""
     for field in ("body", "orelse", "finalbody"):
@@ -89,7 +101,7 @@ def undefined_names(text: str, tree: ast.Module) -> dict[str, int]:
     used = set(_free(symtable.symtable(text, "<generated>", "exec")))
     missing = used - bound.keys() - _BUILTINS
     lines = dict.fromkeys(missing, 0)
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if missing else ():
         if isinstance(node, ast.Name) and node.id in missing and not lines[node.id]:
             lines[node.id] = node.lineno
     return dict(sorted(lines.items(), key=lambda item: (item[1], item[0])))
@@ -99,6 +111,18 @@ def free_names(text: str) -> set[str]:
     """The names that a piece of code takes from the module it stands in."""
     bound = bound_names(ast.parse(text))
     return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
+
+
+def is_rebound(text: str, parameter: str) -> bool:
+    """Whether a function, as text, or a function in it, assigns to a parameter of it."""
+    (function,) = (t for t in symtable.symtable(text, "<patch>", "exec").get_children() if t.get_type() == "function")
+    stack: list[symtable.SymbolTable] = list(function.get_children())
+    inner = []
+    while stack:
+        table = stack.pop()
+        stack += table.get_children()
+        inner += [s for s in table.get_symbols() if s.get_name() == parameter and s.is_nonlocal()]
+    return any(symbol.is_assigned() for symbol in [function.lookup(parameter), *inner])
 
 
 def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patcher.codegen.generation.generator import Generated
-from patcher.codegen.generation.provenance import config_line, find, lines_of
+from patcher.codegen.generation.provenance import config_line, find, span
 from patcher.source.reading import Location
 
 
@@ -30,7 +30,7 @@ def manifest(generated: Generated, text: str, data: bytes) -> str:
     tree = ast.parse(text)
 
     def lines(name: str) -> list[list[int]]:
-        return [list(lines_of(node)) for node in find(tree, name)]
+        return [list(span(node)) for node in find(tree, name)]
 
     patches = [
         {

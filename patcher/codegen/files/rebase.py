@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.codegen.files.writer import diff_of, diff_path, lines_of_text, replace_all
-from patcher.codegen.generation.provenance import Provenance, config_line, find, fingerprint, lines_of, recorded
+from patcher.codegen.generation.provenance import Provenance, config_line, find, fingerprint, recorded, span
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
@@ -164,7 +164,7 @@ def reversed_diff(diff: str, new: str) -> str:
 def _cut(text: str, name: str) -> str:
     """The text of a definition, at the left; of all that have the name."""
     lines = [line.rstrip("\r\n") for line in lines_of_text(text)]
-    found = [lines_of(node) for node in find(ast.parse(text), name)]
+    found = [span(node) for node in find(ast.parse(text), name)]
     return "\n".join(dedented("\n".join(lines[first - 1 : last]) + "\n") for first, last in found)
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import libcst as cst
 
+from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
 from patcher.codegen.generation.provenance import Provenance
-from patcher.codegen.generation.surroundings import DropNames, MakeAbsolute, insert, plan_imports, without_orphans
+from patcher.codegen.generation.surroundings import (
+    DropNames,
+    insert,
+    plan_imports,
+    with_absolute_imports,
+    without_orphans,
+)
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
-from patcher.errors import CodegenError
+from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
@@ -65,8 +73,10 @@ def build(config: PatchSpec) -> Generated:
     source = load(config.source_module, config.where)
     try:
         original = ast.parse(source.text)
-        text, tail = _split_tail(source.text)
-        module = cst.parse_module(text)
+        text = with_absolute_imports(source, original, config.where)
+        folded = fold(text, original, {patch.target.split(".")[0] for patch in config.patches})
+        text, tail = _split_tail(folded.text)
+        module = cst.parse_module(text, cst.PartialParserConfig(default_indent=folded.indent))
     except (SyntaxError, cst.ParserSyntaxError) as error:
         reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
         raise config.error(
@@ -77,14 +87,12 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
         )
-    module = module.visit(MakeAbsolute(source, config.where))
     imported = imported_names(original)
     for name, where in config.dropped.items():
         if name not in imported:
-            raise CodegenError(
-                f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-                f"{nearest(name, imported)}"
-            )
+            # Not an error: a config serves several releases, and a later one needs the name no more.
+            text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
     module = module.visit(DropNames(config.dropped))
     edits = _exclude(config, module)
 
@@ -99,7 +107,7 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = module.code + tail
+    text = folded.unfold(module.code + tail)
     orphans: tuple[str, ...] = ()
     if config.changes:
         text, orphans = without_orphans(config, text, original)

@@ -34,12 +34,15 @@ def check_names(config: PatchSpec, source: SourceModule, text: str, original: as
             f"{config.target_file} would not compile: {error.msg}. The line is "
             f"{text.splitlines()[(error.lineno or 1) - 1].strip()!r}: look at the patch that it comes from."
         ) from error
-    known_before = undefined_names(source.text, original)
-    missing = {name: line for name, line in undefined_names(text, tree).items() if name not in known_before}
+    # What the original lacks as well is nobody's fault; it is looked at only if something is missing.
+    if missing := undefined_names(text, tree):
+        known_before = undefined_names(source.text, original)
+        missing = {name: line for name, line in missing.items() if name not in known_before}
     if missing:
         raise CodegenError(_missing(config, tree, original, missing))
-    early_before = used_too_early(original)
-    early = {name: lines for name, lines in used_too_early(tree).items() if name not in early_before}
+    if early := used_too_early(tree):
+        early_before = used_too_early(original)
+        early = {name: lines for name, lines in early.items() if name not in early_before}
     if early:
         name = next(iter(early))
         where, what = _user(config, name)

@@ -25,6 +25,7 @@ NOTHING = "none"
 _ROOM = 800
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
 _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
+_BINDING = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
 _LABEL = "Replaced originals:"
 _FURTHER = "at the patches"
 
@@ -85,7 +86,7 @@ def fingerprint(definitions: Iterable[ast.stmt]) -> str:
 
 
 def find(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """What a module binds a dotted name to: classes, functions and assignments, guarded ones included.
+    """What a module binds a dotted name to: classes, functions, assignments and imports, guarded ones included.
 
     >>> [node.lineno for node in find(ast.parse("class A:\\n    if x:\\n        def f(self): ..."), "A.f")]
     [3]
@@ -116,8 +117,8 @@ def _named(body: Sequence[ast.stmt], name: str, accessor: str = "") -> list[ast.
         if isinstance(node, Definition):
             if node.name == name and _accessor(node) == accessor:
                 found.append(node)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and name in bound_names(ast.Module([node], [])):
-            found += [] if accessor else [node]
+        elif isinstance(node, _BINDING) and not accessor and name in bound_names(ast.Module([node], [])):
+            found.append(node)
     return found
 
 
@@ -126,7 +127,7 @@ def _accessor(node: Definition) -> str:
     return next((word for owner, _, word in words if owner == node.name and word in ACCESSORS), "")
 
 
-def lines_of(node: ast.stmt) -> tuple[int, int]:
+def span(node: ast.stmt) -> tuple[int, int]:
     """The first and the last line of a statement, its decorators included."""
     return first_line(node) if isinstance(node, Definition) else node.lineno, node.end_lineno or node.lineno
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import libcst as cst
 
+from patcher.codegen.additions import Helper, Import
 from patcher.codegen.generation.patched_definitions import Context, below
-from patcher.codegen.spec import External, Helper, Import, PatchSpec
+from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
-from patcher.source.modules import SourceModule
+from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Definition, Location, own_decorators
-from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
+from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest, top_level
 
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _WITH_STATEMENTS = (
     cst.Module,
     cst.BaseCompoundStatement,
@@ -33,29 +35,31 @@ _WITH_STATEMENTS = (
 )
 
 
-class MakeAbsolute(cst.CSTTransformer):
-    """Rewrites every `from ..x import y`, those in functions and guards included.
+def with_absolute_imports(source: SourceModule, tree: ast.Module, where: Location) -> str:
+    """The text of a module with every `from ..x import y` made absolute, those in functions and guards included.
 
-    Only statements are visited: an import can't hide in an expression.
+    No line is added or taken away.
+
+    Raises:
+        CodegenError: an import goes above the top package.
     """
-
-    def __init__(self, source: SourceModule, where: Location) -> None:
-        super().__init__()
-        self.source = source
-        self.where = where
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, _WITH_STATEMENTS)
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if not isinstance(original_node, cst.ImportFrom) or not original_node.relative:
-            return updated_node
-        module = original_node.module
-        relative = "." * len(original_node.relative) + (trees.code_of(module) if module is not None else "")
-        name = absolute_name(relative, self.source.package, self.source.name, self.where)
+    lines = lines_of(source.text)
+    relative = [node for node in every_statement(tree.body) if isinstance(node, ast.ImportFrom) and node.level]
+    for node in reversed(relative):  # from the end: columns in front stay what they are
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        head = lines[first].encode()[: node.col_offset].decode()
+        tail = lines[last].encode()[node.end_col_offset :].decode()
+        text = "".join(lines[first : last + 1])
+        statement = cst.parse_module(text[len(head) : len(text) - len(tail)])
+        parsed = cst.ensure_type(cst.ensure_type(statement.body[0], cst.SimpleStatementLine).body[0], cst.ImportFrom)
+        name = "." * node.level + (node.module or "")
+        absolute = cst.parse_expression(absolute_name(name, source.package, source.name, where))
         around = ("whitespace_after_from", "whitespace_before_import")  # needs none beside a dot
-        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(original_node, part).empty}
-        return updated_node.with_changes(relative=(), module=cst.parse_expression(name), **spaces)
+        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(parsed, part).empty}
+        changed = statement.deep_replace(parsed, parsed.with_changes(relative=(), module=absolute, **spaces))
+        assert isinstance(changed, cst.Module)
+        lines[first : last + 1] = [head + changed.code + tail, *[""] * (last - first)]
+    return "".join(lines)
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
@@ -99,32 +103,34 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
     What isn't known to be orphaned stays: what was unused before, what a guard imports or what is bound twice, what a
     string, an annotation or a comment on types mentions, what is imported under `noqa` or by the config as well.
     """
-    tree = ast.parse(text)
-    if "\r" in text.replace("\r\n", ""):
-        return text, ()  # newlines that only Python's parser counts
-    lines = text.split("\n")
+    tree, lines = ast.parse(text), lines_of(text)
     bound = Counter(name for node in top_level(original.body) for name in _bound_by(node))
     wanted = {name for entry in config.imports for name in entry.bound()} | _looked_up(tree) | _mentioned(tree, text)
-    gone = {name for name, times in bound.items() if times == 1 and name not in wanted} & _looked_up(original)
+    imported = {name for node in original.body if isinstance(node, _IMPORTS) for name in _bound_by(node)}
+    gone = {name for name in imported & _looked_up(original) if bound[name] == 1} - wanted
     found: list[str] = []
     for node in reversed(tree.body):
-        names = gone & set(_bound_by(node)) if isinstance(node, ast.Import | ast.ImportFrom) else set[str]()
+        names = gone & set(_bound_by(node)) if isinstance(node, _IMPORTS) and not node.col_offset else set[str]()
         first, last = node.lineno - 1, node.end_lineno or node.lineno
-        statement = "\n".join(lines[first:last]) + "\n"
-        if not names or "noqa" in statement or getattr(node, "module", "") == "__future__" or node.col_offset:
+        statement = "".join(lines[first:last])
+        if not names or "noqa" in statement or getattr(node, "module", "") == "__future__":
             continue
-        kept = cst.parse_module(statement).visit(DropNames(names)).code
-        if not kept.strip():  # of the blank lines above and below, the larger number stays
-            above = sum(1 for _ in itertools.takewhile(lambda line: not line.strip(), reversed(lines[:first])))
-            below_it = sum(1 for _ in itertools.takewhile(lambda line: not line.strip(), lines[last:]))
-            last += min(above, below_it)
-        lines[first:last] = kept.removesuffix("\n").split("\n") if kept.strip() else []
+        kept = cst.parse_module(statement).visit(DropNames(names)).code.strip()
+        if not kept:  # of the blank lines above and below, the larger number stays
+            above, under = (list(itertools.takewhile(_is_blank, part)) for part in (lines[:first][::-1], lines[last:]))
+            last += min(len(above), len(under))
+        end = lines[last - 1][len(lines[last - 1].rstrip("\r\n")) :]
+        lines[first:last] = [kept + end] if kept else []
         found += names
-    return "\n".join(lines), tuple(sorted(found))
+    return "".join(lines), tuple(sorted(found))
+
+
+def _is_blank(line: str) -> bool:
+    return not line.strip()
 
 
 def _bound_by(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if isinstance(node, _IMPORTS):
         return [part.asname or part.name.split(".")[0] for part in node.names]
     return list(bound_names(ast.Module([node], []))) if isinstance(node, Definition) else []
 
@@ -184,7 +190,7 @@ def plan_imports(
         fresh = []
         for name, (module, attribute) in entry.bound().items():
             found = None if name in config.dropped else present.get(name)
-            if found is not None and _origin(found, config.source_module) == (module, attribute):
+            if found is not None and _is(found, config.source_module, module, attribute):
                 if "." in entry.module and entry.module != found.module and not attribute and not entry.alias:
                     fresh.append(name)  # `import a.b` beside `import a`
                 continue
@@ -201,7 +207,7 @@ def plan_imports(
     aliases: dict[tuple[str, str], str] = {}
     taken = bound | {name for entry in added for name in entry.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(external := patch.replacement, External):
+        if isinstance(external := patch.replacement, External) and not patch.is_import:
             first, *rest = external.name.split(".")
             if (external.module, first) not in aliases:
                 alias = first if first not in taken else f"external_{first}"
@@ -216,12 +222,14 @@ def _or_without(name: str, removable: Mapping[str, str]) -> str:
     return f", or leave the original out: {removable[name]}" if name in removable else ""
 
 
-def _origin(found: ImportedName, source: str) -> tuple[str, str]:
-    """The absolute module and the attribute that an import statement of the original binds a name to."""
-    if not found.attribute:
-        return found.module if found.alias else found.module.split(".")[0], ""
+def _is(found: ImportedName, source: str, module: str, attribute: str) -> bool:
+    """Whether an import statement of the original binds a name to this module, or this attribute of it.
+
+    `import torch.nn.functional as F` and `from torch.nn import functional as F` are one.
+    """
     package = ".".join(source.split(".")[: -found.level]) if found.level else ""
-    return ".".join(part for part in (package, found.module) if part), found.attribute
+    bound = found.module if found.attribute or found.alias else found.module.split(".")[0]
+    return ".".join(filter(None, (package, bound, found.attribute))) == ".".join(filter(None, (module, attribute)))
 
 
 def insert(

@@ -1,0 +1,60 @@
+"""Definitions that are one line while a file is edited come back to the byte, and hide nothing that is asked for."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from patcher.codegen.generation.folding import fold
+from patcher.source.scopes import bound_names
+from tests.codegen.test_laws import modules
+
+SHAPES = {
+    "decorators and comments": "@a\n@b(\n    1\n)\nclass A:\n    x = 1\n    # last\n\n# of B\ndef B(): pass\n",
+    "no newline at the end": "class A:\n    x = 1\n\n\ndef B(x):\n    return x",
+    "windows": "class A:\r\n    x = '''\r\nclass C: ...  # folded 0\r\n'''\r\n\r\ndef B():\r\n    pass\r\n",
+    "on one line": "class A: x = 1\ndef B(): pass\n",
+    "beside another": "y = 1; z = 2\nclass A: x = 1; y = 2\nasync def B(): return 1\n",
+    "of one name": "class A:\n    x = 1\nclass A:\n    x = 2\ndef B(): ...\n",
+    "form feeds": "class A:\n    x = 1\n\x0c\ndef B():\n    return '\x0c'\n",
+    "tabs": "if x:\n\tclass A:\n\t\tx = 1\nclass A:\n\tx = 2\ndef B():\n\treturn 1\n",
+}
+
+
+@pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("touched", [set(), {"A"}, {"B"}, {"A", "B"}])
+def test_unfolded_it_is_what_it_was(text: str, touched: set[str]) -> None:
+    folded = fold(text, ast.parse(text), touched)
+    assert folded.unfold(folded.text) == text
+    names = {node.name for node in ast.parse(folded.text).body if hasattr(node, "name") and len(node.body) == 1}
+    assert len(folded.hidden) == len({"A", "B"} - touched) or text.count("class A") > 1
+    assert {"A", "B"} - touched <= names
+
+
+@settings(max_examples=60, deadline=None)
+@given(modules(), st.sets(st.sampled_from(["A", "f", "Model", "run", "forward"])))
+def test_any_module(pair: tuple[str, str], touched: set[str]) -> None:
+    text, _ = pair
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    folded = fold(text, tree, touched)
+    assert folded.unfold(folded.text) == text
+    assert bound_names(ast.parse(folded.text)).keys() == bound_names(tree).keys()
+    hidden = {node.name for part in folded.hidden for node in ast.parse(part).body if hasattr(node, "name")}
+    assert hidden.isdisjoint(touched)
+
+
+def test_what_binds_names_of_the_module_stays_in_sight() -> None:
+    text = "def f():\n    global found\n    found = 1\n\n\ndef g():\n    return found\n"
+    folded = fold(text, ast.parse(text), set())
+    assert len(folded.hidden) == 1
+    assert bound_names(ast.parse(folded.text)).keys() == {"f", "g", "found"}
+
+
+def test_a_comment_that_ends_a_body_is_folded_with_it() -> None:
+    text = "class A:\n    x = 1\n    # still A\n# of B\nB = 1\n"
+    assert fold(text, ast.parse(text), set()).hidden == ("class A:\n    x = 1\n    # still A",)
