@@ -16,8 +16,8 @@ from patcher.source.reading import Location, Source, read_source
 Definition = cst.ClassDef | cst.FunctionDef
 RULE = "# " + "=" * 70
 
-_BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While)
-_PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHandler, cst.BaseSuite)
+_BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While, cst.Match)
+_PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHandler, cst.MatchCase, cst.BaseSuite)
 
 
 def statements(body: Sequence[Any]) -> Iterator[Any]:

@@ -217,7 +217,13 @@ class _ClassEdit:
             return below(self.context.read(patch, depth).with_changes(name=cst.Name(name)), origin)
 
         # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
-        edits = {member: [_in_place_of(member, read(self.depth_of(member)), patch)] for member in found}
+        # what tells the signatures of the original goes with it
+        stubs = [] if accessor else [member for member in self.methods(name) if is_overload(member)]
+        edits: dict[Any, Sequence[Any]] = {}
+        for member in found:
+            place = behind_overloads(member, stubs)
+            edits[member] = [_in_place_of(place, read(self.depth_of(member)), patch)]
+        edits |= dict.fromkeys(stubs, ())
         self._put(patch, ".".join([name, *rest]), edits, *([] if found else [read(self.depth + 1)]))
 
     def wrap_init(self, patch: Patch) -> None:
@@ -302,13 +308,25 @@ def _in_place_of(member: cst.FunctionDef, new: Any, patch: Patch) -> Any:
 
 def _accessor(member: cst.FunctionDef) -> str:
     """`setter` for a `@name.setter`, `overload` for an `@overload`, empty for a method proper."""
+    if is_overload(member):
+        return "overload"
     for decorator in member.decorators:
         text = code_of(decorator.decorator)
         if text in {f"{member.name.value}.{kind}" for kind in ACCESSORS}:
             return text.rpartition(".")[2]
-        if text.rpartition(".")[2] == "overload":
-            return "overload"
     return ""
+
+
+def is_overload(node: Definition) -> bool:
+    """Whether a definition only tells type checkers a signature, `@overload`."""
+    return any(code_of(each.decorator).rpartition(".")[2] == "overload" for each in node.decorators)
+
+
+def behind_overloads(node: Any, stubs: Sequence[Definition]) -> Any:
+    """A definition with the lines above its overloads, which are left out."""
+    if not stubs:
+        return node
+    return node.with_changes(leading_lines=[*stubs[0].leading_lines, *tree.without_blank(node.leading_lines)])
 
 
 class _CallSuper(cst.CSTTransformer):

@@ -256,6 +256,8 @@ def insert(
         top += _parsed(block.code.split("\n"), notes, context)
     top += _helpers(by_anchor, "", context)
     anchor = last_import(module)
+    behind = module.body[module.body.index(anchor) + 1 :] if anchor is not None else module.body
+    _check_blocks(config, [node for node in behind if edits.get(node) != ()], context)
     if anchor is not None and top:
         edits[anchor] = [*edits.get(anchor, _rewritten(anchor, edits)), *top]
     outermost = {name.name.value: node for node in module.body for name in trees.definitions([node])}
@@ -263,7 +265,7 @@ def insert(
         if not name or name in fresh:
             continue
         node = outermost.get(name)
-        if node is None or edits.get(node) == []:
+        if node is None:
             raise CodegenError(
                 f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
                 f"{context.source}. {nearest(name, [*outermost, *fresh])}"
@@ -276,6 +278,17 @@ def insert(
         body=_padded(body, set(map(id, inserted))),
         has_trailing_newline=module.has_trailing_newline or (bool(top) and not module.body),
     )
+
+
+def _check_blocks(config: PatchSpec, behind: Sequence[Any], context: Context) -> None:
+    """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
+    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if config.blocks else {}
+    for block in config.blocks:
+        for name in (name for name in bound_names(ast.parse(block.code)) if name in later):
+            raise CodegenError(
+                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
+                f"it again further down. Rename it{_or_without(name, context.removable)}."
+            )
 
 
 def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:

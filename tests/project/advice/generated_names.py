@@ -243,3 +243,9 @@ case_of(
         lambda file: file.rotate(2) == 2,
     ),
 )
+case_of(
+    "block_bound_later",
+    "again further down. Rename it",
+    ([('"LIMIT = 4"', '"OTHER = 4"')], lambda file: file.f(9) == 3 and file.OTHER == 4),
+    ([('")', '")\nconfig.exclude_from_output("LIMIT")')], lambda file: file.f(9) == math.pi and file.LIMIT == 4),
+)
