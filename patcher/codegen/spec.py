@@ -94,6 +94,18 @@ class Patch:
         """The call that made this patch, for messages and the header."""
         return f"{self.kind.method}({self.target!r})"
 
+    @property
+    def definition(self) -> str:
+        """The dotted name of what it changes: of `modify_init`, the `__init__`."""
+        return f"{self.target}.__init__" if self.kind is PatchKind.MODIFY_INIT else self.target
+
+    @property
+    def place(self) -> Location:
+        """Where its code stands: the line of the `def` or `class`, or of the config that gives it as text."""
+        if self.source is None or not self.source.file:
+            return self.where
+        return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
+
     def error(self, text: str) -> CodegenError:
         """What is wrong with the patch, with the line and the call that made it."""
         return CodegenError(f"{self.where}: {self.asked} {text}")
@@ -129,6 +141,7 @@ class PatchSpec:
         self.blocks = Blocks()
         self.dropped = Names()
         self.excluded = Names()
+        self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
@@ -172,7 +185,8 @@ class PatchSpec:
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
-        return any((self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded))
+        said = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
+        return any(said)
 
 
 def create_patch_from_external(
@@ -243,9 +257,9 @@ def check_target(patch: Patch) -> None:
 
 def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
     """Raise a CodegenError if another patch changes the same definition."""
-    mine = _claims(patch)
+    mine = patch.definition
     for other in others:
-        theirs = _claims(other)
+        theirs = other.definition
         if mine == theirs:
             raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
@@ -255,7 +269,3 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
                 f"and {other.asked} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
             )
-
-
-def _claims(patch: Patch) -> str:
-    return f"{patch.target}.__init__" if patch.kind is PatchKind.MODIFY_INIT else patch.target

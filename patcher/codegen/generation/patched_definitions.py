@@ -11,6 +11,7 @@ from typing import Any, cast
 import libcst as cst
 
 from patcher.codegen.generation.folding import Folded
+from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
@@ -33,6 +34,7 @@ class Context:
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
         folded: what stands for statements that no edit touches.
+        provenance: where the code of each patch is from.
         done: the patches in the order of the text, each with the names that it gave the file.
     """
 
@@ -43,6 +45,7 @@ class Context:
     bound: set[str]
     removable: dict[str, str]
     folded: Folded
+    provenance: Provenance
     done: list[Patch] = field(default_factory=list)
 
     def read(
@@ -87,7 +90,8 @@ def replace_definition(
     what = "class" if is_class else "function"
     if patch.wanted is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {what} in {context.source}. {fix}")
-    box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description))
+    origin = context.provenance.comment(patch)
+    box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description), *origin)
     above = tree.without_copied_from(node.leading_lines)
     leading = [*above, *box]
     context.done.append(patch)
@@ -235,9 +239,10 @@ class _ClassEdit:
                 )
 
         def read(depth: int) -> Any:
+            origin = comment_lines(self.context.provenance.comment(patch))
             if isinstance(patch.replacement, External):
-                return assignment(name, self.context.externals[patch.replacement])
-            return self.context.read(patch, depth).with_changes(name=cst.Name(name))
+                return assignment(name, self.context.externals[patch.replacement], origin)
+            return below(self.context.read(patch, depth).with_changes(name=cst.Name(name)), origin)
 
         # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
         # what tells the signatures of the original goes with it
@@ -276,6 +281,7 @@ class _ClassEdit:
         except CodegenError as error:
             raise patch.error(f"can't call the original __init__: {error}") from None
         new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
+        new = below(new, comment_lines(self.context.provenance.comment(patch)))
         if not found:
             rewriter = _CallSuper(patch, called, own, self.path)
             new = cast(cst.FunctionDef, new.visit(rewriter))
