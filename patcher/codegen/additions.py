@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self, SupportsIndex, TypeVar
 
 from patcher.errors import CodegenError
@@ -61,7 +61,7 @@ class Helper:
     def of(cls, given: Any, after: str = "", site: Location | None = None) -> Helper:
         """A helper made of a class or function, of the text of one, or of the helper of another config."""
         if isinstance(given, Helper):
-            return replace(given, after=after)
+            return given
         asked, where = f"add_helper_after({after!r})" if after else "add_helper", caller()
         return cls(read_source(given, asked, where, site), given, "", (), after, where)
 
@@ -148,3 +148,7 @@ class Names(dict[str, Location]):
         for given in names:
             for name in given:
                 self.setdefault(name, given[name] if isinstance(given, Names) else where)
+
+    def __ior__(self, names: Iterable[str]) -> Self:  # type: ignore[override,misc]
+        self.update(names)
+        return self

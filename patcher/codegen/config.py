@@ -382,7 +382,9 @@ class PatchConfig(PatchSpec):
                     f"{known.where}. Rename one."
                 )
             names = _name_map(name_map, helper.source, asked, where) or helper.name_map
-            self.helpers.add(replace(helper, description=description or helper.description, name_map=names))
+            self.helpers.add(
+                replace(helper, description=description or helper.description, name_map=names, after=after)
+            )
             return obj
 
         if helper is None:

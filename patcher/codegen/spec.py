@@ -161,22 +161,10 @@ class PatchSpec:
             )
         self._target_file = name
 
-    # What other generators call the same: lists and a set that one config fills from another's.
-
-    @property
-    def additional_imports(self) -> list[Import]:
-        """The imports that the file gets, as `add_import` fills it."""
-        return self.imports
-
-    @property
-    def post_import_blocks(self) -> Blocks:
-        """The statements behind the imports, as `add_post_import_block` fills it; takes texts too."""
-        return self.blocks
-
-    @property
-    def drop_imported_names(self) -> Names:
-        """The names left out of the imports, as `drop_import_names` fills it."""
-        return self.dropped
+    # What other generators call the same.
+    additional_imports = property(lambda self: self.imports, lambda self, given: _fill(self.imports, given))
+    post_import_blocks = property(lambda self: self.blocks, lambda self, given: _fill(self.blocks, given))
+    drop_imported_names = property(lambda self: self.dropped, lambda self, given: _fill(self.dropped, given))
 
     def error(self, text: str) -> CodegenError:
         """What is wrong with the config, with its line."""
@@ -187,6 +175,14 @@ class PatchSpec:
         """Whether the file is anything but the original below a header."""
         said = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
         return any(said)
+
+
+def _fill(mine: Any, given: Any) -> None:
+    """What `config.additional_imports = given` does, and `+=`, which has changed the very list already."""
+    if given is not mine:
+        given = list(given)
+        mine.clear()
+        mine.update(given) if isinstance(mine, Names) else mine.extend(given)
 
 
 def create_patch_from_external(

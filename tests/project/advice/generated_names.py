@@ -146,7 +146,10 @@ def a_name_that_is_left_out_in_part(at: Place) -> Steps:
     for config, source in itertools.product(added, (parts, "pi = 3\nfor pi in (1, 2):\n    pass\n")):
         case = a_case(source, config)
         for left_out in ("config.exclude_from_output('pi')", "config.drop_import_names('pi')"):
-            if "import" in source or "exclude" in left_out:
+            if "import" in source and "drop" in left_out:  # an import with a fallback, which goes with it
+                file = made(at, case, config + left_out)
+                assert file.pi == math.tau or file.pi() == "mine"
+            elif "import" in source or "exclude" in left_out:
                 said = yield lambda case=case, config=config + left_out: made(at, case, config)  # type: ignore[misc]
                 if "import" in source:
                     file = made(at, case, config + left_out + calls(said))
