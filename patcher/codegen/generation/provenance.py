@@ -59,8 +59,8 @@ class Provenance:
         return [", ".join(parts)] if parts else []
 
     def header(self) -> str:
-        """The fingerprints as the header has them."""
-        listed = [f"{name} {mark}" for name, mark in self.originals.items() if name not in self.at_patches]
+        """The fingerprints as the header has them; for `~` it has a space at which no line ends."""
+        listed = [f"{name}~{mark}" for name, mark in self.originals.items() if name not in self.at_patches]
         listed += [_FURTHER] if self.at_patches else []
         return f"{_LABEL} {', '.join(listed)}" if listed else ""
 
