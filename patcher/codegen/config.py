@@ -6,7 +6,9 @@ says it; the rest when the file is generated.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -20,7 +22,8 @@ from patcher.codegen.spec import (
     check_description,
     check_target,
 )
-from patcher.errors import CodegenError
+from patcher.errors import CodegenError, PatcherError
+from patcher.source.importing import after_imports_of
 from patcher.source.reading import Location, Source, caller, note_decorator, read_source, stands_as_decorator
 
 if TYPE_CHECKING:
@@ -33,6 +36,24 @@ T = TypeVar("T")
 NameMap = Mapping[str, str] | None
 
 # What works on classes is imported where it is called: describing and generating need neither torch nor transformers.
+
+
+def _installed() -> bool:
+    """Teach loads the argument `patcher=`, if there are models: in `Model.from_pretrained(..., patcher=
+    config.to_patcher())` the method is looked up before the patcher is made. Where it can't be taught,
+    `to_patcher()` says why."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return False
+    try:
+        from patcher.loading import install
+    except ImportError:  # of modules that are being imported
+        return False
+    with contextlib.suppress(PatcherError):
+        install()
+    return True
+
+
+after_imports_of("modeling files", lambda name: ".modeling_" in name and name.startswith("transformers."), _installed)
 
 
 class PatchConfig(PatchSpec):
@@ -196,6 +217,20 @@ class PatchConfig(PatchSpec):
         """Leave these classes, functions and constants out of the file, and out of its `__all__`."""
         self.excluded.update(names)
 
+    def drop_decorators(self, target: str, *names: str) -> None:
+        """Leave decorators of a class or a function out, by their names: one that keeps a patched method from running.
+
+        >>> config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
+        >>> config.drop_decorators("MixtralExperts", "use_experts_implementation")
+
+        Those of a method go with `override_method(..., keep_decorators=False)`, those of a class that is replaced by
+        themselves.
+        """
+        where = caller()
+        if not names:
+            raise CodegenError(f"{where}: drop_decorators({target!r}) names no decorator. Add their names.")
+        self.undecorated |= {(target, name): where for name in names}
+
     def add_helper(self, helper: Any = None, description: str = "", name_map: NameMap = None) -> Any:
         """Add a class or function that patches use, behind the imports. A decorator, with or without a call."""
         return self._help("", helper, description, name_map)
@@ -214,7 +249,7 @@ class PatchConfig(PatchSpec):
         """
         where, left_out = caller(), set(without)
         known = {*(p.target for p in other.patches), *(h.source.name for h in other.helpers)}
-        known |= {*other.excluded, *other.dropped}
+        known |= {*other.excluded, *other.dropped, *(target for target, _ in other.undecorated)}
         for name in sorted(left_out - known):
             raise CodegenError(
                 f"{where}: include(without=...) names {name!r}, which {other!r} does not have. "
@@ -227,6 +262,7 @@ class PatchConfig(PatchSpec):
         for helper in other.helpers:
             if helper.source.name not in left_out:
                 self.helpers.add(helper)
+        self.undecorated |= {pair: at for pair, at in other.undecorated.items() if pair[0] not in left_out}
         for mine, theirs in ((self.excluded, other.excluded), (self.dropped, other.dropped)):
             mine.update(Names((name, at) for name, at in theirs.items() if name not in left_out))
         self.imports.extend(other.imports)

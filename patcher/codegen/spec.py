@@ -141,6 +141,7 @@ class PatchSpec:
         self.blocks = Blocks()
         self.dropped = Names()
         self.excluded = Names()
+        self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
@@ -184,7 +185,8 @@ class PatchSpec:
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""
-        return any((self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded))
+        said = (self.patches, self.imports, self.helpers, self.blocks, self.dropped, self.excluded, self.undecorated)
+        return any(said)
 
 
 def create_patch_from_external(

@@ -6,14 +6,9 @@ loading wrong weights.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 from accelerate.utils import modeling as accelerate_modeling  # type: ignore[import-untyped]
@@ -26,6 +21,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import output_capturing
 
 from patcher.errors import PatcherError
+from patcher.source.importing import when_imported as when_imported
 
 #: What stood at a place before the hook.
 Stock = Callable[..., Any]
@@ -173,42 +169,6 @@ def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
         known = inspect.signature(seam).parameters
         if missing := [parameter for parameter in parameters if parameter not in known]:
             raise _gone(library, f"{where}.{name} has no parameter {', '.join(missing)}")
-
-
-def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    """Call with a module as soon as it is imported: at once, if it is."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        call(module)
-    else:
-        sys.meta_path.insert(0, _Watcher(name, call))
-
-
-class _Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module as the finders after it do, and calls when it has been executed."""
-
-    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
-        self.name, self.call = name, call
-        self.loader: Any = None
-
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.name or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            self.loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self.loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.call(module)
 
 
 def _gone(library: str, what: str) -> PatcherError:

@@ -175,6 +175,25 @@ def test_the_same_config_is_the_same_patcher_and_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(first)) == first
 
 
+ALONE = """
+config = PatchConfig("transformers.models.llama.modeling_llama", "x.py")
+config.override_method("LlamaMLP.forward", "def forward(self, x):\\n    return x\\n")
+print(type(LlamaForCausalLM.from_pretrained({!r}, patcher=config.to_patcher()).model.layers[0].mlp))
+"""
+IMPORTS = ("from patcher.codegen import PatchConfig\n", "from transformers import LlamaForCausalLM\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", [IMPORTS, IMPORTS[::-1]], ids=["before transformers", "after it"])
+def test_a_process_that_has_only_the_config_can_load_with_its_patcher(
+    imports: tuple[str, str], folders: dict[str, Path]
+) -> None:
+    """There `from_pretrained` is looked up before `to_patcher()` is called."""
+    code = "".join(imports) + ALONE.format(str(folders["llama"]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "modeling_llama_by_to_patcher_" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_another_process_reads_what_to_do_before_unpickling(tmp_path: Path) -> None:
     path = tmp_path / "patcher.pickle"

@@ -1,5 +1,7 @@
 """The identity law: a generated file without patches is the original, but for imports, the header, and one banner.
 
+Where transformers converts checkpoints of its models, they have one method more, which says that they want that.
+
     python -m tests.identity              # every modeling file of the installed transformers
     python -m tests.identity --sample 60  # the files that the tests look at
     python -m tests.identity llama xlstm  # some
@@ -27,6 +29,7 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from patcher.codegen import PatchConfig, generate
 
@@ -90,19 +93,43 @@ def without_banner(original: bytes) -> tuple[bytes, int]:
     return TRUE.format(path=path).encode() + original.removeprefix(banner), 5
 
 
+#: What the file of a model whose checkpoints transformers converts has at the end of a class, byte for byte.
+METHOD = b"""
+    @classmethod
+    def is_custom_code(cls):
+        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
+        return False
+"""
+
+
+def methods_of(generated: bytes) -> list[str]:
+    """The classes that have the method, by the header."""
+    return re.findall(r"^# - add method (\w+)\.is_custom_code\b", generated.decode(), re.MULTILINE)
+
+
+def without_methods(generated: bytes, names: list[str]) -> bytes:
+    """The file without the methods of these classes: each ends with it."""
+    lines = generated.split(b"\n")
+    classes = {node.name: node for node in ast.walk(ast.parse(generated)) if isinstance(node, ast.ClassDef)}
+    for name in names[::-1]:  # the last first, so that lines above keep their numbers
+        end = classes[name].end_lineno or 0
+        if lines[end - 5 : end] == METHOD.split(b"\n")[:-1]:
+            del lines[end - 5 : end]
+    return b"\n".join(lines)
+
+
 def text_problems(original: bytes, generated: bytes) -> list[str]:
-    """Lines that differ and are neither the header, nor a relative import, nor the banner."""
+    """Lines that differ and are no header, no relative import, no banner, and no method of a converted model."""
     tree = ast.parse(original)
     original, lost = without_banner(original)
+    generated = without_methods(generated, methods_of(generated))
     old, new = original.split(b"\n"), generated.split(b"\n")
     header = len(new) - len(old)
     rule = new[0]
     if header < 3 or not rule.startswith(b"# ---") or new[header - 1] != rule:
         return ["the file doesn't start with a header"]
     relative = {
-        node.lineno - lost: node.level
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
+        node.lineno - lost: node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level
     }
     problems = [f"line {n} of the header is no comment" for n, line in enumerate(new[:header], 1) if line[:1] != b"#"]
     for number, (was, now) in enumerate(zip(old, new[header:], strict=True), 1):
@@ -128,6 +155,33 @@ def describe(module: ModuleType) -> dict[str, object]:
     return names
 
 
+def converted_models(module: ModuleType) -> list[str]:
+    """The models of a module that inherit from none of it, if transformers has conversions for one of its models."""
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__ and issubclass(value, PreTrainedModel)
+    ]
+    types = {getattr(getattr(value, "config_class", None), "model_type", None) for value in own}
+    known = {key for key in {*types, *(value.__name__ for value in own)} if get_checkpoint_conversion_mapping(key)}
+    return [value.__name__ for value in own if known and not any(base in own for base in value.__mro__[1:])]
+
+
+def method_problems(original: dict[str, Any], added: list[str]) -> list[str]:
+    """What is wrong with the methods that a file has more than the original; those are then known of the original."""
+    problems = [f"{name} lacks is_custom_code" for name in set(original.get("converted", [])) - set(added)]
+    for name in added if "names" in original else ():
+        was = original["names"].get(name)
+        if not isinstance(was, list):
+            problems.append(f"{name}, which has an is_custom_code, is no class of the original")
+        else:
+            was[1] = sorted([*was[1], "is_custom_code"])
+    return problems
+
+
 def _import_original(name: str, _: str) -> ModuleType:
     return importlib.import_module(name)
 
@@ -137,7 +191,7 @@ def _import_generated(_: str, file: str) -> ModuleType:
     return importlib.import_module(Path(file).stem)
 
 
-def in_child(importer: object, name: str, file: str) -> dict[str, object]:
+def in_child(importer: object, name: str, file: str) -> dict[str, Any]:
     """What an import gives, tried in a forked process."""
     read, write = os.pipe()
     child = os.fork()
@@ -146,7 +200,8 @@ def in_child(importer: object, name: str, file: str) -> dict[str, object]:
         said = io.StringIO()
         try:
             with redirect_stdout(said):
-                result: dict[str, object] = {"names": describe(importer(name, file))}  # type: ignore[operator]
+                module = importer(name, file)  # type: ignore[operator]
+            result: dict[str, object] = {"names": describe(module), "converted": converted_models(module)}
         except BaseException as error:
             result = {"error": type(error).__name__, "message": str(error)[:300]}
         # the path of a file may be part of what transformers prints about it
@@ -172,6 +227,7 @@ def check(name: str, folder: str) -> tuple[list[str], bool]:
     file.write_bytes(text.encode())
     original = in_child(_import_original, name, str(file))
     generated = in_child(_import_generated, name, str(file))
+    problems += method_problems(original, methods_of(text.encode()))
     if original.get("error") != generated.get("error"):
         problems.append(f"imports as {original.get('error')}, generated as {generated}")
     elif original.get("names") != generated.get("names"):

@@ -92,6 +92,7 @@ NO_ADVICE = {
     "replace class": "a word of a header",
     "replace function": "a word of a header",
     "add helper {}": "a line of a header",
+    "add method {}": "a line of a header",
     "add code behind the imports": "a line of a header",
     "add import {}": "a line of a header",
     "leave out {}": "a line of a header",

@@ -19,6 +19,7 @@ from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.functions.references import references_of
+from patcher.loading import install
 from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
 from patcher.spec.patcher import Patcher
@@ -32,6 +33,7 @@ _COMPOUND = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # their statements 
 
 def to_patcher(config: PatchSpec) -> Patcher:
     """See `PatchConfig.to_patcher`."""
+    install()  # what is made here may be the first that a process has of this package
     generated = build(config)
     module = execute(generated)
     classes = _replacements(generated, module)

@@ -11,6 +11,7 @@ from typing import Any, cast
 import libcst as cst
 import libcst.matchers as m
 
+from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
@@ -22,6 +23,7 @@ from patcher.codegen.generation.patched_definitions import (
     replace_definition,
 )
 from patcher.codegen.generation.provenance import Provenance
+from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import (
     DropNames,
     insert,
@@ -114,12 +116,14 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = folded.unfold(module.code + tail)
+    text = without_decorators(config, folded.unfold(module.code + tail))
+    warn_of_decorators(config, text)
     orphans: tuple[str, ...] = ()
     if config.changes:
         text, orphans = without_orphans(config, text, original)
         check_names(config, source, text, original)
-    header = render_header(config, source, context.done, provenance.header(), orphans)
+    text, methods = with_stock_conversions(config, source, original, text)
+    header = render_header(config, source, context.done, provenance.header(), orphans, methods)
     text = with_header(without_banner(text), header, source)
     try:
         text.encode(source.encoding)

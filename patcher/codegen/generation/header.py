@@ -15,6 +15,7 @@ _RULE = "# " + "-" * 88
 _CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")
 _WIDTH = 90
 _DIFFERS = "What differs from the source:"
+_CONVERTED = "checkpoints are converted as for the original"
 _SAME = "Nothing differs from the source but imports."
 _TOO_LONG = 40  # lines
 #: what transformers writes on top of a file that its modular converter has made
@@ -28,7 +29,12 @@ _Item = tuple[str, str, str]
 
 
 def render_header(
-    config: PatchSpec, source: SourceModule, patches: Sequence[Patch], originals: str, orphans: Sequence[str] = ()
+    config: PatchSpec,
+    source: SourceModule,
+    patches: Sequence[Patch],
+    originals: str,
+    orphans: Sequence[str],
+    methods: Sequence[str],
 ) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
 
@@ -38,12 +44,14 @@ def render_header(
         patches: the patches in the order of the text.
         originals: the fingerprints of what they replace.
         orphans: the imports that nothing uses any more.
+        methods: those by which models get the conversions of transformers.
     """
     version = f" ({source.version})" if source.version else ""
     items: list[_Item] = []
     for patch in patches:
         origin = f" with {patch.replacement.module}.{patch.replacement.name}" if patch.source is None else ""
         items.append((patch.kind.value, f"{patch.target}{origin}", patch.description))
+    items += [("add method", name, _CONVERTED) for name in methods]
     helpers = sorted(config.helpers, key=lambda helper: helper.source.name)
     items += [("add helper", helper.source.name, helper.description) for helper in helpers]
     items += [("add code behind the imports", "", block.description) for block in config.blocks]
@@ -51,13 +59,14 @@ def render_header(
     items += [("add import", name, "") for name in imported]
     items += [("drop import", name, "") for name in sorted(config.dropped)]
     items += [("drop import", name, "nothing uses it any more") for name in orphans]
+    items += [("drop decorator", f"{name} of {target}", "") for target, name in sorted(config.undecorated)]
     items += [("leave out", name, "") for name in sorted(config.excluded)]
     for render in (_described, _named, _grouped, _counted):
         about = config.description if render is not _counted else textwrap.shorten(config.description, 2 * _WIDTH)
         lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
         for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
             lines += _wrapped(text, f"{label:9}", " " * 9)
-        lines += ["", _DIFFERS if config.changes else _SAME, *render(items)]
+        lines += ["", _DIFFERS if config.changes or methods else _SAME, *render(items)]
         lines += ["", *(line.replace("~", " ") for line in _wrapped(originals, "", "  "))] if originals else []
         if len(lines) + 2 < _TOO_LONG:
             break

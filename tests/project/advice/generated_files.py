@@ -187,6 +187,16 @@ case_of(
     ([('config.replace_class("Norm", "class N: pass")\n', "")], lambda file: not hasattr(file, "Norm")),
 )
 case_of(
+    "decorators_replaced",
+    "drop_decorators({}, {}) is of no use: {} at {} replaces {} with its decorators. Remove one.",
+    ([('config.drop_decorators("Experts", "dispatched")\n', "")], lambda file: not hasattr(file.Experts, "forward")),
+)
+case_of(
+    "decorators_no_names",
+    "drop_decorators({}) names no decorator. Add their names.",
+    ([('("Experts")', '("Experts", "dispatched")')], lambda file: file.Experts().forward(2) == 2),
+)
+case_of(
     "given_twice",
     "is given twice: {} at {} already changes it. Remove one.",
     ([('config.replace_class("A", "class C: pass")\n', ""), ("pass", "mark = 1")], lambda file: file.A.mark == 1),

@@ -19,11 +19,11 @@ from transformers import (
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import Patcher, report
+from patcher import Patcher, PatcherWarning, report
 from patcher.codegen import PatchConfig, generate, write
 from patcher.fusions import QKV
 from tests.codegen.unwritable import Halves, Unspeakable
-from tests.project.advice import Place, Steps, advice, load, same
+from tests.project.advice import Place, Steps, advice, load, same, written
 from tests.project.advice.generated_files import importable
 from tests.support.bringing import BringingMLP
 from tests.support.comparing import logits
@@ -332,3 +332,52 @@ def a_config_with_some_of_the_biases(at: Place) -> Steps:
             yield lambda: module.LlamaForCausalLM.from_pretrained(folder)
         with imported(at, file_of(FUSED, stock.LlamaForCausalLM, some)) as module:
             close(module.LlamaForCausalLM.from_pretrained(folder), stock.LlamaForCausalLM.from_pretrained(folder))
+
+
+QWEN2_VL = "transformers.models.qwen2_vl.modeling_qwen2_vl"
+
+
+@advice("Call it {}, with replace_class({}), or give the file conversions of its own with config.add_conversions().")
+def a_class_by_another_name(at: Place) -> Steps:
+    config = PatchConfig(QWEN2_VL, "out.py")
+    mine = "class Mine(Qwen2VLModel):\n    mark = 1\n"
+    config.add_helper_after("Qwen2VLModel", mine)
+    said = yield lambda: generate(config)
+    assert "replace_class('Qwen2VLModel')" in said
+    config.add_conversions()
+    assert "CONVERSIONS = Patcher()" in generate(config)
+    replaced = PatchConfig(QWEN2_VL, "out.py")
+    replaced.replace_class("Qwen2VLModel", mine)
+    assert "class Qwen2VLModel(OriginalQwen2VLModel):\n    mark = 1\n" in generate(replaced)
+
+
+@advice("Use a function of transformers.initialization, which leaves those alone, such as init.normal_({}).")
+def an_initialisation_that_writes(at: Place) -> Steps:
+    def config(line: str) -> PatchConfig:
+        made = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
+        text = "def f(self, module):\n    super()._init_weights(module)\n    if isinstance(module, nn.Linear):\n"
+        text += f"        {line}\n"
+        made.override_method("MixtralPreTrainedModel._init_weights", text)
+        return made
+
+    said = yield lambda: generate(config("module.weight.data.zero_()"))
+    assert "init.normal_(module.weight)" in said
+    with imported(at, config("init.normal_(module.weight)")) as module:
+        assert same(module.MixtralForCausalLM.from_pretrained(at.moe), at.moe)
+
+
+@advice("Leave the decorator out with config.drop_decorators({}, {}).", error=PatcherWarning)
+def a_method_that_a_decorator_keeps_from_running(at: Place) -> Steps:
+    def config() -> PatchConfig:
+        made = PatchConfig("transformers.models.mixtral.modeling_mixtral", "out.py")
+        text = "def forward(self, hidden_states, top_k_index, top_k_weights):\n    return hidden_states * 0 + 5\n"
+        made.override_method("MixtralExperts.forward", text)
+        return made
+
+    said = yield lambda: generate(config())
+    right = config()
+    written(said, r"with (config\.drop_decorators\(.*?\))\.", config=right)
+    with imported(at, right) as module:
+        model = module.MixtralForCausalLM.from_pretrained(at.moe)
+        hidden = torch.ones(1, 2, model.config.hidden_size)
+        assert (model.model.layers[0].mlp.experts(hidden, None, None) == 5).all()

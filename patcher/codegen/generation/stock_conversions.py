@@ -1,0 +1,242 @@
+"""Models of a generated file whose checkpoints transformers converts: it does so for its own classes only.
+
+It asks each model for `is_custom_code()`, which is true of a class outside of transformers, so that a file of Mixtral
+would load random experts and save under other names. The classes of such a file answer for themselves. Which files
+those are is read from the sources: transformers looks its conversions up by the name of a class, then by the
+`model_type` of its config.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from patcher.codegen.spec import PatchSpec
+from patcher.source.modules import SourceModule, find_spec
+from patcher.source.scopes import ImportedName, imported_names, top_level
+
+#: The method, and the comment that says why it is there.
+METHOD = "is_custom_code"
+_LINES = (
+    "@classmethod",
+    f"def {METHOD}(cls):",
+    "    # transformers converts checkpoints for its own classes only. These read and write the very same ones.",
+    "    return False",
+)
+_TABLE = "transformers.conversion_mapping"
+
+
+def with_stock_conversions(
+    config: PatchSpec, source: SourceModule, original: ast.Module, text: str
+) -> tuple[str, list[str]]:
+    """The text of a file whose models get the conversions of transformers, and the methods that it has for that.
+
+    A config that says itself what the file's classes answer is left alone.
+
+    Args:
+        config: the description.
+        source: the module that is patched.
+        original: its syntax tree.
+        text: the text so far.
+    """
+    own = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
+    if own or not source.name.startswith("transformers.") or not _concerns(source, original):
+        return text, []
+    tree = ast.parse(text)
+    classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
+    _check_names(config, original, classes)
+    _check_initialisation(config, original, tree)
+    lines = list(io.StringIO(text, newline=""))  # as Python counts them
+    added = []
+    for node in sorted(_first_models(tree), key=lambda node: -node.lineno):
+        if not any(METHOD in _bound(statement) for statement in node.body):
+            _add(node, lines, source.newline)
+            added.append(f"{node.name}.{METHOD}")
+    return "".join(lines), added[::-1]
+
+
+def _add(node: ast.ClassDef, lines: list[str], newline: str) -> None:
+    """Write the method at the end of a class."""
+    first, last = node.body[0], node.body[-1]
+    line = lines[first.lineno - 1].encode()
+    indent = line[: first.col_offset].decode()
+    if indent.strip():  # `class A(B): ...`
+        head = indent.rstrip()
+        indent = lines[node.lineno - 1].encode()[: node.col_offset].decode() + "    "
+        lines[first.lineno - 1] = f"{head}{newline}{indent}{line[first.col_offset :].decode()}"
+    end = (last.end_lineno or last.lineno) - 1
+    if not lines[end].endswith(("\n", "\r")):
+        lines[end] += newline
+    lines[end] += newline + "".join(f"{indent}{each}{newline}" for each in _LINES)
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef):
+        return {statement.name}
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+# --- which files ----------------------------------------------------------------------------------------------------
+
+
+def _concerns(source: SourceModule, own: ast.Module) -> bool:
+    """Whether transformers may have conversions for a model of a module. True where that can't be told."""
+    known = converted()
+    if known is None:
+        return True
+    if any(node.name in known for node in top_level(own.body) if isinstance(node, ast.ClassDef)):
+        return True
+    homes = {source.path.parent.name: sorted(source.path.parent.glob("configuration_*.py"))}
+    for each in ast.walk(own):
+        if isinstance(each, ast.ImportFrom) and "configuration_" in (each.module or "") and each.level:
+            package = source.package.split(".")
+            module = ".".join([*package[: len(package) - each.level + 1], each.module or ""])
+            spec = find_spec(module)
+            if spec is not None and spec.origin:
+                homes.setdefault(module, []).append(Path(spec.origin))
+    types = [_model_types(path) for paths in homes.values() for path in paths]
+    return any(each is None or each & known for each in types) or not any(types)
+
+
+@cache
+def converted() -> frozenset[str] | None:
+    """The class names and model types that transformers has conversions for; None where that can't be read."""
+    spec = find_spec(_TABLE)
+    if spec is None or not spec.origin:
+        return None
+    tree, found = ast.parse(Path(spec.origin).read_bytes()), set[str]()
+    for node in ast.walk(tree):
+        keys: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            keys = node.keys
+        elif isinstance(node, ast.Subscript):
+            keys = [node.slice]
+        found |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return frozenset(found) or None
+
+
+@cache
+def _model_types(path: Path) -> frozenset[str] | None:
+    """The model types of the configs in a file; None if one of them isn't written out."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        for statement in node.body if isinstance(node, ast.ClassDef) else ():
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == "model_type" for target in targets):
+                value = getattr(statement, "value", None)
+                if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+                    return None
+                found.add(value.value)
+    return frozenset(found)
+
+
+# --- which classes --------------------------------------------------------------------------------------------------
+
+
+def _first_models(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """The classes of a file that inherit from `PreTrainedModel` through no other class of the file."""
+    imported, names = imported_names(tree), dict[str, ast.expr]()
+    own = [node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)]
+    for node in top_level(tree.body):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names[node.targets[0].id] = node.value
+    typing = {id(part) for node in tree.body if _is_typing(node) for part in ast.walk(node)}
+    mine = {each.name for each in own}
+    for node in own:
+        if id(node) not in typing and any(_is_model(base, mine, names, imported) for base in node.bases):
+            yield node
+
+
+def _is_typing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
+
+
+def _is_model(base: ast.expr, own: set[str], names: dict[str, ast.expr], imported: dict[str, ImportedName]) -> bool:
+    """Whether an expression is a model class that another file defines."""
+    if isinstance(base, ast.Attribute):
+        return base.attr == "PreTrainedModel"
+    if not isinstance(base, ast.Name) or (base.id in own and base.id not in imported):
+        return False
+    found = imported.get(base.id)
+    if found is None:
+        value = names.get(base.id)
+        return value is not None and _is_model(value, own | {base.id}, names, imported)
+    return _is_model_of(found.module, found.attribute)
+
+
+@cache
+def _is_model_of(module: str, name: str) -> bool:
+    """Whether a name of a module is a model class; one of another package than transformers is told by its name."""
+    if name.endswith("PreTrainedModel"):
+        return True
+    spec = find_spec(module) if module.startswith("transformers.") else None
+    if spec is None or not (spec.origin or "").endswith(".py"):
+        return False
+    path = Path(spec.origin or "")
+    text = path.read_text("utf-8")
+    if f"class {name}(" not in text:
+        return False
+    tree = ast.parse(text)
+    package = module.split(".")
+    imported = {
+        bound: found._replace(module=".".join([*package[: len(package) - found.level], found.module]), level=0)
+        if found.level
+        else found
+        for bound, found in imported_names(tree).items()
+    }
+    classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
+    waiting, seen = [name], set[str]()
+    while waiting:
+        each = waiting.pop()
+        for base in classes[each].bases if each in classes and each not in seen else ():
+            if ast.unparse(base) == "PreTrainedModel" or _is_model(base, set(classes), {}, imported):
+                return True
+            waiting += [base.id] if isinstance(base, ast.Name) else []
+        seen.add(each)
+    return False
+
+
+# --- what it can't be right for -------------------------------------------------------------------------------------
+
+
+def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast.ClassDef]) -> None:
+    """A class under a new name gets no conversions that transformers has for the name that it inherits from."""
+    known = converted() or frozenset()
+    before = {node.name for node in top_level(original.body) if isinstance(node, ast.ClassDef)}
+    for name, node in classes.items():
+        if name in before or name in known or name.startswith("Original"):
+            continue
+        waiting = [node]
+        while waiting:
+            bases = [base.id for base in waiting.pop().bases if isinstance(base, ast.Name)]
+            for base in bases:
+                if base in known:
+                    raise config.error(
+                        f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
+                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r}), or give "
+                        "the file conversions of its own with config.add_conversions()."
+                    )
+            waiting += [classes[base] for base in bases if base in classes]
+
+
+def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:
+    """Of transformers' own classes it initialises loaded weights as well, by functions that leave those alone."""
+    known = {ast.dump(node) for node in ast.walk(original) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.name != "_init_weights" or ast.dump(node) in known:
+            continue
+        for part in ast.walk(node):
+            called = part.func if isinstance(part, ast.Call) else None
+            if not isinstance(called, ast.Attribute) or not called.attr.endswith("_") or called.attr.endswith("__"):
+                continue
+            owner = ast.unparse(called.value)
+            if owner.rpartition(".")[2] != "init" and not owner.startswith("super("):
+                raise config.error(
+                    f"_init_weights of a patch writes with {owner}.{called.attr}(), also over weights that were "
+                    "loaded. Use a function of transformers.initialization, which leaves those alone, such as "
+                    f"init.normal_({owner.removesuffix('.data')})."
+                )

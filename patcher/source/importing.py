@@ -1,0 +1,70 @@
+"""Something to do as soon as a module is imported, by whomever."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+    """Call with a module as soon as it is imported: at once, if it is."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        call(module)
+    else:
+        sys.meta_path.insert(0, _Watcher(name, lambda each: each == name, lambda found: call(found) or True))
+
+
+def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
+    """Call after each import of a module that is meant, until the call says that it is done.
+
+    Args:
+        name: what the watcher is called.
+        is_meant: whether it is a module of that name.
+        call: does what is to be done, or can't yet, because modules that it needs are still being imported.
+    """
+    if not call():
+        sys.meta_path.insert(0, _Watcher(name, is_meant, lambda _: call()))
+
+
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds modules as the finders after it do, and calls when one has been executed."""
+
+    def __init__(self, name: str, is_meant: Callable[[str], bool], call: Callable[[ModuleType], object]) -> None:
+        self.name, self.is_meant, self.call = name, is_meant, call
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not self.is_meant(name) or self not in sys.meta_path:
+            return None
+        for finder in [each for each in sys.meta_path if each is not self]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._executed)
+                return spec
+        return None
+
+    def _executed(self, module: ModuleType) -> None:
+        if self in sys.meta_path and self.call(module):
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any, executed: Callable[[ModuleType], None]) -> None:
+        self.loader, self.executed = loader, executed
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self.loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.executed(module)
