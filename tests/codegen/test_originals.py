@@ -312,6 +312,7 @@ def double_forward(self, x, position_ids):
 
 
 config.patches.append(create_patch_from_external("load_balancing_loss_func", "math", "fsum"))
+config.drop_decorators("MixtralExperts", "use_experts_implementation")
 """
 OLD, NEW = "5.17.0", "5.23.0"
 

@@ -87,6 +87,8 @@ NO_ADVICE = {
     "Write a unified diff against the original beside it.": "help of an option",
     "With --check: write what drifted.": "help of an option",
     "Run ruff over what is generated.": "help of an option",
+    "Write what it was made of beside it, as JSON.": "help of an option",
+    "With --check: merge patches with changes of their originals, beside.": "help of an option",
     "Name every patch.": "help of an option",
     "leave as it is": "the state of a file",
     "replace class": "a word of a header",
