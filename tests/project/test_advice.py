@@ -93,11 +93,11 @@ NO_ADVICE = {
     "leave as it is": "the state of a file",
     "replace class": "a word of a header",
     "replace function": "a word of a header",
-    "add helper {}": "a line of a header",
-    "add method {}": "a line of a header",
+    "add helper": "a word of a header",
+    "add method": "a word of a header",
     "add code behind the imports": "a line of a header",
-    "add import {}": "a line of a header",
-    "leave out {}": "a line of a header",
+    "add import": "a word of a header",
+    "leave out": "a word of a header",
 }
 #: Advice that no case can execute here.
 NOT_HERE = {
