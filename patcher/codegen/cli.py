@@ -112,7 +112,6 @@ def _generate(
     from patcher.codegen.files.manifest import manifest_path
     from patcher.codegen.files.rebase import changed_originals
     from patcher.codegen.files.writer import (
-        diff_of,
         diff_path,
         final_text,
         output_folder,
@@ -120,6 +119,7 @@ def _generate(
         write_generated,
     )
     from patcher.codegen.generation.generator import build
+    from patcher.source.differences import diff_of
 
     generated = build(config)
     folder = output_folder(config, output_dir)

@@ -10,9 +10,10 @@ from typing import Any, cast
 import libcst as cst
 
 from patcher.codegen.generation.provenance import Provenance
-from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
+from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
+from patcher.source.definitions import ACCESSORS
 from patcher.source.indentation import dedented
 from patcher.source.reading import own_decorators
 from patcher.source.scopes import free_names, is_rebound, looks_misspelt, nearest
