@@ -187,7 +187,6 @@ def _generate(
     from patcher.codegen.files.manifest import manifest_path
     from patcher.codegen.files.rebase import changed_originals
     from patcher.codegen.files.writer import (
-        diff_of,
         diff_path,
         final_text,
         output_folder,
@@ -195,6 +194,7 @@ def _generate(
         write_generated,
     )
     from patcher.codegen.generation.generator import build
+    from patcher.source.differences import diff_of
 
     gc.freeze()  # what the config imported, torch for example, is gone through time and again else
     try:
