@@ -28,28 +28,33 @@ if TYPE_CHECKING:
     from patcher.codegen.files.writer import write
     from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
+    from patcher.verification.generated_files import FileVerification, verify
 
 __all__ = [
     "CallMismatch",
     "CheckResult",
+    "FileVerification",
     "Patch",
     "PatchConfig",
     "PatchKind",
     "check",
     "create_patch_from_external",
     "generate",
+    "verify",
     "write",
 ]
 
 _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
+    "FileVerification": "patcher.verification.generated_files",
     "Patch": "spec",
     "PatchConfig": "config",
     "PatchKind": "spec",
     "check": "files.checker",
     "create_patch_from_external": "spec",
     "generate": "generation.generator",
+    "verify": "patcher.verification.generated_files",
     "write": "files.writer",
 }
 
@@ -58,7 +63,8 @@ def __getattr__(name: str) -> Any:
     # Late, because the parser of the generator takes a third of a second, and `patcher --help` doesn't need it.
     if name not in _HOMES:
         raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
-    value = getattr(importlib.import_module(f"patcher.codegen.{_HOMES[name]}"), name)
+    home = _HOMES[name]  # one of a later room has its full name
+    value = getattr(importlib.import_module(home if home.startswith("patcher.") else f"patcher.codegen.{home}"), name)
     globals()[name] = value
     return value
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
-from tests.coverage.configs import small_configs
+from patcher.verification.small_configs import small_configs
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 
