@@ -25,18 +25,20 @@ from patcher.errors import no_such_name
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.codegen.files.checker import CallMismatch, CheckResult, check
-    from patcher.codegen.files.writer import write
+    from patcher.codegen.files.writer import ModelingCodeGenerator, write
     from patcher.codegen.generation.generator import generate
-    from patcher.codegen.spec import Patch, PatchKind, create_patch_from_external
+    from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
     from patcher.verification.generated_files import FileVerification, verify
 
 __all__ = [
     "CallMismatch",
     "CheckResult",
     "FileVerification",
+    "ModelingCodeGenerator",
     "Patch",
     "PatchConfig",
     "PatchKind",
+    "PatchType",
     "check",
     "create_patch_from_external",
     "generate",
@@ -48,9 +50,11 @@ _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
     "FileVerification": "patcher.verification.generated_files",
+    "ModelingCodeGenerator": "files.writer",
     "Patch": "spec",
     "PatchConfig": "config",
     "PatchKind": "spec",
+    "PatchType": "spec",
     "check": "files.checker",
     "create_patch_from_external": "spec",
     "generate": "generation.generator",

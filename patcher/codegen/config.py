@@ -6,17 +6,25 @@ says it; the rest when the file is generated.
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from patcher.codegen.spec import Block, Helper, Import, Patch, PatchKind, PatchSpec, check_conflicts, check_target
+from patcher.codegen.additions import Block, Helper, Import, Names
+from patcher.codegen.spec import (
+    Patch,
+    PatchKind,
+    PatchSpec,
+    check_conflicts,
+    check_description,
+    check_target,
+)
 from patcher.errors import CodegenError, PatcherError
 from patcher.source.importing import after_imports_of
-from patcher.source.reading import Location, caller, note_decorator, read_source, stands_as_decorator
+from patcher.source.reading import Location, Source, caller, note_decorator, read_source, stands_as_decorator
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -199,26 +207,15 @@ class PatchConfig(PatchSpec):
 
     def add_post_import_block(self, code: str, description: str = "") -> None:
         """Add statements behind the imports: constants, guarded imports, registrations."""
-        where = caller()
-        code = textwrap.dedent(code.replace("\r\n", "\n")).strip("\n")
-        try:
-            empty = not ast.parse(code).body
-        except SyntaxError as error:
-            raise CodegenError(
-                f"{where}: the text given to add_post_import_block does not parse: {error.msg}, on line "
-                f"{error.lineno} of it."
-            ) from error
-        if empty:
-            raise CodegenError(f"{where}: the text given to add_post_import_block holds no statement.")
-        self.blocks.append(Block(code, description, where))
+        self.blocks.append(replace(Block.of(code), description=description))
 
     def drop_import_names(self, *names: str) -> None:
         """Leave these names out of the imports of the file, usually because something else is to bind them."""
-        self.dropped |= {name: caller() for name in names if name not in self.dropped}
+        self.dropped.update(names)
 
     def exclude_from_output(self, *names: str) -> None:
         """Leave these classes, functions and constants out of the file, and out of its `__all__`."""
-        self.excluded |= {name: caller() for name in names if name not in self.excluded}
+        self.excluded.update(names)
 
     def drop_decorators(self, target: str, *names: str) -> None:
         """Leave decorators of a class or a function out, by their names: one that keeps a patched method from running.
@@ -262,10 +259,12 @@ class PatchConfig(PatchSpec):
             if patch.target not in left_out:
                 check_conflicts(patch, self.patches)
                 self.patches.append(patch)
-        self.helpers.extend(helper for helper in other.helpers if helper.source.name not in left_out)
+        for helper in other.helpers:
+            if helper.source.name not in left_out:
+                self.helpers.add(helper)
         self.undecorated |= {pair: at for pair, at in other.undecorated.items() if pair[0] not in left_out}
         for mine, theirs in ((self.excluded, other.excluded), (self.dropped, other.dropped)):
-            mine.update((name, at) for name, at in theirs.items() if name not in {*mine, *left_out})
+            mine.update(Names((name, at) for name, at in theirs.items() if name not in left_out))
         self.imports.extend(other.imports)
         self.blocks.extend(other.blocks)
 
@@ -355,16 +354,16 @@ class PatchConfig(PatchSpec):
     def _register(
         self, kind: PatchKind, target: str, replacement: Any, description: str, name_map: NameMap, **options: Any
     ) -> Any:
-        where = caller()
+        where, asked = caller(), f"{kind.method}({target!r})"
+        check_description(description, asked, where)
 
         def register(obj: Any, site: Location | None) -> Any:
-            asked = f"{kind.method}({target!r})"
             source = read_source(obj, asked, where, site)
             if source.is_class != (kind is PatchKind.REPLACE_CLASS):
                 wanted = "a class" if kind is PatchKind.REPLACE_CLASS else "a function"
                 raise CodegenError(f"{where}: {asked} needs {wanted}, and {source.name!r} is none.")
-            names = _name_map(name_map, asked, where)
-            patch = Patch(kind, target, obj, source, description, names, where, **options)
+            names = _name_map(name_map, source, asked, where)
+            patch = Patch(kind, target, obj, source, description or "", names, where, **options)
             check_target(patch)
             check_conflicts(patch, self.patches)
             self.patches.append(patch)
@@ -376,19 +375,19 @@ class PatchConfig(PatchSpec):
         where, asked = caller(), f"add_helper_after({after!r})" if after else "add_helper"
 
         def register(obj: Any, site: Location | None) -> Any:
-            source = read_source(obj, asked, where, site)
-            for known in (known for known in self.helpers if known.source.name == source.name):
+            helper = Helper.of(obj, after, site)
+            for known in (known for known in self.helpers if known.source.name == helper.source.name):
                 raise CodegenError(
-                    f"{where}: {asked} adds {source.name!r}, which is already a helper, added at {known.where}. "
-                    "Rename one."
+                    f"{where}: {asked} adds {helper.source.name!r}, which is already a helper, added at "
+                    f"{known.where}. Rename one."
                 )
-            names = _name_map(name_map, asked, where)
-            self.helpers.append(Helper(source, obj, description, names, after, where))
+            names = _name_map(name_map, helper.source, asked, where) or helper.name_map
+            self.helpers.add(replace(helper, description=description or helper.description, name_map=names))
             return obj
 
         if helper is None:
             return _decorator(register)
-        return register(helper, None) if isinstance(helper, str) else _decorator(register)(helper)
+        return register(helper, None) if isinstance(helper, str | Helper) else _decorator(register)(helper)
 
 
 def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any], Any]:
@@ -403,9 +402,30 @@ def _decorator(register: Callable[[Any, Location | None], Any]) -> Callable[[Any
     return decorate
 
 
-def _name_map(name_map: NameMap, asked: str, where: Location) -> tuple[tuple[str, str], ...]:
-    pairs = tuple(sorted((name_map or {}).items()))
+def _name_map(name_map: NameMap, source: Source, asked: str, where: Location) -> tuple[tuple[str, str], ...]:
+    """The names of a patch text that a `name_map` changes, each with the one that it becomes."""
+    pairs = sorted((name_map or {}).items(), key=lambda pair: -len(pair[0]))  # the longest key that fits counts
     for name in (name for pair in pairs for name in pair):
         if not name.isidentifier():
-            raise CodegenError(f"{where}: the name_map of {asked} maps whole names, and {name!r} is none.")
-    return pairs
+            raise CodegenError(
+                f"{where}: the name_map of {asked} maps names and what they begin with, and {name!r} is no name."
+            )
+    found = {}
+    for word in set(re.findall(r"[^\W\d]\w*", source.text)):
+        for old, new in pairs:
+            if (renamed := _renamed(word, old, new)) != word:
+                found[word] = renamed
+                break
+    return tuple(sorted(found.items()))
+
+
+def _renamed(word: str, old: str, new: str) -> str:
+    """A name with other words in front: with `Qwen3VL` as `Qwen3VLMoe`, `_Qwen3VLModel` is `_Qwen3VLMoeModel`.
+
+    Only words of names in CamelCase can be told apart; any other `old` is a whole name.
+    """
+    underscores = re.match("_*", word).group()  # type: ignore[union-attr]
+    rest = word.removeprefix(underscores + old)
+    if word == old:
+        return new
+    return underscores + new + rest if old[0].isupper() and rest != word and rest[:1].isupper() else word

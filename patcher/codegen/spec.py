@@ -1,4 +1,4 @@
-"""What a config is made of: frozen records of patches, imports, helpers and blocks, and what they may not say."""
+"""What a config says: frozen records of patches, what they may not say, and what stands around them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
+from patcher.codegen.additions import Blocks, Helpers, Import, Names
 from patcher.errors import CodegenError
 from patcher.source.reading import Location, Source, caller, caller_module
 
@@ -21,6 +22,12 @@ class PatchKind(Enum):
     MODIFY_INIT = "modify init"
     EXTERNAL = "external"
 
+    # The names that configs of other generators have for them.
+    CLASS_REPLACEMENT = REPLACE_CLASS
+    FUNCTION_REPLACEMENT = REPLACE_FUNCTION
+    METHOD_OVERRIDE = OVERRIDE_METHOD
+    INIT_MODIFICATION = MODIFY_INIT
+
     @property
     def method(self) -> str:
         """The call that makes such a patch."""
@@ -29,10 +36,21 @@ class PatchKind(Enum):
 
 @dataclass(frozen=True)
 class External:
-    """An object that the generated file imports instead of holding its source."""
+    """An object that the generated file imports instead of holding its source.
+
+    Attributes:
+        module: the module to import from.
+        name: the object in it, dotted for an attribute.
+        patch_type: what it may replace; None for anything.
+    """
 
     module: str
     name: str
+    patch_type: PatchKind | None = None
+
+    def statement(self, target: str) -> str:
+        """The import that binds the object to a name."""
+        return f"from {self.module} import {self.name}" + (f" as {target}" if target != self.name else "")
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,16 @@ class Patch:
     new: bool | None = None
 
     @property
+    def wanted(self) -> PatchKind | None:
+        """The kind of patch that the target must fit; None for an external that takes any."""
+        return self.replacement.patch_type if isinstance(self.replacement, External) else self.kind
+
+    @property
+    def is_import(self) -> bool:
+        """Whether an import in the place of the target does it: nothing else binds an attribute, or a member."""
+        return isinstance(self.replacement, External) and "." not in f"{self.target}{self.replacement.name}"
+
+    @property
     def asked(self) -> str:
         """The call that made this patch, for messages and the header."""
         return f"{self.kind.method}({self.target!r})"
@@ -71,54 +99,8 @@ class Patch:
         return CodegenError(f"{self.where}: {self.asked} {text}")
 
 
-@dataclass(frozen=True)
-class Import:
-    """An import statement that the generated file has on top of the original's."""
-
-    module: str
-    names: tuple[tuple[str, str], ...]
-    alias: str
-    where: Location
-
-    def lines(self) -> list[str]:
-        """The statement; one name a line when it would be long."""
-        if not self.names:
-            return [f"import {self.module}" + (f" as {self.alias}" if self.alias else "")]
-        words = [name if name == bound else f"{name} as {bound}" for name, bound in self.names]
-        line = f"from {self.module} import {', '.join(words)}"
-        if len(line) <= 119:
-            return [line]
-        return [f"from {self.module} import (", *(f"    {word}," for word in words), ")"]
-
-    def bound(self) -> dict[str, tuple[str, str]]:
-        """Each name that the statement binds, with the module and the name in it."""
-        if self.names:
-            return {bound: (self.module, name) for name, bound in self.names}
-        top = self.module.split(".")[0]
-        return {self.alias: (self.module, "")} if self.alias else {top: (top, "")}
-
-
-@dataclass(frozen=True)
-class Helper:
-    """A class or function that patches use, at the top of the file or right after a definition of it."""
-
-    source: Source
-    helper: Any
-    description: str
-    name_map: tuple[tuple[str, str], ...]
-    after: str
-    where: Location
-
-
-@dataclass(frozen=True)
-class Block:
-    """Statements behind the imports."""
-
-    code: str
-    description: str
-    where: Location
-
-
+#: what other generators call it
+PatchType = PatchKind
 ACCESSORS = ("setter", "deleter", "getter")  # of a property, the last part of "Class.name.setter"
 
 
@@ -130,7 +112,7 @@ class PatchSpec:
         config_module, config_file: the module that the line is in.
     """
 
-    def __init__(self, source_module: str, target_file: str, description: str = "") -> None:
+    def __init__(self, source_module: str, target_file: str = "patched_modeling.py", description: str = "") -> None:
         self.where = caller()
         self.config_module, self.config_file = caller_module()
         if not all(part.isidentifier() for part in source_module.split(".")):
@@ -138,25 +120,51 @@ class PatchSpec:
                 f"{self.where}: source_module={source_module!r} is no module name. "
                 "Give a dotted name, such as 'transformers.models.llama.modeling_llama'."
             )
-        path = PurePath(target_file)
-        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
-            raise CodegenError(
-                f"{self.where}: target_file={target_file!r} is no name of a Python file below the output folder. "
-                "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
-            )
         self.source_module = source_module
         self.target_file = target_file
         self.description = description
         self.patches: list[Patch] = []
         self.imports: list[Import] = []
-        self.helpers: list[Helper] = []
-        self.blocks: list[Block] = []
-        self.dropped: dict[str, Location] = {}
-        self.excluded: dict[str, Location] = {}
+        self.helpers = Helpers()
+        self.blocks = Blocks()
+        self.dropped = Names()
+        self.excluded = Names()
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.source_module!r}, {self.target_file!r}, {len(self.patches)} patches)"
+
+    @property
+    def target_file(self) -> str:
+        """The name of the generated file, below the output folder."""
+        return self._target_file
+
+    @target_file.setter
+    def target_file(self, name: str) -> None:
+        path = PurePath(name)
+        if path.suffix != ".py" or path.is_absolute() or ".." in path.parts:
+            raise CodegenError(
+                f"{caller()}: target_file={name!r} is no name of a Python file below the output folder. "
+                "Give one such as 'patched_modeling_llama.py', and the folder to write(output_dir=...)."
+            )
+        self._target_file = name
+
+    # What other generators call the same: lists and a set that one config fills from another's.
+
+    @property
+    def additional_imports(self) -> list[Import]:
+        """The imports that the file gets, as `add_import` fills it."""
+        return self.imports
+
+    @property
+    def post_import_blocks(self) -> Blocks:
+        """The statements behind the imports, as `add_post_import_block` fills it; takes texts too."""
+        return self.blocks
+
+    @property
+    def drop_imported_names(self) -> Names:
+        """The names left out of the imports, as `drop_import_names` fills it."""
+        return self.dropped
 
     def error(self, text: str) -> CodegenError:
         """What is wrong with the config, with its line."""
@@ -170,7 +178,12 @@ class PatchSpec:
 
 
 def create_patch_from_external(
-    target: str, replacement_module: str, replacement_name: str, description: str = ""
+    target: str,
+    replacement_module: str,
+    replacement_name: str,
+    description: str = "",
+    *,
+    patch_type: PatchKind | None = None,
 ) -> Patch:
     """A patch that binds `target` to an imported object, instead of copying its source into the file.
 
@@ -180,19 +193,41 @@ def create_patch_from_external(
     >>> "from torch.nn import RMSNorm" in generate(config)
     True
 
+    Args:
+        target: the class, function or method.
+        replacement_module: the module to import from.
+        replacement_name: the object in it.
+        description: why.
+        patch_type: the kind of a target that must be nothing else, `PatchKind.REPLACE_FUNCTION` for example.
+
     Raises:
         CodegenError: for names that can't be imported.
     """
     where = caller()
+    check_description(description, f"create_patch_from_external({target!r})", where)
+    if patch_type in (PatchKind.MODIFY_INIT, PatchKind.EXTERNAL):
+        raise CodegenError(
+            f"{where}: create_patch_from_external({target!r}) can't do patch_type={patch_type.name}. Give the kind of "
+            "the target: REPLACE_CLASS, REPLACE_FUNCTION or OVERRIDE_METHOD."
+        )
     for dotted in (replacement_module, replacement_name):
         if not all(part.isidentifier() for part in dotted.split(".")):
             raise CodegenError(
                 f"{where}: create_patch_from_external({target!r}) can't import {dotted!r}, which is no dotted name."
             )
-    external = External(replacement_module, replacement_name)
+    external = External(replacement_module, replacement_name, patch_type)
     patch = Patch(PatchKind.EXTERNAL, target, external, None, description, (), where)
     check_target(patch)
     return patch
+
+
+def check_description(description: Any, asked: str, where: Location) -> None:
+    """Raise a CodegenError for arguments that stand in the order of another generator."""
+    if not isinstance(description, str | None):
+        raise CodegenError(
+            f"{where}: {asked} was given description={description!r}, which is no text. Other arguments than the "
+            "first ones have names here: write name_map=... or patch_type=..."
+        )
 
 
 def check_target(patch: Patch) -> None:
@@ -200,11 +235,11 @@ def check_target(patch: Patch) -> None:
     parts = patch.target.split(".")
     if not all(part.isidentifier() for part in parts):
         raise patch.error(f"names no definition: {patch.target!r} is no dotted name.")
-    if patch.kind is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
+    if patch.wanted is PatchKind.OVERRIDE_METHOD and len(parts) < 2:
         raise patch.error(
             "names no method. Write override_method('Class.method'), or use replace_function for a function."
         )
-    if patch.kind is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
+    if patch.wanted is PatchKind.REPLACE_FUNCTION and len(parts) > 1:
         raise patch.error("names no function of the module. For a method, use override_method.")
 
 

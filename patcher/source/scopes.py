@@ -113,6 +113,18 @@ def free_names(text: str) -> set[str]:
     return set(_free(symtable.symtable(text, "<patch>", "exec"))) - bound.keys() - _BUILTINS
 
 
+def is_rebound(text: str, parameter: str) -> bool:
+    """Whether a function, as text, or a function in it, assigns to a parameter of it."""
+    (function,) = (t for t in symtable.symtable(text, "<patch>", "exec").get_children() if t.get_type() == "function")
+    stack: list[symtable.SymbolTable] = list(function.get_children())
+    inner = []
+    while stack:
+        table = stack.pop()
+        stack += table.get_children()
+        inner += [s for s in table.get_symbols() if s.get_name() == parameter and s.is_nonlocal()]
+    return any(symbol.is_assigned() for symbol in [function.lookup(parameter), *inner])
+
+
 def used_too_early(tree: ast.Module) -> dict[str, tuple[int, int]]:
     """The names that a module uses while it is imported, and binds only further down.
 

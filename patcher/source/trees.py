@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import libcst as cst
+from libcst.metadata import BuiltinScope, ClassScope, FunctionScope, GlobalScope, MetadataWrapper, ScopeProvider
 
+from patcher.errors import CodegenError
 from patcher.source.reading import Location, Source, read_source
 
 Definition = cst.ClassDef | cst.FunctionDef
 RULE = "# " + "=" * 70
 
-_BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While)
-_PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHandler, cst.BaseSuite)
+_BLOCKS = (cst.If, cst.Try, cst.TryStar, cst.With, cst.For, cst.While, cst.Match)
+_PARTS = (*_BLOCKS, cst.Else, cst.Finally, cst.ExceptHandler, cst.ExceptStarHandler, cst.MatchCase, cst.BaseSuite)
 
 
 def statements(body: Sequence[Any]) -> Iterator[Any]:
@@ -68,15 +70,30 @@ class Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel(replaced) if replaced else cst.RemoveFromParent()
 
 
-class Rename(cst.CSTTransformer):
-    """Renames names wherever they stand for a value: not attributes, not keywords of a call, not imports.
+def renamed(node: Any, names: Mapping[str, str], *, parameters: bool = False) -> Any:
+    """A piece of code with other names for what it takes from its module, as scopes have it.
 
-    Quoted annotations are renamed in, `-> "LlamaMLP"`; other strings keep every character.
+    A local variable, a parameter or a comprehension that has such a name keeps it, and so do attributes and keywords
+    of calls. Quoted annotations are renamed in, `-> "LlamaMLP"`; other strings keep every character.
+
+    Args:
+        node: a definition or an expression.
+        names: name -> what to write instead, a name or a dotted one.
+        parameters: rename what a function calls its parameters, in its body, instead of names of the module.
+
+    Raises:
+        CodegenError: a local variable has the new name where the code would use it for the one of the module.
     """
+    is_statement = isinstance(node, cst.BaseStatement)
+    module = cst.Module([node if is_statement else cst.SimpleStatementLine([cst.Expr(node)])])
+    scopes = MetadataWrapper(module, unsafe_skip_copy=True).resolve(ScopeProvider)
+    return node.visit(_Rename(names, scopes, node if parameters else None))
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+
+class _Rename(cst.CSTTransformer):
+    def __init__(self, names: Mapping[str, str], scopes: Mapping[Any, Any], function: cst.CSTNode | None) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.scopes, self.function = names, scopes, function
         self._annotations = 0  # how many annotations what is visited stands in
 
     def on_visit(self, node: cst.CSTNode) -> bool:
@@ -84,18 +101,47 @@ class Rename(cst.CSTTransformer):
         return not isinstance(node, (cst.Import, cst.ImportFrom))
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if isinstance(original_node, cst.Name) and original_node.value in self.names:
+        if isinstance(original_node, cst.Name) and original_node.value in self.names and self._is_meant(original_node):
             new = self.names[original_node.value]
+            owner = new.partition(".")[0]
+            if not all(_is_outermost(each.scope) for each in self.scopes[original_node][owner]):
+                raise CodegenError(
+                    f"{original_node.value!r} has to be written {new!r} in a place where a variable of the patch is "
+                    f"called {owner!r}. Give that variable another name."
+                )
             return cst.parse_expression(new) if "." in new else updated_node.with_changes(value=new)
-        if isinstance(original_node, cst.Attribute):
-            return updated_node.with_changes(attr=original_node.attr)
-        if isinstance(original_node, cst.Arg):
-            return updated_node.with_changes(keyword=original_node.keyword)
+        if isinstance(original_node, cst.Param):
+            return updated_node.with_changes(name=original_node.name)
+        if isinstance(original_node, cst.Global) and self.function is None:
+            for name in {item.name.value for item in original_node.names} & self.names.keys():
+                raise CodegenError(f"{name!r} is assigned by a `global` statement. Only what is read can be renamed.")
         if isinstance(original_node, cst.SimpleString) and self._annotations:
             value = re.sub(r"[^\W\d]\w*", lambda m: self.names.get(m.group(), m.group()), original_node.value)
             return updated_node.with_changes(value=value)
         self._annotations -= isinstance(original_node, cst.Annotation)
         return updated_node
+
+    def _is_meant(self, name: cst.Name) -> bool:
+        scope = self.scopes.get(name)  # None of attributes and keywords
+        if scope is None:
+            return False
+        found = scope[name.value]
+        owners = {assignment.scope for assignment in found}
+        if isinstance(scope, ClassScope) and scope in owners:
+            bindings = [getattr(assignment, "node", None) for assignment in found]
+            if any(name is node or name is getattr(node, "name", None) for node in bindings):
+                return False
+            raise CodegenError(
+                f"{name.value!r} in the body of a class that binds it may be the one of the module or of the class. "
+                "Give one of them another name."
+            )
+        if self.function is None:
+            return all(map(_is_outermost, owners))
+        return all(isinstance(owner, FunctionScope) and owner.node is self.function for owner in owners)
+
+
+def _is_outermost(scope: Any) -> bool:
+    return isinstance(scope, (GlobalScope, BuiltinScope))
 
 
 class _Reindent(cst.CSTTransformer):
@@ -156,7 +202,11 @@ def read_definition(
     if not kept:
         after = [line for line in after if line.comment is not None]
     node = node.with_changes(decorators=kept, lines_after_decorators=after)
-    node = cast(Definition, node.visit(Rename(names))) if names else node
+    if names:
+        try:
+            node = cast(Definition, renamed(node, names))
+        except CodegenError as error:
+            raise CodegenError(f"{Location(source.file or source.name, source.line)}: {error}") from None
     old = (source.indent, "    " if source.indent else module.default_indent)
     if old != (indent, unit):
         node = cast(Definition, node.visit(_Reindent(old, (indent, unit), newline)))

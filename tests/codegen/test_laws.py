@@ -159,7 +159,7 @@ INDEPENDENT: list[Callable[[PatchConfig], object]] = [
     lambda c: c.override_method("A.f", "def f(self):\n    return 1", "one"),
     lambda c: c.override_method("A.g", "def f(self):\n    return 2"),
     lambda c: c.override_method("B.new", "def f(self):\n    return 3"),
-    lambda c: c.override_method("B.another", "def f(self):\n    return 4"),
+    lambda c: c.override_method("C.another", "def f(self):\n    return 4"),
     lambda c: c.replace_function("h", "def f(x):\n    return loads(x)"),
     lambda c: c.modify_init("C", "def f(original_init, self):\n    original_init(self)"),
     lambda c: c.add_import("json", names=["loads"]),

@@ -15,6 +15,7 @@ from pathlib import Path
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.modules import load
 from patcher.source.reading import Location
 
 
@@ -43,6 +44,38 @@ def write(
         CodegenError: if it can't be generated; then no file is touched.
     """
     return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
+
+
+class ModelingCodeGenerator:
+    """`generate` and `write` under the names that programs of other generators call.
+
+    >>> from patcher.codegen import PatchConfig
+    >>> generator = ModelingCodeGenerator(PatchConfig("transformers.models.llama.modeling_llama"))
+    >>> generator.load_source()
+    >>> generator.generate().startswith(generator.source_code[:20])
+    False
+
+    Args:
+        config: the description.
+    """
+
+    def __init__(self, config: PatchSpec) -> None:
+        self.config = config
+        self.source_code = ""
+
+    def load_source(self) -> None:
+        """Read the module that is patched into `source_code`; `generate` does so by itself."""
+        self.source_code = load(self.config.source_module, self.config.where).text
+
+    def generate(self, output_path: Path | None = None) -> str:
+        """The text of the file, which is written to a path if one is given."""
+        generated = build(self.config)
+        if output_path is not None:
+            _replace_all(
+                {output_path: generated.text.removeprefix("\ufeff").encode(generated.source.encoding)},
+                self.config.where,
+            )
+        return generated.text
 
 
 def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted: bool) -> Path:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import libcst as cst
+import libcst.matchers as m
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header
 from patcher.codegen.generation.missing_names import check_names
-from patcher.codegen.generation.patched_definitions import Context, edit_class, replace_definition
+from patcher.codegen.generation.patched_definitions import (
+    Context,
+    behind_overloads,
+    edit_class,
+    is_overload,
+    replace_definition,
+)
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import DropNames, insert, plan_imports, with_absolute_imports
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
-from patcher.errors import CodegenError
+from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
@@ -80,10 +88,9 @@ def build(config: PatchSpec) -> Generated:
     imported = imported_names(original)
     for name, where in config.dropped.items():
         if name not in imported:
-            raise CodegenError(
-                f"{where}: drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-                f"{nearest(name, imported)}"
-            )
+            # Not an error: a config serves several releases, and a later one needs the name no more.
+            text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
     module = module.visit(DropNames(config.dropped))
     edits = _exclude(config, module)
 
@@ -132,6 +139,7 @@ def _edit(
             raise _unknown(patch, name, found, context.source, imported.get(name))
         by_name[name].append(patch)
     edits: dict[cst.CSTNode, Sequence[Any]] = {}
+    stubs: list[tree.Definition] = []
     for node in found:
         name, patches = node.name.value, by_name[node.name.value]
         if not patches:
@@ -150,8 +158,12 @@ def _edit(
                 f"{imported[name].line}. {fix}"
             )
         whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if whole:
-            edits[node] = replace_definition(whole[0], node, context, depth)
+        if whole and is_overload(node):
+            edits[node] = ()  # it tells a signature of the original
+            stubs.append(node)
+        elif whole:
+            edits[node] = replace_definition(whole[0], behind_overloads(node, stubs), context, depth)
+            stubs = []
         elif isinstance(node, cst.ClassDef):
             items = [(patch.target.split(".")[1:], patch) for patch in patches]
             edits[node] = [edit_class(node, items, context, name, depth)]
@@ -204,7 +216,24 @@ def _exclude(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequenc
         edits.update((node, ()) for node in known[name])
     for node in known.get("__all__", []):
         edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))]
+    for node, call in _calls_of_all(module):
+        kept = _is_kept(call, config.excluded)
+        edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))] if kept else ()
     return edits
+
+
+def _calls_of_all(module: cst.Module) -> Iterator[tuple[cst.CSTNode, cst.Call]]:
+    """The statements `__all__.append(...)`, `__all__.extend(...)` and the like."""
+    pattern = m.Call(func=m.Attribute(value=m.Name("__all__")))
+    for node in tree.statements(module.body):
+        if m.matches(node, m.SimpleStatementLine(body=[m.Expr(value=pattern)])):
+            yield node, node.body[0].value
+
+
+def _is_kept(call: cst.Call, excluded: Collection[str]) -> bool:
+    """Whether such a call adds anything but one name that is left out."""
+    value = call.args[0].value if len(call.args) == 1 else None
+    return not (isinstance(value, cst.SimpleString) and value.evaluated_value in excluded)
 
 
 def _removable(module: cst.Module, imported: Collection[str], config: PatchSpec) -> dict[str, str]:

@@ -12,8 +12,9 @@ import libcst as cst
 from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
+from patcher.source.indentation import dedented
 from patcher.source.reading import own_decorators
-from patcher.source.scopes import looks_misspelt, nearest
+from patcher.source.scopes import free_names, is_rebound, looks_misspelt, nearest
 from patcher.source.trees import Definition, code_of, comment_lines, marker, why
 
 
@@ -56,7 +57,7 @@ def replace_definition(
     if is_class:
         wrong, fix = PatchKind.REPLACE_FUNCTION, "Use replace_class, or override_method for one of its methods."
     what = "class" if is_class else "function"
-    if patch.kind is wrong:
+    if patch.wanted is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {what} in {context.source}. {fix}")
     box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description))
     above = tree.without_copied_from(node.leading_lines)
@@ -64,6 +65,8 @@ def replace_definition(
     context.done.append(patch)
     name = node.name.value
     if isinstance(patch.replacement, External):
+        if patch.is_import:
+            return [cst.parse_statement(patch.replacement.statement(name)).with_changes(leading_lines=leading)]
         return [assignment(name, context.externals[patch.replacement], leading)]
     assert patch.source is not None
     kept = "" if nested else _kept_name(patch, name, is_class, context)
@@ -72,13 +75,13 @@ def replace_definition(
     if own == name:  # the new class is meant everywhere but in its own bases, which are read before it exists
         new = context.read(patch, depth)
         if isinstance(new, cst.ClassDef) and kept:
-            bases = [cast(cst.Arg, base.visit(tree.Rename({name: kept}))) for base in new.bases]
+            bases = [base.with_changes(value=tree.renamed(base.value, {name: kept})) for base in new.bases]
             new = new.with_changes(bases=bases)
     else:
         new = context.read(patch, depth, names | {own: name}).with_changes(name=cst.Name(name))
     if not kept:
         return [below(new, leading)]
-    original = cast(Definition, node.visit(tree.Rename({name: kept})))
+    original = cast(Definition, tree.renamed(node, {name: kept}))
     note = comment_lines([f"The original, used by the patched {name} below."])
     original = original.with_changes(name=cst.Name(kept), leading_lines=[*above, *note])
     return [original, below(new, [*comment_lines([], blank_before=2), *box])]
@@ -88,8 +91,8 @@ def _kept_name(patch: Patch, name: str, is_class: bool, context: Context) -> str
     """The name under which the original stays, because the replacement builds on it; empty if it doesn't."""
     assert patch.source is not None
     node: Any = patch.source.tree()
-    parts = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else node.body
-    used = {part.id for base in parts for part in ast.walk(base) if isinstance(part, ast.Name)}
+    bases = [*node.bases, *(keyword.value for keyword in node.keywords)] if is_class else []
+    used = free_names("\n".join(map(ast.unparse, bases)) if is_class else dedented(patch.source.text))
     mapped = {dict(patch.name_map).get(word, word) for word in used}
     if name not in mapped or (not is_class and patch.source.name == name):
         return ""
@@ -131,15 +134,15 @@ def edit_class(node: cst.ClassDef, items: Sequence[Item], context: Context, path
     """
     edit = _ClassEdit(node, context, path, depth)
     inner: dict[str, list[Item]] = {}
-    for rest, patch in sorted(items, key=lambda item: item[1].target):
+    for rest, patch in items:
         nested = edit.nested.get(rest[0]) if rest else None
         if nested is not None and (len(rest) > 1 or patch.kind is PatchKind.MODIFY_INIT):
             inner.setdefault(rest[0], []).append((rest[1:], patch))
-        elif nested is not None and patch.kind in (PatchKind.REPLACE_CLASS, PatchKind.EXTERNAL):
+        elif nested is not None and patch.wanted in (None, PatchKind.REPLACE_CLASS):
             edit.edits[nested] = replace_definition(patch, nested, context, edit.depth_of(nested), nested=True)
         elif not rest:
             edit.wrap_init(patch)
-        elif patch.kind in (PatchKind.OVERRIDE_METHOD, PatchKind.EXTERNAL):
+        elif patch.wanted in (None, PatchKind.OVERRIDE_METHOD):
             edit.override(patch, *rest)
         else:
             raise patch.error(
@@ -209,7 +212,13 @@ class _ClassEdit:
             return self.context.read(patch, depth).with_changes(name=cst.Name(name))
 
         # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
-        edits = {member: [_in_place_of(member, read(self.depth_of(member)), patch)] for member in found}
+        # what tells the signatures of the original goes with it
+        stubs = [] if accessor else [member for member in self.methods(name) if is_overload(member)]
+        edits: dict[Any, Sequence[Any]] = {}
+        for member in found:
+            place = behind_overloads(member, stubs)
+            edits[member] = [_in_place_of(place, read(self.depth_of(member)), patch)]
+        edits |= dict.fromkeys(stubs, ())
         self._put(patch, ".".join([name, *rest]), edits, *([] if found else [read(self.depth + 1)]))
 
     def wrap_init(self, patch: Patch) -> None:
@@ -226,9 +235,19 @@ class _ClassEdit:
                 f"{new.name.value!r} takes {len(params)} positional argument(s). Add original_init in front."
             )
         called, own = params[0].name.value, params[1].name.value
-        new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
+        assert patch.source is not None
+        if is_rebound(dedented(patch.source.text), called):
+            raise patch.error(
+                f"binds {called!r} anew, which stands for the original __init__. Give the other variable another name."
+            )
         found = self.methods("__init__")
         found = [member for member in found if not member.decorators] or found
+        original = f"{self.path}.{ORIGINAL}" if found else ORIGINAL
+        try:
+            new = cast(cst.FunctionDef, tree.renamed(new, {called: original}, parameters=True))
+        except CodegenError as error:
+            raise patch.error(f"can't call the original __init__: {error}") from None
+        new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
         if not found:
             rewriter = _CallSuper(patch, called, own, self.path)
             new = cast(cst.FunctionDef, new.visit(rewriter))
@@ -241,7 +260,7 @@ class _ClassEdit:
                 f"would keep the original as {ORIGINAL!r}, and {self.path!r} has a method of that "
                 "name. Use override_method for its __init__."
             )
-        rewritten = below(new.visit(tree.Rename({called: f"{self.path}.{ORIGINAL}"})), [_BLANK])
+        rewritten = below(new, [_BLANK])
         note = comment_lines(["The __init__ of the original, called by the patched one below."])
         edits = dict[Any, Sequence[Any]]()
         for member in found:
@@ -260,7 +279,7 @@ class _ClassEdit:
             changed = tree.with_members(changed, members)
         if not self.patched:
             return changed
-        self.patched.sort(key=lambda entry: entry[:2])
+        self.patched.sort(key=lambda entry: entry[0])
         self.context.done.extend(patch for _, _, patch in self.patched)
         title = f"Methods patched: {', '.join(name for _, name, _ in self.patched)}"
         notes = [f"  {name}: {why(p.description)[5:]}" for _, name, p in self.patched if p.description.strip()]
@@ -283,13 +302,25 @@ def _in_place_of(member: cst.FunctionDef, new: Any, patch: Patch) -> Any:
 
 def _accessor(member: cst.FunctionDef) -> str:
     """`setter` for a `@name.setter`, `overload` for an `@overload`, empty for a method proper."""
+    if is_overload(member):
+        return "overload"
     for decorator in member.decorators:
         text = code_of(decorator.decorator)
         if text in {f"{member.name.value}.{kind}" for kind in ACCESSORS}:
             return text.rpartition(".")[2]
-        if text.rpartition(".")[2] == "overload":
-            return "overload"
     return ""
+
+
+def is_overload(node: Definition) -> bool:
+    """Whether a definition only tells type checkers a signature, `@overload`."""
+    return any(code_of(each.decorator).rpartition(".")[2] == "overload" for each in node.decorators)
+
+
+def behind_overloads(node: Any, stubs: Sequence[Definition]) -> Any:
+    """A definition with the lines above its overloads, which are left out."""
+    if not stubs:
+        return node
+    return node.with_changes(leading_lines=[*stubs[0].leading_lines, *tree.without_blank(node.leading_lines)])
 
 
 class _CallSuper(cst.CSTTransformer):
@@ -308,10 +339,10 @@ class _CallSuper(cst.CSTTransformer):
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         if isinstance(original_node, cst.FunctionDef):
             self.depth -= 1
-        if isinstance(original_node, cst.Name) and original_node.value == self.called:
+        if isinstance(original_node, cst.Name) and original_node.value == ORIGINAL:
             self.uses += 1
         func = original_node.func if isinstance(original_node, cst.Call) else None
-        if not isinstance(func, cst.Name) or func.value != self.called:
+        if not isinstance(func, cst.Name) or func.value != ORIGINAL:
             return updated_node
         self.calls += 1
         args = updated_node.args

@@ -9,13 +9,14 @@ from typing import Any
 
 import libcst as cst
 
+from patcher.codegen.additions import Helper, Import
 from patcher.codegen.generation.patched_definitions import Context, below
-from patcher.codegen.spec import External, Helper, Import, PatchSpec
+from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Location, own_decorators
-from patcher.source.scopes import ImportedName, every_statement, imported_names, nearest
+from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest
 
 _WITH_STATEMENTS = (
     cst.Module,
@@ -135,7 +136,7 @@ def plan_imports(
         fresh = []
         for name, (module, attribute) in entry.bound().items():
             found = None if name in config.dropped else present.get(name)
-            if found is not None and _origin(found, config.source_module) == (module, attribute):
+            if found is not None and _is(found, config.source_module, module, attribute):
                 if "." in entry.module and entry.module != found.module and not attribute and not entry.alias:
                     fresh.append(name)  # `import a.b` beside `import a`
                 continue
@@ -152,7 +153,7 @@ def plan_imports(
     aliases: dict[tuple[str, str], str] = {}
     taken = bound | {name for entry in added for name in entry.bound()}
     for patch in sorted(config.patches, key=lambda patch: patch.target):
-        if isinstance(external := patch.replacement, External):
+        if isinstance(external := patch.replacement, External) and not patch.is_import:
             first, *rest = external.name.split(".")
             if (external.module, first) not in aliases:
                 alias = first if first not in taken else f"external_{first}"
@@ -167,12 +168,14 @@ def _or_without(name: str, removable: Mapping[str, str]) -> str:
     return f", or leave the original out: {removable[name]}" if name in removable else ""
 
 
-def _origin(found: ImportedName, source: str) -> tuple[str, str]:
-    """The absolute module and the attribute that an import statement of the original binds a name to."""
-    if not found.attribute:
-        return found.module if found.alias else found.module.split(".")[0], ""
+def _is(found: ImportedName, source: str, module: str, attribute: str) -> bool:
+    """Whether an import statement of the original binds a name to this module, or this attribute of it.
+
+    `import torch.nn.functional as F` and `from torch.nn import functional as F` are one.
+    """
     package = ".".join(source.split(".")[: -found.level]) if found.level else ""
-    return ".".join(part for part in (package, found.module) if part), found.attribute
+    bound = found.module if found.attribute or found.alias else found.module.split(".")[0]
+    return ".".join(filter(None, (package, bound, found.attribute))) == ".".join(filter(None, (module, attribute)))
 
 
 def insert(
@@ -199,6 +202,8 @@ def insert(
         top += _parsed(block.code.split("\n"), notes, context)
     top += _helpers(by_anchor, "", context)
     anchor = last_import(module)
+    behind = module.body[module.body.index(anchor) + 1 :] if anchor is not None else module.body
+    _check_blocks(config, [node for node in behind if edits.get(node) != ()], context)
     if anchor is not None and top:
         edits[anchor] = [*edits.get(anchor, _rewritten(anchor, edits)), *top]
     outermost = {name.name.value: node for node in module.body for name in trees.definitions([node])}
@@ -206,7 +211,7 @@ def insert(
         if not name or name in fresh:
             continue
         node = outermost.get(name)
-        if node is None or edits.get(node) == []:
+        if node is None:
             raise CodegenError(
                 f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
                 f"{context.source}. {nearest(name, [*outermost, *fresh])}"
@@ -219,6 +224,17 @@ def insert(
         body=_padded(body, set(map(id, inserted))),
         has_trailing_newline=module.has_trailing_newline or (bool(top) and not module.body),
     )
+
+
+def _check_blocks(config: PatchSpec, behind: Sequence[Any], context: Context) -> None:
+    """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
+    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if config.blocks else {}
+    for block in config.blocks:
+        for name in (name for name in bound_names(ast.parse(block.code)) if name in later):
+            raise CodegenError(
+                f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
+                f"it again further down. Rename it{_or_without(name, context.removable)}."
+            )
 
 
 def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:

@@ -213,3 +213,39 @@ case_of(
     ([('("Norm")', '("Norm")\nconfig.add_helper("class Norm: pass")')], lambda file: file.User.norm is file.Norm),
     ([('("Norm")', '("Norm", "User")')], lambda file: file.__all__ == []),
 )
+
+case_of(
+    "renamed_to_a_local_name",
+    "has to be written {} in a place where a variable of the patch is ",
+    (
+        [("x, rotate=None):\n    return rotate or turned(x)", "x, known=1):\n    return known or turned(x)")],
+        lambda file: file.rotate(2) == 1,
+    ),
+)
+case_of(
+    "modify_init_rebinds",
+    "binds {} anew, which stands for the original __init__. Give the other variable another name.",
+    (
+        [("    init = init\n", "    other = init\n"), ("    init(self, a)", "    other(self, a)")],
+        lambda file: file.A(3).a == 3,
+    ),
+)
+case_of(
+    "renamed_in_a_class_body",
+    "in the body of a class that binds it may be the one of the module or of the class. ",
+    ([("turn = turn = 1", "own = 1"), ("other = turn", "other = own")], lambda file: file.A.other == 1),
+)
+case_of(
+    "renamed_global",
+    "is assigned by a `global` statement. Only what is read can be renamed.",
+    (
+        [("    global turn\n    turn = x\n    return turn", "    turn = x\n    return turn")],
+        lambda file: file.rotate(2) == 2,
+    ),
+)
+case_of(
+    "block_bound_later",
+    "again further down. Rename it",
+    ([('"LIMIT = 4"', '"OTHER = 4"')], lambda file: file.f(9) == 3 and file.OTHER == 4),
+    ([('")', '")\nconfig.exclude_from_output("LIMIT")')], lambda file: file.f(9) == math.pi and file.LIMIT == 4),
+)

@@ -1,0 +1,85 @@
+"""The law of renaming: code that calls a name of its module otherwise computes the same, or is refused."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import libcst as cst
+from hypothesis import example, given, settings, strategies as st
+
+from patcher.errors import CodegenError
+from patcher.source.trees import code_of, renamed
+
+# `old` is what the module of the patch calls something, and `new` what the file calls it.
+FRAGMENTS = [
+    "out.append(old)",
+    "out.append([old for old in x])",
+    "out.append([old for _ in x])",
+    "out.append([y for y in [old]])",
+    "out.append([old for y in x if (lambda old: old)(y)])",
+    "out.append((lambda old: old)(3))",
+    "out.append((lambda x=old: x)())",
+    "out.append(dict(old=old, new=1))",
+    "out.append([new for new in x])",
+    "def g(old=old): return old\nout.append(g())",
+    "def g(old): return old\nout.append(g(1))",
+    "def g(): return old\nout.append(g())",
+    "def g(new=2): return old, new\nout.append(g())",
+    "def g():\n    def h(): return old\n    old = 4\n    return h()\nout.append(g())",
+    "class C:\n    old = old\n    def m(self): return old, self.old\nout.append(C().m())",
+    "class C:\n    new = 3\n    def m(self): return old, self.new\nout.append(C().m())",
+    "for old in x: out.append(old)",
+    "with open_(old) as old: out.append(old)",
+    "try:\n    fail()\nexcept ValueError as old: out.append(str(old))",
+    "new = 5\nout.append(new)",
+    "import math as old\nout.append(old.pi)",
+    "global old\nold = 9\nout.append(old)",
+    "def g(y):\n    def h():\n        nonlocal y\n        y = old\n    h()\n    return y\nout.append(g(1))",
+    "out.append((old := 3))",
+    "out.append(f'{old!r} old')",
+]
+
+
+def run(text: str, name: str) -> Any:
+    import contextlib
+
+    def fail() -> None:
+        raise ValueError("3")
+
+    space: dict[str, Any] = {name: 7, "open_": contextlib.nullcontext, "fail": fail}
+    try:
+        exec(text, space)
+    except SyntaxError as error:  # such as a `global` behind a use
+        return type(error)
+    try:
+        space["f"]([1, 2], out := [])
+    except (NameError, UnboundLocalError) as error:
+        return type(error)
+    return out, space.get(name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4))
+@example(["out.append(old)", "new = 5\nout.append(new)"])
+def test_code_under_another_name_does_the_same(fragments: list[str]) -> None:
+    body = textwrap.indent("\n".join(fragments), "    ")
+    text = f"def f(x, out):\n{body}\n"
+    before = run(text, "old")
+    if before is SyntaxError:
+        return
+    try:
+        after = code_of(renamed(cst.parse_statement(text), {"old": "new"}))
+    except CodegenError as error:
+        message = str(error)
+    else:
+        assert run(after, "new") == before, after
+        return
+    # Refused only where there is such a variable, a class that binds what it reads, or a global that is bound.
+    assert any(
+        [
+            "'old' has to be written 'new'" in message and "new" in text.replace("new=", ""),
+            "of a class" in message and "old = old" in text,
+            "`global`" in message and "global old" in text,
+        ]
+    )
