@@ -8,13 +8,13 @@
 # What differs from the source:
 # - modify init LlamaAttention: q_proj, k_proj and v_proj as one qkv_proj
 # - override method LlamaAttention.forward: q_proj, k_proj and v_proj as one qkv_proj
-# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external LlamaPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
 # - external LlamaPreTrainedModel.is_custom_code with
 #   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
 #   model too, are those of the original
+# - external LlamaPreTrainedModel.from_pretrained with
+#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
+# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
+#   what is made without a checkpoint saves one of the original
 # - external LlamaPreTrainedModel.save_pretrained with
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
@@ -365,10 +365,10 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: _from_config, from_pretrained, is_custom_code, save_pretrained
-#   _from_config: what is made without a checkpoint saves one of the original
-#   from_pretrained: checkpoints of the original are converted
+# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
 #   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
+#   from_pretrained: checkpoints of the original are converted
+#   _from_config: what is made without a checkpoint saves one of the original
 #   save_pretrained: so is what is made by a call of the class
 # ======================================================================
 @auto_docstring
@@ -389,11 +389,11 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "attentions": LlamaAttention,
     }
 
-    _from_config = runtime.from_config
+    is_custom_code = runtime.is_custom_code
 
     from_pretrained = runtime.from_pretrained
 
-    is_custom_code = runtime.is_custom_code
+    _from_config = runtime.from_config
 
     save_pretrained = runtime.save_pretrained
 

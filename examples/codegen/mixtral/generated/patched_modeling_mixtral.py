@@ -8,13 +8,13 @@
 #
 # What differs from the source:
 # - replace class MixtralExperts: linear layers for each expert
-# - external MixtralPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external MixtralPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
 # - external MixtralPreTrainedModel.is_custom_code with
 #   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
 #   model too, are those of the original
+# - external MixtralPreTrainedModel.from_pretrained with
+#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
+# - external MixtralPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
+#   what is made without a checkpoint saves one of the original
 # - external MixtralPreTrainedModel.save_pretrained with
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
@@ -409,10 +409,10 @@ class MixtralDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] MixtralPreTrainedModel
-# Methods patched: _from_config, from_pretrained, is_custom_code, save_pretrained
-#   _from_config: what is made without a checkpoint saves one of the original
-#   from_pretrained: checkpoints of the original are converted
+# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
 #   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
+#   from_pretrained: checkpoints of the original are converted
+#   _from_config: what is made without a checkpoint saves one of the original
 #   save_pretrained: so is what is made by a call of the class
 # ======================================================================
 @auto_docstring
@@ -444,11 +444,11 @@ class MixtralPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MixtralTopKRouter):
             init.normal_(module.weight, mean=0.0, std=std)
 
-    _from_config = runtime.from_config
+    is_custom_code = runtime.is_custom_code
 
     from_pretrained = runtime.from_pretrained
 
-    is_custom_code = runtime.is_custom_code
+    _from_config = runtime.from_config
 
     save_pretrained = runtime.save_pretrained
 
