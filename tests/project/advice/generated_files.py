@@ -188,7 +188,7 @@ case_of(
 )
 case_of(
     "decorators_replaced",
-    "drop_decorators({}, {}) is of no use: {} at {} replaces {} with its decorators. Remove one.",
+    "{} is of no use: {} at {} replaces {} with its decorators. Remove one.",
     ([('config.drop_decorators("Experts", "dispatched")\n', "")], lambda file: not hasattr(file.Experts, "forward")),
 )
 case_of(
