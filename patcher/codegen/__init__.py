@@ -25,6 +25,7 @@ from patcher.errors import no_such_name
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.codegen.files.checker import CallMismatch, CheckResult, check
+    from patcher.codegen.files.rebase import OriginalChange
     from patcher.codegen.files.writer import ModelingCodeGenerator, write
     from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
@@ -35,6 +36,7 @@ __all__ = [
     "CheckResult",
     "FileVerification",
     "ModelingCodeGenerator",
+    "OriginalChange",
     "Patch",
     "PatchConfig",
     "PatchKind",
@@ -50,6 +52,7 @@ _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
     "FileVerification": "patcher.verification.generated_files",
+    "OriginalChange": "files.rebase",
     "ModelingCodeGenerator": "files.writer",
     "Patch": "spec",
     "PatchConfig": "config",

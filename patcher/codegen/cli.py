@@ -43,10 +43,16 @@ def codegen(
     every: Annotated[bool, typer.Option("--all", help="Generate from every config of the project.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change; write nothing.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Write a unified diff against the original beside it.")] = False,
+    with_manifest: Annotated[
+        bool, typer.Option("--manifest", help="Write what it was made of beside it, as JSON.")
+    ] = False,
     check_only: Annotated[
         bool, typer.Option("--check", help="Exit with 1 and a diff if a file is not what its config says.")
     ] = False,
     fix: Annotated[bool, typer.Option("--fix", help="With --check: write what drifted.")] = False,
+    rebase: Annotated[
+        bool, typer.Option("--rebase", help="With --check: merge patches with changes of their originals, beside.")
+    ] = False,
     formatted: Annotated[bool, typer.Option("--format", help="Run ruff over what is generated.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every patch.")] = False,
 ) -> None:
@@ -62,10 +68,13 @@ def codegen(
         formatted = formatted or settings.formatted
         if fix and not check_only:
             raise typer.BadParameter("--fix belongs to --check.")
+        if rebase and not check_only:
+            raise typer.BadParameter("--rebase belongs to --check.")
         if list_configs:
             _list(discover(settings))
         elif check_only:
-            results = check([module] if module else None, fix=fix, output_dir=output_dir, formatted=formatted)
+            configs = [module] if module else None
+            results = check(configs, fix=fix, rebase=rebase, output_dir=output_dir, formatted=formatted)
             bad = sum(not result.ok for result in results)
             typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
             if bad:
@@ -73,7 +82,7 @@ def codegen(
         elif every or module:
             for entry in map(str, discover(settings) if every else [module]):
                 for config in load_configs(entry, config_name if not every else None):
-                    _generate(config, output_dir, diff, dry_run, formatted, verbose)
+                    _generate(config, output_dir, diff, with_manifest, dry_run, formatted, verbose)
         else:
             raise typer.BadParameter("Name a config, or use --list, --all or --check.")
     except CodegenError as error:
@@ -102,10 +111,18 @@ def _list(paths: list[Path]) -> None:
 
 
 def _generate(
-    config: PatchSpec, output_dir: Path | None, diff: bool, dry_run: bool, formatted: bool, verbose: bool
+    config: PatchSpec,
+    output_dir: Path | None,
+    diff: bool,
+    with_manifest: bool,
+    dry_run: bool,
+    formatted: bool,
+    verbose: bool,
 ) -> None:
     """Write the file of a config, or say what would be written."""
     from patcher.codegen.files.checker import check_calls
+    from patcher.codegen.files.manifest import manifest_path
+    from patcher.codegen.files.rebase import changed_originals
     from patcher.codegen.files.writer import (
         diff_of,
         diff_path,
@@ -127,8 +144,12 @@ def _generate(
         for helper in config.helpers:
             typer.echo(f"  add helper {helper.source.name}")
     if not dry_run:
-        write_generated(generated, folder, diff=diff, formatted=formatted)
-        typer.echo(f"wrote {path}" + (f" and {diff_path(path).name}" if diff else ""))
+        taken_over = changed_originals(config, path)
+        write_generated(generated, folder, diff=diff, with_manifest=with_manifest, formatted=formatted)
+        beside = [diff_path(path).name] * diff + [manifest_path(path).name] * with_manifest
+        typer.echo(" and ".join([f"wrote {path}", *beside]))
+        for change in taken_over:
+            typer.echo(f"taken over: what {change.asked} at {change.where} patches has changed", err=True)
     elif diff:
         typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
     else:

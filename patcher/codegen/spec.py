@@ -94,6 +94,18 @@ class Patch:
         """The call that made this patch, for messages and the header."""
         return f"{self.kind.method}({self.target!r})"
 
+    @property
+    def definition(self) -> str:
+        """The dotted name of what it changes: of `modify_init`, the `__init__`."""
+        return f"{self.target}.__init__" if self.kind is PatchKind.MODIFY_INIT else self.target
+
+    @property
+    def place(self) -> Location:
+        """Where its code stands: the line of the `def` or `class`, or of the config that gives it as text."""
+        if self.source is None or not self.source.file:
+            return self.where
+        return Location(self.source.file, self.source.line + self.source.tree().lineno - 1)
+
     def error(self, text: str) -> CodegenError:
         """What is wrong with the patch, with the line and the call that made it."""
         return CodegenError(f"{self.where}: {self.asked} {text}")
@@ -245,9 +257,9 @@ def check_target(patch: Patch) -> None:
 
 def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
     """Raise a CodegenError if another patch changes the same definition."""
-    mine = _claims(patch)
+    mine = patch.definition
     for other in others:
-        theirs = _claims(other)
+        theirs = other.definition
         if mine == theirs:
             raise patch.error(f"is given twice: {other.asked} at {other.where} already changes it. Remove one.")
         inner, outer = (mine, theirs) if mine.startswith(theirs + ".") else (theirs, mine)
@@ -257,7 +269,3 @@ def check_conflicts(patch: Patch, others: Iterable[Patch]) -> None:
                 f"and {other.asked} at {other.where} change one definition: "
                 f"{outer!r} is replaced as a whole, {inner!r} would be lost. Write it into the replacement."
             )
-
-
-def _claims(patch: Patch) -> str:
-    return f"{patch.target}.__init__" if patch.kind is PatchKind.MODIFY_INIT else patch.target

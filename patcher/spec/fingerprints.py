@@ -19,6 +19,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
+from patcher.source.canonical import canonical
 from patcher.spec.patcher import Patcher
 
 
@@ -57,7 +58,7 @@ def _fingerprint_in(file: tuple[str, int, int], name: str) -> str:
                 wanted.append(node.id)
     digest = hashlib.sha256()
     for definition in (definition for each in sorted(used) for definition in definitions[each]):
-        digest.update(repr(_canonical(definition)).encode())
+        digest.update(repr(canonical(definition)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -78,21 +79,6 @@ def _definitions(file: tuple[str, int, int]) -> dict[str, list[ast.AST]]:
             elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
                 wanted.append(node)
     return found
-
-
-def _canonical(node: Any) -> Any:
-    """A syntax tree without positions, docstrings and empty fields, so that all releases of Python agree."""
-    if isinstance(node, list):
-        return [_canonical(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return node
-    fields = {}
-    for name, value in ast.iter_fields(node):
-        if name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-        if name not in ("ctx", "type_comment", "kind") and value not in (None, []):
-            fields[name] = _canonical(value)
-    return (type(node).__name__, sorted(fields.items()))
 
 
 def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from patcher.codegen.files.manifest import manifest_path
 from patcher.codegen.files.projects import discover, load_configs, read_settings
+from patcher.codegen.files.rebase import OriginalChange, changed_originals, write_rebase
 from patcher.codegen.files.writer import diff_of, diff_path, files_of, output_folder, write_generated
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.generation.header import config_path
+from patcher.codegen.generation.header import config_path, made_by
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.call_sites import CallSites, shortened, why_unfit
@@ -28,6 +30,9 @@ class CheckResult:
         calls: calls that no longer fit what was patched.
         error: why the config couldn't be read or the file couldn't be generated.
         fixed: whether the drift was written away.
+        originals: definitions under patches that aren't what the file was made from; they keep it from being fixed.
+        command: what takes them over.
+        merged: the file with the patches merged with what happened to their originals, and its conflicts.
     """
 
     config: str
@@ -36,17 +41,27 @@ class CheckResult:
     calls: tuple[CallMismatch, ...] = ()
     error: str = ""
     fixed: bool = False
+    originals: tuple[OriginalChange, ...] = ()
+    command: str = ""
+    merged: tuple[Path, int] | None = None
 
     @property
     def ok(self) -> bool:
         """Whether nothing is left to do."""
-        return not self.error and not self.calls and (not self.drift or self.fixed)
+        return not (self.error or self.calls or self.originals) and (not self.drift or self.fixed)
 
     def __str__(self) -> str:
-        if self.error:
-            return f"{self.config}: can't be checked\n{self.error}"
-        lines = [f"{self.config}: {'ok' if not self.drift else 'fixed' if self.fixed else 'drifted'}"]
+        state = "ok" if not self.drift else "fixed" if self.fixed else "drifted"
+        lines = [f"{self.config}: can't be checked\n{self.error}" if self.error else f"{self.config}: {state}"]
         lines += [f"  {self.path}, {mismatch}" for mismatch in self.calls]
+        lines += [f"  {str(change).rstrip()}" for change in self.originals]
+        if self.originals:
+            lines.append(
+                f"  --fix leaves {self.path} as it is. Change the patch if it must follow, then take the new "
+                f"original over by generating the file again: {self.command}"
+            )
+        if self.merged is not None:
+            lines.append(f"  merged by --rebase, {self.merged[1]} conflicts: {self.merged[0]}")
         return "\n".join([*lines, *([self.drift.rstrip("\n")] if self.drift and not self.fixed else [])])
 
 
@@ -54,6 +69,7 @@ def check(
     configs: Iterable[str | os.PathLike[str]] | None = None,
     *,
     fix: bool = False,
+    rebase: bool = False,
     output_dir: str | os.PathLike[str] | None = None,
     formatted: bool | None = None,
 ) -> list[CheckResult]:
@@ -64,7 +80,8 @@ def check(
 
     Args:
         configs: modules or files of configs; without them, all that the project has.
-        fix: write what drifted.
+        fix: write what drifted, but for files with a patch whose original has changed.
+        rebase: merge such patches with the change, into a file with the suffix `.rebase`.
         output_dir: where the generated files are, if not in `generated/` beside each config.
         formatted: whether they were formatted with ruff; by default as the project's settings say.
 
@@ -77,30 +94,42 @@ def check(
     for entry in discover(settings) if configs is None else configs:
         label = config_path(str(entry)) if str(entry).endswith(".py") else str(entry)
         try:
-            results += [_check_one(label, config, fix, output_dir, formatted) for config in load_configs(str(entry))]
+            configs_here = load_configs(str(entry))
+            results += [_check_one(label, config, fix, rebase, output_dir, formatted) for config in configs_here]
         except CodegenError as error:
             results.append(CheckResult(label, error=str(error)))
     return results
 
 
 def _check_one(
-    label: str, config: PatchSpec, fix: bool, output_dir: str | os.PathLike[str] | None, formatted: bool
+    label: str,
+    config: PatchSpec,
+    fix: bool,
+    rebase: bool,
+    output_dir: str | os.PathLike[str] | None,
+    formatted: bool,
 ) -> CheckResult:
+    found = CheckResult(label, command=made_by(config))
     try:
-        generated = build(config)
         folder = output_folder(config, output_dir)
         path = folder / config.target_file
-        drift = "".join(_drift(generated, path, formatted))
-        if drift and fix:
-            write_generated(generated, folder, diff=diff_path(path).exists(), formatted=formatted)
+        changes = changed_originals(config, path)
+        merged = write_rebase(config, changes, path) if rebase else None
+        found = replace(found, path=path, originals=changes, merged=merged)
+        generated = build(config)
+        beside = {"diff": diff_path(path).exists(), "with_manifest": manifest_path(path).exists()}
+        drift = "".join(_drift(files_of(generated, path, **beside, formatted=formatted)))
+        fixed = bool(drift and fix and not changes)
+        if fixed:
+            write_generated(generated, folder, **beside, formatted=formatted)
     except CodegenError as error:
-        return CheckResult(label, error=str(error))
-    return CheckResult(label, path, drift, check_calls(generated), fixed=bool(drift and fix))
+        return replace(found, error=str(error))
+    return replace(found, drift=drift, calls=check_calls(generated), fixed=fixed)
 
 
-def _drift(generated: Generated, path: Path, formatted: bool) -> Iterator[str]:
-    """Diffs from what is on the disk to what should be: of the file, and of its diff if there is one."""
-    for file, data in files_of(generated, path, diff=diff_path(path).exists(), formatted=formatted).items():
+def _drift(files: Mapping[Path, bytes]) -> Iterator[str]:
+    """Diffs from what is on the disk to what should be: of the file, and of what is beside it."""
+    for file, data in files.items():
         present = file.read_bytes() if file.is_file() else None
         if present == data:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from patcher.codegen.files.manifest import manifest as manifest_of, manifest_path
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
@@ -20,7 +22,12 @@ from patcher.source.reading import Location
 
 
 def write(
-    config: PatchSpec, output_dir: str | os.PathLike[str] | None = None, diff: bool = False, *, formatted: bool = False
+    config: PatchSpec,
+    output_dir: str | os.PathLike[str] | None = None,
+    diff: bool = False,
+    *,
+    manifest: bool = False,
+    formatted: bool = False,
 ) -> Path:
     """Generate the file of a config and write it.
 
@@ -35,6 +42,7 @@ def write(
         config: the description.
         output_dir: the folder, by default `generated/` beside the file of the config.
         diff: write a unified diff against the original beside it, with the suffix `.diff`.
+        manifest: write beside it what it was made of, as JSON, with the suffix `.manifest.json`.
         formatted: run ruff over the text first.
 
     Returns:
@@ -43,7 +51,8 @@ def write(
     Raises:
         CodegenError: if it can't be generated; then no file is touched.
     """
-    return write_generated(build(config), output_folder(config, output_dir), diff=diff, formatted=formatted)
+    folder = output_folder(config, output_dir)
+    return write_generated(build(config), folder, diff=diff, with_manifest=manifest, formatted=formatted)
 
 
 class ModelingCodeGenerator:
@@ -71,25 +80,34 @@ class ModelingCodeGenerator:
         """The text of the file, which is written to a path if one is given."""
         generated = build(self.config)
         if output_path is not None:
-            _replace_all(
+            replace_all(
                 {output_path: generated.text.removeprefix("\ufeff").encode(generated.source.encoding)},
                 self.config.where,
             )
         return generated.text
 
 
-def write_generated(generated: Generated, folder: Path, *, diff: bool, formatted: bool) -> Path:
+def write_generated(
+    generated: Generated, folder: Path, *, diff: bool, formatted: bool, with_manifest: bool = False
+) -> Path:
     """Write what was generated, all files or none."""
     path = folder / generated.config.target_file
-    _replace_all(files_of(generated, path, diff=diff, formatted=formatted), generated.config.where)
+    files = files_of(generated, path, diff=diff, with_manifest=with_manifest, formatted=formatted)
+    replace_all(files, generated.config.where)
     return path
 
 
-def files_of(generated: Generated, path: Path, *, diff: bool, formatted: bool) -> dict[Path, bytes]:
-    """What is to be on the disk: the generated file, and its diff against the original."""
+def files_of(
+    generated: Generated, path: Path, *, diff: bool, formatted: bool, with_manifest: bool = False
+) -> dict[Path, bytes]:
+    """What is to be on the disk: the generated file, its diff against the original, and its manifest."""
     text = final_text(generated, formatted=formatted)
     files = {path: text.encode(generated.source.encoding)}
-    return files | ({diff_path(path): unified_diff(generated, text).encode("utf-8")} if diff else {})
+    if diff:
+        files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
+    if with_manifest:
+        files[manifest_path(path)] = manifest_of(generated, text, files[path]).encode("utf-8")
+    return files
 
 
 def output_folder(config: PatchSpec, output_dir: str | os.PathLike[str] | None) -> Path:
@@ -119,7 +137,18 @@ def final_text(generated: Generated, *, formatted: bool) -> str:
 def unified_diff(generated: Generated, text: str) -> str:
     """What a reviewer reads: the original against the generated text."""
     names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
-    return diff_of(generated.source.text, text, *names)
+    return exact_diff(generated.source.text, text, *names)
+
+
+def lines_of_text(text: str) -> list[str]:
+    """Lines with their ends, as git has them: only `\\n` ends one."""
+    return io.StringIO(text, newline="\n").readlines()
+
+
+def exact_diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """A unified diff that keeps every character, as `git apply` takes it: either text follows from the other."""
+    lines = difflib.unified_diff(lines_of_text(old), lines_of_text(new), old_name, new_name)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
@@ -143,7 +172,7 @@ def run_ruff(text: str, name: str, where: Location) -> str:
     return text
 
 
-def _replace_all(files: Mapping[Path, bytes], where: Location) -> None:
+def replace_all(files: Mapping[Path, bytes], where: Location) -> None:
     """Write beside each file first, then rename: a reader sees the old text or the new, never a part."""
     staged: list[tuple[str, Path]] = []
     try:

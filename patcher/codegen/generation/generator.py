@@ -13,7 +13,7 @@ import libcst.matchers as m
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.folding import fold
-from patcher.codegen.generation.header import render_header, with_header
+from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import (
     Context,
@@ -22,8 +22,15 @@ from patcher.codegen.generation.patched_definitions import (
     is_overload,
     replace_definition,
 )
+from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
-from patcher.codegen.generation.surroundings import DropNames, insert, plan_imports, with_absolute_imports
+from patcher.codegen.generation.surroundings import (
+    DropNames,
+    insert,
+    plan_imports,
+    with_absolute_imports,
+    without_orphans,
+)
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
@@ -40,12 +47,16 @@ class Generated:
         source: the module that was patched.
         text: the whole text of the file.
         patches: the patches in the order of the text.
+        provenance: the fingerprints of what they replace.
+        orphans: the imports of the source that are left out because only replaced code used them.
     """
 
     config: PatchSpec
     source: SourceModule
     text: str
     patches: tuple[Patch, ...]
+    provenance: Provenance
+    orphans: tuple[str, ...]
 
 
 def generate(config: PatchSpec) -> str:
@@ -100,16 +111,20 @@ def build(config: PatchSpec) -> Generated:
     bound = set(bound_names(left))
     removable = _removable(module, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
-    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable)
+    provenance = Provenance.of(config, original)
+    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable, provenance)
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
     text = without_decorators(config, folded.unfold(module.code + tail))
     warn_of_decorators(config, text)
+    orphans: tuple[str, ...] = ()
     if config.changes:
+        text, orphans = without_orphans(config, text, original)
         check_names(config, source, text, original)
     text, methods = with_stock_conversions(config, source, original, text)
-    text = with_header(text, render_header(config, source, context.done, methods), source)
+    header = render_header(config, source, context.done, provenance.header(), orphans, methods)
+    text = with_header(without_banner(text), header, source)
     try:
         text.encode(source.encoding)
     except UnicodeEncodeError as error:
@@ -117,7 +132,7 @@ def build(config: PatchSpec) -> Generated:
             f"{source.name} is written in {source.encoding}, which has no "
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
-    return Generated(config, source, text, tuple(context.done))
+    return Generated(config, source, text, tuple(context.done), provenance, orphans)
 
 
 def _split_tail(text: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import libcst as cst
 
+from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
@@ -29,6 +30,7 @@ class Context:
         externals: how the file calls each imported replacement.
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
+        provenance: where the code of each patch is from.
         done: the patches in the order of the text, each with the names that it gave the file.
     """
 
@@ -38,6 +40,7 @@ class Context:
     externals: dict[External, str]
     bound: set[str]
     removable: dict[str, str]
+    provenance: Provenance
     done: list[Patch] = field(default_factory=list)
 
     def read(self, patch: Patch, depth: int, names: dict[str, str] | None = None) -> Definition:
@@ -59,7 +62,8 @@ def replace_definition(
     what = "class" if is_class else "function"
     if patch.wanted is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {what} in {context.source}. {fix}")
-    box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description))
+    origin = context.provenance.comment(patch)
+    box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description), *origin)
     above = tree.without_copied_from(node.leading_lines)
     leading = [*above, *box]
     context.done.append(patch)
@@ -207,9 +211,10 @@ class _ClassEdit:
                 )
 
         def read(depth: int) -> Any:
+            origin = comment_lines(self.context.provenance.comment(patch))
             if isinstance(patch.replacement, External):
-                return assignment(name, self.context.externals[patch.replacement])
-            return self.context.read(patch, depth).with_changes(name=cst.Name(name))
+                return assignment(name, self.context.externals[patch.replacement], origin)
+            return below(self.context.read(patch, depth).with_changes(name=cst.Name(name)), origin)
 
         # of several, such as the branches of an `if`, the definition that stays bound is the last: replace each
         # what tells the signatures of the original goes with it
@@ -248,6 +253,7 @@ class _ClassEdit:
         except CodegenError as error:
             raise patch.error(f"can't call the original __init__: {error}") from None
         new = new.with_changes(name=cst.Name("__init__"), params=new.params.with_changes(params=params[1:]))
+        new = below(new, comment_lines(self.context.provenance.comment(patch)))
         if not found:
             rewriter = _CallSuper(patch, called, own, self.path)
             new = cast(cst.FunctionDef, new.visit(rewriter))

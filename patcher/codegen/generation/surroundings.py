@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +18,10 @@ from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Location, own_decorators
-from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest
+from patcher.source.reading import Definition, Location, own_decorators
+from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest, top_level
 
+_IMPORTS = (ast.Import, ast.ImportFrom)
 _WITH_STATEMENTS = (
     cst.Module,
     cst.BaseCompoundStatement,
@@ -91,6 +95,56 @@ class DropNames(cst.CSTTransformer):
         if len(removed) == len(original_node.names):
             return cst.RemoveFromParent()
         return updated_node.with_changes(names=trees.without(original_node.names, removed))
+
+
+def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
+    """A generated text without the imports that only code used which is gone, and their names.
+
+    What isn't known to be orphaned stays: what was unused before, what a guard imports or what is bound twice, what a
+    string, an annotation or a comment on types mentions, what is imported under `noqa` or by the config as well.
+    """
+    tree, lines = ast.parse(text), lines_of(text)
+    bound = Counter(name for node in top_level(original.body) for name in _bound_by(node))
+    wanted = {name for entry in config.imports for name in entry.bound()} | _looked_up(tree) | _mentioned(tree, text)
+    imported = {name for node in original.body if isinstance(node, _IMPORTS) for name in _bound_by(node)}
+    gone = {name for name in imported & _looked_up(original) if bound[name] == 1} - wanted
+    found: list[str] = []
+    for node in reversed(tree.body):
+        names = gone & set(_bound_by(node)) if isinstance(node, _IMPORTS) and not node.col_offset else set[str]()
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        statement = "".join(lines[first:last])
+        if not names or "noqa" in statement or getattr(node, "module", "") == "__future__":
+            continue
+        kept = cst.parse_module(statement).visit(DropNames(names)).code.strip()
+        if not kept:  # of the blank lines above and below, the larger number stays
+            above, under = (list(itertools.takewhile(_is_blank, part)) for part in (lines[:first][::-1], lines[last:]))
+            last += min(len(above), len(under))
+        end = lines[last - 1][len(lines[last - 1].rstrip("\r\n")) :]
+        lines[first:last] = [kept + end] if kept else []
+        found += names
+    return "".join(lines), tuple(sorted(found))
+
+
+def _is_blank(line: str) -> bool:
+    return not line.strip()
+
+
+def _bound_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, _IMPORTS):
+        return [part.asname or part.name.split(".")[0] for part in node.names]
+    return list(bound_names(ast.Module([node], []))) if isinstance(node, Definition) else []
+
+
+def _looked_up(tree: ast.Module) -> set[str]:
+    """The names that code of a module reads, writes or declares, whatever its scope."""
+    declared = (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(declared)
+
+
+def _mentioned(tree: ast.Module, text: str) -> set[str]:
+    """The words of all strings and of comments on types."""
+    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {word for part in (*strings, *re.findall(r"#\s*type:(.*)", text)) for word in re.findall(r"\w+", part)}
 
 
 def merge(imports: Iterable[Import]) -> list[Import]:

@@ -1,0 +1,36 @@
+"""Code without what makes no difference to it: what fingerprints are taken of."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def canonical(node: Any, *, annotations: bool = True) -> Any:
+    """A syntax tree without positions, docstrings and empty fields, so that all releases of Python agree.
+
+    >>> written, formatted = ast.parse("def f(x): 'Doc.'; return x"), ast.parse("def f( x ):  # note\\n    return (x)")
+    >>> canonical(written) == canonical(formatted)
+    True
+
+    Args:
+        node: a node, a list of them, or the value of a field.
+        annotations: with those of parameters and of what functions return, which nothing runs.
+    """
+    if isinstance(node, list):
+        return [canonical(item, annotations=annotations) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    left_out = {"ctx", "type_comment", "kind"}
+    if not annotations:
+        left_out |= {"returns"} if isinstance(node, _FUNCTIONS) else set()
+        left_out |= {"annotation"} if isinstance(node, ast.arg) else set()
+    fields = {}
+    for name, value in ast.iter_fields(node):
+        if name == "body" and isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+        if name not in left_out and value not in (None, []):
+            fields[name] = canonical(value, annotations=annotations)
+    return (type(node).__name__, sorted(fields.items()))
