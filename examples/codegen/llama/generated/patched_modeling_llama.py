@@ -23,6 +23,10 @@
 # - add import Rows
 # - add import fuse
 # - add import original
+#
+# Replaced originals: LlamaAttention.__init__ 34fe90c3, LlamaAttention.forward 66d18726,
+#   LlamaPreTrainedModel._from_config none, LlamaPreTrainedModel.from_pretrained none,
+#   LlamaPreTrainedModel.is_custom_code none, LlamaPreTrainedModel.save_pretrained none
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -274,10 +278,12 @@ class LlamaAttention(nn.Module):
             config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     def __init__(self, *args, **kwargs):
         LlamaAttention._original_init(self, *args, **kwargs)
         fuse(self, Rows(["q_proj.weight", "k_proj.weight", "v_proj.weight"], "qkv_proj.weight"))
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -389,12 +395,16 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "attentions": LlamaAttention,
     }
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     is_custom_code = runtime.is_custom_code
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     from_pretrained = runtime.from_pretrained
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     _from_config = runtime.from_config
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     save_pretrained = runtime.save_pretrained
 
 

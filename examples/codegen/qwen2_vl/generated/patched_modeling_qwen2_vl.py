@@ -24,6 +24,10 @@
 # - add import Patcher
 # - add import fuse
 # - add import original
+#
+# Replaced originals: PatchEmbed.__init__ 7de00e03, Qwen2VLPreTrainedModel._from_config
+#   none, Qwen2VLPreTrainedModel.from_pretrained none, Qwen2VLPreTrainedModel.is_custom_code
+#   none, Qwen2VLPreTrainedModel.save_pretrained none
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -312,6 +316,7 @@ class PatchEmbed(nn.Module):
         kernel_size = [temporal_patch_size, patch_size, patch_size]
         self.proj = nn.Conv3d(in_channels, embed_dim, kernel_size=kernel_size, stride=kernel_size, bias=False)
 
+    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
     def __init__(self, *args, **kwargs):
         PatchEmbed._original_init(self, *args, **kwargs)
         self.proj = fuse(self.proj, Flatten("weight", "linear.weight"), into=LinearPatchEmbedding)
@@ -694,12 +699,16 @@ class Qwen2VLPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
 
+    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
     is_custom_code = runtime.is_custom_code
 
+    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
     from_pretrained = runtime.from_pretrained
 
+    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
     _from_config = runtime.from_config
 
+    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
     save_pretrained = runtime.save_pretrained
 
 
