@@ -440,7 +440,7 @@ def test_an_archive_with_a_compressed_part_is_refused(original: dict[str, Path],
             kind = zipfile.ZIP_DEFLATED if "/data/2" in member.filename else zipfile.ZIP_STORED
             changed.writestr(member.filename, archive.read(member), compress_type=kind)
     with pytest.raises(InvalidPatcherError, match="a part of it is compressed"):
-        plan(folder, Patcher(fusions="gate_up"))
+        patcher.plan(folder, OWN)
 
 
 # --- what waits for ever, or has no end: in a process that may be killed -------------------------------------------
