@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from patcher.codegen.verify_command import DEFAULT, WithDefault, verify
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
@@ -17,10 +18,21 @@ if TYPE_CHECKING:
 
 # What generates is imported in functions: it takes a third of a second, which `--help` doesn't need.
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=WithDefault,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(verify)
 
 
-@app.command()
+@app.callback()
+def patched_files() -> None:
+    """Generate patched modeling files, check and verify them."""
+
+
+@app.command(DEFAULT)
 def codegen(
     module: Annotated[str | None, typer.Argument(help="The module of a config, or the path of its file.")] = None,
     output_dir: Annotated[
@@ -49,7 +61,7 @@ def codegen(
 ) -> None:
     """Generate patched modeling files.
 
-    From configs, and check them for drift.
+    From configs, and check them for drift. `patcher codegen verify CONFIG` runs small models of a file.
     """
     from patcher.codegen.files.checker import check
     from patcher.codegen.files.projects import discover, load_configs, read_settings
@@ -187,7 +199,6 @@ def _generate(
     from patcher.codegen.files.manifest import manifest_path
     from patcher.codegen.files.rebase import changed_originals
     from patcher.codegen.files.writer import (
-        diff_of,
         diff_path,
         final_text,
         output_folder,
@@ -195,6 +206,7 @@ def _generate(
         write_generated,
     )
     from patcher.codegen.generation.generator import build
+    from patcher.source.differences import diff_of
 
     gc.freeze()  # what the config imported, torch for example, is gone through time and again else
     try:

@@ -16,10 +16,12 @@ import transformers
 from hypothesis import example, given, settings, strategies as st
 
 from patcher.codegen import CheckResult, PatchConfig, check, create_patch_from_external, generate, write
-from patcher.codegen.files.rebase import changed_originals, reversed_diff
-from patcher.codegen.files.writer import exact_diff
-from patcher.codegen.generation.provenance import find, fingerprint, recorded
+from patcher.codegen.files.rebase import changed_originals
+from patcher.codegen.generation.provenance import recorded
 from patcher.errors import CodegenError
+from patcher.source.canonical import fingerprint
+from patcher.source.definitions import find
+from patcher.source.differences import exact_diff, reversed_diff
 
 NEWLINES = st.sampled_from(["\n", "\r\n", "\r", "\x0c", "\u2028", ""])
 LINES = st.sampled_from(["", "x", "y", "-- x", "++ x", "\\ No newline at end of file", " ", "@@ -1 +1 @@", "é"])
@@ -312,6 +314,7 @@ def double_forward(self, x, position_ids):
 
 
 config.patches.append(create_patch_from_external("load_balancing_loss_func", "math", "fsum"))
+config.drop_decorators("MixtralExperts", "use_experts_implementation")
 """
 OLD, NEW = "5.17.0", "5.23.0"
 

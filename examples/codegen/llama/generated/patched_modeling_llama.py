@@ -8,13 +8,13 @@
 # What differs from the source:
 # - modify init LlamaAttention: q_proj, k_proj and v_proj as one qkv_proj
 # - override method LlamaAttention.forward: q_proj, k_proj and v_proj as one qkv_proj
-# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external LlamaPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
 # - external LlamaPreTrainedModel.is_custom_code with
 #   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
 #   model too, are those of the original
+# - external LlamaPreTrainedModel.from_pretrained with
+#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
+# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
+#   what is made without a checkpoint saves one of the original
 # - external LlamaPreTrainedModel.save_pretrained with
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
 # - add code behind the imports: how checkpoints of the original become those of the models
@@ -23,6 +23,10 @@
 # - add import Rows
 # - add import fuse
 # - add import original
+#
+# Replaced originals: LlamaAttention.__init__ 34fe90c3, LlamaAttention.forward 66d18726,
+#   LlamaPreTrainedModel._from_config none, LlamaPreTrainedModel.from_pretrained none,
+#   LlamaPreTrainedModel.is_custom_code none, LlamaPreTrainedModel.save_pretrained none
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #
@@ -274,10 +278,12 @@ class LlamaAttention(nn.Module):
             config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     def __init__(self, *args, **kwargs):
         LlamaAttention._original_init(self, *args, **kwargs)
         fuse(self, Rows(["q_proj.weight", "k_proj.weight", "v_proj.weight"], "qkv_proj.weight"))
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -365,10 +371,10 @@ class LlamaDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] LlamaPreTrainedModel
-# Methods patched: _from_config, from_pretrained, is_custom_code, save_pretrained
-#   _from_config: what is made without a checkpoint saves one of the original
-#   from_pretrained: checkpoints of the original are converted
+# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
 #   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
+#   from_pretrained: checkpoints of the original are converted
+#   _from_config: what is made without a checkpoint saves one of the original
 #   save_pretrained: so is what is made by a call of the class
 # ======================================================================
 @auto_docstring
@@ -389,12 +395,16 @@ class LlamaPreTrainedModel(PreTrainedModel):
         "attentions": LlamaAttention,
     }
 
-    _from_config = runtime.from_config
-
-    from_pretrained = runtime.from_pretrained
-
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     is_custom_code = runtime.is_custom_code
 
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
+    from_pretrained = runtime.from_pretrained
+
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
+    _from_config = runtime.from_config
+
+    # from examples/codegen/llama/llama_patch_gen_config.py:14
     save_pretrained = runtime.save_pretrained
 
 
