@@ -354,11 +354,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
     sys.modules.pop("moe_patch_gen_config", None)
 
 
-@pytest.mark.parametrize("release", [OLD, NEW])
-def test_the_drift_of_these_tests_is_real(release: str) -> None:
-    """The excerpts are what transformers ships."""
-    if transformers.__version__ != release:
-        pytest.skip(f"an excerpt of transformers {release}")
+@pytest.mark.skipif(transformers.__version__ not in (OLD, NEW), reason="the excerpts are of other releases")
+def test_the_drift_of_these_tests_is_real() -> None:
+    """The excerpt is what transformers ships."""
+    release = transformers.__version__
     excerpt = ast.parse((HERE / "drift" / f"modeling_mixtral_{release}.txt").read_text())
     from transformers.models.mixtral import modeling_mixtral
 
