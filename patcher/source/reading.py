@@ -167,7 +167,7 @@ def read_source(obj: Any, asked: str, where: Location, site: Location | None = N
         )
     text = "".join(lines)
     try:
-        _parse(text)
+        parsed(text)
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} does not parse: {error}"
@@ -225,7 +225,7 @@ def _lines(file: str, obj: Any) -> list[str]:
 def file_tree(file: str) -> ast.Module:
     """The syntax tree of a file as Python last read it; an empty one where there is none."""
     try:
-        return _parse(_text_of(file))
+        return parsed(_text_of(file))
     except SyntaxError:
         return ast.Module([], [])
 
@@ -235,13 +235,14 @@ def _text_of(file: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _parse(text: str) -> ast.Module:
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a text, to read only: several checks look at one."""
     return ast.parse(text)
 
 
 @functools.lru_cache(maxsize=8)
 def _definitions(text: str) -> tuple[Definition, ...]:
-    return tuple(node for node in ast.walk(_parse(text)) if isinstance(node, _DEFINITIONS))
+    return tuple(node for node in ast.walk(parsed(text)) if isinstance(node, _DEFINITIONS))
 
 
 def first_line(node: Definition) -> int:

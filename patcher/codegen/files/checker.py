@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.call_sites import CallSites, shortened, why_unfit
 from patcher.source.differences import diff_of
+from patcher.source.reading import parsed
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def check_calls(generated: Generated) -> tuple[CallMismatch, ...]:
     The check reads the file, it doesn't run it. A call that it can't follow is not reported, and neither is one that
     didn't fit the original either (decorators take arguments out of calls).
     """
-    module = CallSites(ast.parse(generated.text.removeprefix("\ufeff")))
-    original = CallSites(ast.parse(generated.source.text))
+    module = CallSites(parsed(generated.text.removeprefix("\ufeff")))
+    original = CallSites(parsed(generated.source.text))
     targets: set[str] = set()
     for patch in generated.patches:
         if patch.kind is PatchKind.MODIFY_INIT:

@@ -16,6 +16,7 @@ from pathlib import Path
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.modules import find_spec
+from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, imported_names, nearest, top_level
 
 #: What was said: a file that is generated several times is warned of once.
@@ -70,13 +71,13 @@ def warn_of_decorators(config: PatchSpec, text: str) -> None:
     patched = [patch for patch in config.patches if patch.target.count(".") == 1]
     if not patched:
         return
-    tree = ast.parse(text)
-    imported, found = imported_names(tree), _definitions(tree)
+    tree = parsed(text)
+    imported, found, functions = imported_names(tree), _definitions(tree), _functions(tree)
     for patch in patched:
         owner, _, method = patch.target.partition(".")
         for decorator in (part for node in found.get(owner, ()) for part in node.decorator_list):
             name = _name(decorator)
-            if method in _replaced(name, tree, imported):
+            if method in _replaced(name, functions, imported):
                 warnings.warn_explicit(
                     f"{patch.asked} may never run: @{name} of {owner} puts another {method} in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r}).",
@@ -87,13 +88,22 @@ def warn_of_decorators(config: PatchSpec, text: str) -> None:
                 )
 
 
-def _replaced(name: str, tree: ast.Module, imported: dict[str, ImportedName]) -> frozenset[str]:
+def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def _replaced(
+    name: str, functions: dict[str, list[ast.FunctionDef]], imported: dict[str, ImportedName]
+) -> frozenset[str]:
     """The methods of a class that a decorator replaces, by other code than one that calls them."""
     if name in _FROM_HUB:
         return _FROM_HUB[name]
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if found:
-        return frozenset(method for node in found for method in _dispatched(node))
+    if name in functions:
+        return frozenset(method for node in functions[name] for method in _dispatched(node))
     origin = imported.get(name)
     if origin is None or not origin.attribute or origin.level:
         return frozenset()
@@ -113,7 +123,7 @@ def _replaced_by(module: str, name: str) -> frozenset[str]:
         around = package[: len(package) - origin.level + is_package]
         full = ".".join([*around, origin.module]) if origin.level else origin.module
         imported[bound] = origin._replace(module=full, level=0)
-    return _replaced(name, tree, imported)
+    return _replaced(name, _functions(tree), imported)
 
 
 def _dispatched(decorator: ast.FunctionDef) -> Iterator[str]:

@@ -35,6 +35,7 @@ from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, c
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
 from patcher.source.modules import SourceModule, load
+from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
 
 
@@ -81,7 +82,7 @@ def build(config: PatchSpec) -> Generated:
         check_conflicts(patch, config.patches[:index])
     source = load(config.source_module, config.where)
     try:
-        original = ast.parse(source.text)
+        original = parsed(source.text)
         text = with_absolute_imports(source, original, config.where)
         folded = fold(text, original, {patch.target.split(".")[0] for patch in config.patches})
         text, tail = _split_tail(folded.text)

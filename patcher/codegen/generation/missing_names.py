@@ -10,7 +10,7 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.indentation import dedented
 from patcher.source.modules import SourceModule
-from patcher.source.reading import Definition, Location, Source, file_tree, first_line
+from patcher.source.reading import Definition, Location, Source, file_tree, first_line, parsed
 from patcher.source.scopes import (
     bound_names,
     free_names,
@@ -27,7 +27,7 @@ _BLOCK = "the text given to add_post_import_block"
 def check_names(config: PatchSpec, source: SourceModule, text: str, original: ast.Module) -> None:
     """Raise a CodegenError if the file uses names that it doesn't define, or doesn't define early enough."""
     try:
-        tree = ast.parse(text)
+        tree = parsed(text)
         compile(tree, config.target_file, "exec")
     except SyntaxError as error:
         raise config.error(

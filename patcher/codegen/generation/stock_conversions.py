@@ -16,6 +16,7 @@ from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
 from patcher.source.modules import SourceModule, find_spec
+from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, imported_names, top_level
 
 #: The method, and the comment that says why it is there.
@@ -45,7 +46,7 @@ def with_stock_conversions(
     own = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
     if own or not source.name.startswith("transformers.") or not _concerns(source, original):
         return text, []
-    tree = ast.parse(text)
+    tree = parsed(text)
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
     _check_names(config, original, classes)
     _check_initialisation(config, original, tree)
@@ -223,11 +224,15 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
             waiting += [classes[base] for base in bases if base in classes]
 
 
+def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_init_weights"]
+
+
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:
     """Of transformers' own classes it initialises loaded weights as well, by functions that leave those alone."""
-    known = {ast.dump(node) for node in ast.walk(original) if isinstance(node, ast.FunctionDef)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or node.name != "_init_weights" or ast.dump(node) in known:
+    known = {ast.dump(node) for node in _initialisers(original)}
+    for node in _initialisers(tree):
+        if ast.dump(node) in known:
             continue
         for part in ast.walk(node):
             called = part.func if isinstance(part, ast.Call) else None

@@ -18,7 +18,7 @@ from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Definition, Location
+from patcher.source.reading import Definition, Location, parsed
 from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest, top_level
 
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -103,11 +103,12 @@ def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple
     What isn't known to be orphaned stays: what was unused before, what a guard imports or what is bound twice, what a
     string, an annotation or a comment on types mentions, what is imported under `noqa` or by the config as well.
     """
-    tree, lines = ast.parse(text), lines_of(text)
+    tree, lines = parsed(text), lines_of(text)
     bound = Counter(name for node in top_level(original.body) for name in _bound_by(node))
     wanted = {name for entry in config.imports for name in entry.bound()} | _looked_up(tree) | _mentioned(tree, text)
     imported = {name for node in original.body if isinstance(node, _IMPORTS) for name in _bound_by(node)}
-    gone = {name for name in imported & _looked_up(original) if bound[name] == 1} - wanted
+    gone = {name for name in imported if bound[name] == 1} - wanted
+    gone &= _looked_up(original) if gone else gone
     found: list[str] = []
     for node in reversed(tree.body):
         names = gone & set(_bound_by(node)) if isinstance(node, _IMPORTS) and not node.col_offset else set[str]()
@@ -137,8 +138,8 @@ def _bound_by(node: ast.stmt) -> list[str]:
 
 def _looked_up(tree: ast.Module) -> set[str]:
     """The names that code of a module reads, writes or declares, whatever its scope."""
-    declared = (name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names)
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}.union(declared)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Global)]
+    return {name for node in nodes for name in ([node.id] if isinstance(node, ast.Name) else node.names)}
 
 
 def _mentioned(tree: ast.Module, text: str) -> set[str]:
