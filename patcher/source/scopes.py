@@ -5,13 +5,38 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import functools
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+
+
+N = TypeVar("N", bound=ast.AST)
+
+
+def nodes_of(tree: ast.Module, kind: type[N]) -> list[N]:
+    """All nodes of a syntax tree that are of a kind, in no order. A tree is walked once for all kinds."""
+    return cast("list[N]", _by_kind(tree).get(kind, []))
+
+
+@functools.lru_cache(maxsize=4)
+def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
+    found: dict[type[ast.AST], list[ast.AST]] = {}
+    left: list[Any] = [tree]
+    while left:
+        node = left.pop()
+        found.setdefault(type(node), []).append(node)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, ast.AST):
+                left.append(value)
+            elif isinstance(value, list):
+                left += [each for each in value if isinstance(each, ast.AST)]
+    return found
 
 
 def bound_names(tree: ast.Module) -> dict[str, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from patcher.codegen.spec import PatchSpec
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import ImportedName, imported_names, top_level
+from patcher.source.scopes import ImportedName, imported_names, nodes_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -92,8 +92,8 @@ def _concerns(source: SourceModule, own: ast.Module) -> bool:
     if any(node.name in known for node in top_level(own.body) if isinstance(node, ast.ClassDef)):
         return True
     homes = {source.path.parent.name: sorted(source.path.parent.glob("configuration_*.py"))}
-    for each in ast.walk(own):
-        if isinstance(each, ast.ImportFrom) and "configuration_" in (each.module or "") and each.level:
+    for each in nodes_of(own, ast.ImportFrom):
+        if "configuration_" in (each.module or "") and each.level:
             package = source.package.split(".")
             module = ".".join([*package[: len(package) - each.level + 1], each.module or ""])
             spec = find_spec(module)
@@ -225,7 +225,7 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
 
 
 def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_init_weights"]
+    return [node for node in nodes_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
 
 
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:

@@ -19,7 +19,15 @@ from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Definition, Location, parsed
-from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest, top_level
+from patcher.source.scopes import (
+    ImportedName,
+    bound_names,
+    every_statement,
+    imported_names,
+    nearest,
+    nodes_of,
+    top_level,
+)
 
 _IMPORTS = (ast.Import, ast.ImportFrom)
 _WITH_STATEMENTS = (
@@ -138,13 +146,13 @@ def _bound_by(node: ast.stmt) -> list[str]:
 
 def _looked_up(tree: ast.Module) -> set[str]:
     """The names that code of a module reads, writes or declares, whatever its scope."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Global)]
-    return {name for node in nodes for name in ([node.id] if isinstance(node, ast.Name) else node.names)}
+    declared = {name for node in nodes_of(tree, ast.Global) for name in node.names}
+    return {node.id for node in nodes_of(tree, ast.Name)} | declared
 
 
 def _mentioned(tree: ast.Module, text: str) -> set[str]:
     """The words of all strings and of comments on types."""
-    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    strings = (node.value for node in nodes_of(tree, ast.Constant) if isinstance(node.value, str))
     return {word for part in (*strings, *re.findall(r"#\s*type:(.*)", text)) for word in re.findall(r"\w+", part)}
 
 
