@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from patcher.cli import commands
-from patcher.codegen.cli import codegen
+from patcher.codegen.cli import app as codegen
 
 __all__ = ["app", "main"]
 
@@ -14,8 +14,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
 )
-for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint, codegen):
+for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint):
     app.command()(command)
+app.add_typer(codegen, name="codegen")
 
 
 @app.callback()

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from patcher.codegen.files.writer import ModelingCodeGenerator, write
     from patcher.codegen.generation.generator import generate
     from patcher.codegen.spec import Patch, PatchKind, PatchType, create_patch_from_external
+    from patcher.verification.generated_files import FileVerification, verify
 
 __all__ = [
     "CallMismatch",
     "CheckResult",
+    "FileVerification",
     "ModelingCodeGenerator",
     "OriginalChange",
     "Patch",
@@ -42,12 +44,14 @@ __all__ = [
     "check",
     "create_patch_from_external",
     "generate",
+    "verify",
     "write",
 ]
 
 _HOMES = {
     "CallMismatch": "files.checker",
     "CheckResult": "files.checker",
+    "FileVerification": "patcher.verification.generated_files",
     "OriginalChange": "files.rebase",
     "ModelingCodeGenerator": "files.writer",
     "Patch": "spec",
@@ -57,6 +61,7 @@ _HOMES = {
     "check": "files.checker",
     "create_patch_from_external": "spec",
     "generate": "generation.generator",
+    "verify": "patcher.verification.generated_files",
     "write": "files.writer",
 }
 
@@ -65,7 +70,8 @@ def __getattr__(name: str) -> Any:
     # Late, because the parser of the generator takes a third of a second, and `patcher --help` doesn't need it.
     if name not in _HOMES:
         raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
-    value = getattr(importlib.import_module(f"patcher.codegen.{_HOMES[name]}"), name)
+    home = _HOMES[name]  # one of a later room has its full name
+    value = getattr(importlib.import_module(home if home.startswith("patcher.") else f"patcher.codegen.{home}"), name)
     globals()[name] = value
     return value
 

@@ -51,10 +51,10 @@ def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: i
         raise UncheckedError("weights that are offloaded get no gradients")
     with torch.enable_grad():
         try:
-            references, expected = _learned(pair.stock, passes, seed)
+            references, expected = learned(pair.stock, passes, seed)
         except Exception as error:
             raise UncheckedError(f"stock can't be trained: {said(error)}") from None
-        outputs, found = _learned(pair.ours, passes, seed)
+        outputs, found = learned(pair.ours, passes, seed)
         if not all(
             differences(mine.expected, theirs.expected).within(tolerance)
             for mine, theirs in zip(outputs, references, strict=True)
@@ -71,7 +71,7 @@ def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: i
     return Stage(name, not wrong, figures, allowed, text)
 
 
-def _learned(model: Any, passes: Sequence[Pass], seed: int) -> tuple[list[Reference], dict[str, torch.Tensor]]:
+def learned(model: Any, passes: Sequence[Pass], seed: int) -> tuple[list[Reference], dict[str, torch.Tensor]]:
     """What these passes give, and the gradients of weighted sums of it."""
     model.zero_grad(set_to_none=True)
     generator = torch.Generator().manual_seed(seed)

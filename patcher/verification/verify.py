@@ -175,11 +175,11 @@ def verify(
     started = time.perf_counter()
     config = config_of(model, options)
     cls = model_class_of(config, model_class, model, options)
-    with _global_state_kept(seed), tempfile.TemporaryDirectory() as name, _steps(progress) as step:
+    with global_state_kept(seed), tempfile.TemporaryDirectory() as name, _steps(progress) as step:
         folder, checkpoint = model, "" if isinstance(model, PretrainedConfig) else str(model)
         if isinstance(model, PretrainedConfig):
             step("a random checkpoint")
-            folder = unpatched(lambda: _random_checkpoint(cls, config, Path(name) / "random", seed))
+            folder = unpatched(lambda: random_checkpoint(cls, config, Path(name) / "random", seed))
             checkpoint = "random weights"
         run = Run(cls, folder, patcher, dtype, seed, options, Path(name), step)
         stages = tuple(run.stages())
@@ -195,7 +195,7 @@ def verify(
     )
 
 
-def _random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
+def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
     """Every parameter gets values of its own: with the zeros and ones of an initialisation much would go unseen."""
     model = make_from_config(cls, config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -211,7 +211,7 @@ def _random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: i
 
 
 @contextmanager
-def _global_state_kept(seed: int) -> Iterator[None]:
+def global_state_kept(seed: int) -> Iterator[None]:
     """Nothing of the random states, the default dtype and the gradient mode goes in or comes out.
 
     What is verified, replacements included, may draw and set what it likes.

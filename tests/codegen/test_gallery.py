@@ -15,8 +15,8 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
 from patcher import Patcher
-from patcher.codegen import check
-from patcher.codegen.files.projects import discover, read_settings
+from patcher.codegen import check, verify
+from patcher.codegen.files.projects import discover, load_configs, read_settings
 
 GALLERY = Path(__file__).parents[2] / "examples" / "codegen"
 CONFIGS = [path for path in discover(read_settings(GALLERY)) if path.is_relative_to(GALLERY)]
@@ -43,6 +43,14 @@ def test_regenerated(config: Path) -> None:
         assert result.ok, str(result)
         assert result.path is not None
         assert result.path.with_suffix(".diff").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.parent.name)
+def test_small_models_of_it_are_right(config: Path) -> None:
+    """None of the examples is to compute anything else than stock: within rounding, in the gradients too."""
+    for each in load_configs(str(config)):
+        verify(each, tolerance=1e-5).raise_on_failure()
 
 
 @contextmanager
@@ -212,3 +220,9 @@ def test_mixtral_with_experts_as_layers_computes_and_saves_what_the_patcher_does
         assert torch.equal(found, patched(IDS).logits)
         torch.testing.assert_close(found, stock(IDS).logits, rtol=1e-3, atol=1e-3)
         assert saved(model, tmp_path / "model") == expected
+
+
+def test_deepseek_v3_needs_nothing_but_transformers() -> None:
+    text = (GALLERY / "deepseek_v3" / "generated" / "patched_modeling_deepseek_v3.py").read_text("utf-8")
+    assert "import patcher" not in text
+    assert "from patcher" not in text

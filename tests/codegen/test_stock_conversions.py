@@ -17,7 +17,7 @@ from patcher.codegen import PatchConfig, generate
 from patcher.codegen.generation import stock_conversions
 from patcher.errors import CodegenError
 from patcher.source import modules
-from tests.codegen.test_from_patcher import EXPERTS, LATENT, PAIRS, clip, text_config
+from tests.codegen.models import EXPERTS, LATENT, PAIRS, clip, text_config
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models
 

@@ -25,7 +25,7 @@ from patcher.errors import PatcherError
 from patcher.functions.models import find_functions, swap_functions
 from patcher.verification.inputs import Pass, chosen_passes
 from patcher.verification.numerics import floating_tensors
-from tests.coverage.configs import small_configs
+from patcher.verification.small_configs import small_configs
 from tests.coverage.models import architectures, class_named, randomize
 
 LARGEST = 60_000_000

@@ -26,7 +26,7 @@ from patcher import Patcher, report
 from patcher.compat.models import original_class
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
 from patcher.loading.record import record_of
-from tests.coverage.configs import small_configs
+from patcher.verification.small_configs import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
 from tests.support import tiny

@@ -49,7 +49,18 @@ ORDER = (
     "cli",
 )
 #: The rooms of `codegen`, in the same way.
-CODEGEN = ("runtime", "additions", "spec", "generation", "bridges", "files", "config", "cli", "__main__")
+CODEGEN = (
+    "runtime",
+    "additions",
+    "spec",
+    "generation",
+    "bridges",
+    "files",
+    "config",
+    "verify_command",
+    "cli",
+    "__main__",
+)
 #: Rooms whose place is known and that nobody has needed yet.
 TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
@@ -81,6 +92,7 @@ OTHERS_OWN = {
     "_python_dispatch": "torch: the module of TorchDispatchMode",
     "_getframe": "sys: see FRAMES",
     "_asdict": "named tuples",
+    "_initializing": "importlib: whether a module is still being executed",
     "_at_fork_reinit": "threading: as the standard library's own modules do",
 }
 #: The functions that look at frames, and why each must.

@@ -193,8 +193,8 @@ case_of(
 )
 case_of(
     "decorators_replaced",
-    "drop_decorators({}, {}) is of no use: {} at {} replaces {} with its decorators. Remove one.",
-    ([('config.drop_decorators("Experts", "dispatched")\n', "")], lambda file: not hasattr(file.Experts, "forward")),
+    "{} is of no use: {} at {} replaces {} with its decorators. Remove one.",
+    ([('config.drop_decorators("Experts", "dispatched")\n', "")], lambda file: "forward" not in vars(file.Experts)),
 )
 case_of(
     "decorators_no_names",

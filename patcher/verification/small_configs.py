@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from tests.coverage.sizes import COUNTS_OF_LAYERS, FEW, PARTICULAR, PARTS_SET, SMALL
+from patcher.verification.small_sizes import COUNTS_OF_LAYERS, FEW, PARTICULAR, PARTS_SET, SMALL
 
 __all__ = ["small_configs"]
 

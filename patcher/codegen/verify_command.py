@@ -1,0 +1,71 @@
+"""`patcher codegen verify CONFIG`: small models of a file beside stock and the runtime patch."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from patcher.errors import PatcherError
+
+#: What `patcher codegen` does with arguments that name no command.
+DEFAULT = "generate"
+
+
+class WithDefault(TyperGroup):
+    """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
+
+
+def verify(
+    module: Annotated[str, typer.Argument(metavar="CONFIG", help="The module of a config, or the path of its file.")],
+    config_name: Annotated[
+        str | None, typer.Option("--config-name", "-c", help="Variable that holds the config [default: config]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="CLASS", help="The model to run [default: until all patches ran]")
+    ] = None,
+    folder: Annotated[
+        str | None, typer.Option("--model-config", metavar="FOLDER", help="A small config of it [default: made]")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", help="How far outputs may be from stock's, relative to their size.")
+    ] = None,
+    partly: Annotated[bool, typer.Option("--partly", help="Patches that never ran may pass.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
+) -> None:
+    """Run small models of a file beside stock and beside the runtime patch; exit with 1 if something is wrong."""
+    from patcher.codegen import verify
+    from patcher.codegen.files.projects import load_configs
+
+    try:
+        right, told = True, []
+        for config in load_configs(module, config_name):
+            found = verify(
+                config,
+                model_class=model,
+                model_config=_read(folder),
+                tolerance=tolerance,
+                partly=partly,
+            )
+            right = right and found.passed
+            told.append(found.to_dict() if as_json else found)
+        typer.echo(json.dumps(told, indent=2) if as_json else "\n".join(map(str, told)))
+    except (PatcherError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if not right:
+        raise typer.Exit(1)
+
+
+def _read(folder: str | None) -> Any:
+    """The config in a folder."""
+    if folder is None:
+        return None
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)

@@ -1,0 +1,477 @@
+"""Is a generated file right? `patcher.codegen.verify(config)`, and `patcher codegen verify` on the command line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from patcher.codegen.bridges.to_patcher import to_patcher
+from patcher.codegen.generation.generator import Generated, build
+from patcher.codegen.spec import External, Patch, PatchKind, PatchSpec
+from patcher.construction.in_force import unpatched
+from patcher.display import Shown, Table
+from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
+from patcher.spec.patcher import Patcher
+from patcher.verification.comparing import Pair, UncheckedError, said
+from patcher.verification.inputs import NoInputsError, Pass, chosen_passes
+from patcher.verification.numerics import Difference, differences
+from patcher.verification.saved import save_stage
+from patcher.verification.small_configs import small_configs
+from patcher.verification.training import learned
+from patcher.verification.verify import global_state_kept, random_checkpoint
+
+#: Which models of a module are tried first: those that hold the others.
+_ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "For", "")
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """One model of a generated file, beside stock and beside the runtime patch.
+
+    Attributes:
+        name: its class.
+        patched: whether the runtime patch changes it.
+        inputs: how many inputs it was run on.
+        outputs: the largest difference of its outputs from stock's: (absolute, relative).
+        gradients: the same of its gradients, in the layout of the checkpoint; None where stock can't be trained.
+        tensors: how many tensors it saves.
+        failures: what is wrong.
+    """
+
+    name: str
+    patched: bool
+    inputs: int
+    outputs: tuple[float, float]
+    gradients: tuple[float, float] | None
+    tensors: int
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileVerification(Shown):
+    """What `patcher.codegen.verify` found.
+
+    Attributes:
+        source: the module that is patched.
+        file: the name of the file.
+        models: what was run, in this order.
+        unrun: the patches that no model has run.
+        failures: what is wrong.
+        skipped: (class, why) of models that could not be run.
+        seconds: the time that it took.
+    """
+
+    source: str
+    file: str
+    models: tuple[VerifiedModel, ...] = ()
+    unrun: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return bool(self.models) and not self.failures
+
+    def raise_on_failure(self) -> None:
+        """Raise if something is wrong.
+
+        Raises:
+            VerificationError: with all that is.
+        """
+        if not self.passed:
+            raise VerificationError(f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers, for JSON; `passed` besides."""
+        return super().to_dict() | {"models": [dict(vars(model)) for model in self.models], "passed": self.passed}
+
+    def _headline(self) -> str:
+        return f"{self.file}, of {self.source}: {'right' if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
+
+    def _tables(self) -> Iterator[Table]:
+        rows: list[tuple[str, ...]] = []
+        for each in self.models:
+            figures = [each.outputs, each.gradients]
+            apart = [f"{one[0]:.3g} ({one[1]:.3g})" if one is not None else "-" for one in figures]
+            state = "FAILED" if each.failures else "passed" if each.patched else "unpatched"
+            rows.append((each.name, state, str(each.inputs), *apart, str(each.tensors)))
+        heads = ("model", "", "inputs", "outputs (relative)", "gradients (relative)", "tensors saved")
+        yield Table("Models, and how far they are from stock", heads, rows)
+        yield Table("Wrong", ("what",), [(text,) for text in self.failures])
+        yield Table("Patches that never ran", ("patch",), [(text,) for text in self.unrun])
+        yield Table("Not run", ("model", "why"), list(self.skipped))
+
+
+def verify(
+    config: PatchSpec,
+    *,
+    model_class: str | type[PreTrainedModel] | None = None,
+    model_config: PretrainedConfig | None = None,
+    tolerance: float | None = None,
+    partly: bool = False,
+    seed: int = 0,
+) -> FileVerification:
+    """Run small models of a generated file beside stock and beside the runtime patch of the same config.
+
+    >>> from patcher.codegen import PatchConfig, verify
+    >>> config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+    >>> _ = config.replace_function("rotate_half", "def rotate_half(x):\\n    return x.roll(x.shape[-1] // 2, -1)\\n")
+    >>> found = verify(config)
+    >>> found.passed, found.models[0].name, found.models[0].outputs[0] > 0.01  # the sign is missing
+    (True, 'LlamaForCausalLM', True)
+
+    A checkpoint of random weights is made by stock, of a small config. It is read by stock, by the file, and by stock
+    with `config.to_patcher()`. File and runtime patch must compute the same to the bit, outputs and gradients, and
+    both save what stock saves, byte for byte. How far they are from stock is told in numbers: only the author of a
+    patch knows what is to differ. Models of the module are run until every patch has run.
+
+    Args:
+        config: the description of the file.
+        model_class: the model to run, or its name; by default those of the module, one with a head first.
+        model_config: a small config of it; by default one is made.
+        tolerance: how far outputs may be from stock's, relative to their magnitude; ten times that for gradients.
+        partly: let patches that never ran pass.
+        seed: of the weights.
+
+    Raises:
+        CodegenError: the file can't be generated or imported, or there is no such model.
+    """
+    started = time.perf_counter()
+    generated = build(config)
+    models: list[VerifiedModel] = []
+    skipped: list[tuple[str, str]] = []
+    with (
+        tempfile.TemporaryDirectory() as name,
+        global_state_kept(seed),
+        _quiet(),
+        _imported(generated, name) as module,
+    ):
+        original = importlib.import_module(config.source_module)
+        patcher, wrong = _patcher(config, generated)
+        ran = _Ran(generated, module)
+        for number, stock in enumerate(_candidates(config, original, module, model_class)):
+            if models and not ran.missing() and model_class is None:
+                break
+            scratch = Path(name) / str(number)
+            run = _Run(stock, getattr(module, stock.__name__), patcher, scratch, tolerance, seed)
+            try:
+                with ran.noted():
+                    models.append(run.verified(model_config))
+            except UncheckedError as error:
+                skipped.append((stock.__name__, str(error)))
+        unrun = tuple(ran.missing()) if models else ()
+    failures = [*wrong, *(f"{model.name}: {text}" for model in models for text in model.failures)]
+    failures += [] if partly else [f"{text} never ran" for text in unrun]
+    if not models:
+        failures += [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
+    return FileVerification(
+        source=config.source_module,
+        file=config.target_file,
+        models=tuple(models),
+        unrun=unrun,
+        failures=tuple(failures),
+        skipped=tuple(skipped),
+        seconds=time.perf_counter() - started,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logs: Any = transformers_logging
+    shown, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()
+    logs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if shown:
+            logs.enable_progress_bar()
+
+
+@contextmanager
+def _imported(generated: Generated, folder: str) -> Iterator[ModuleType]:
+    """The file, written and imported as others will import it: from outside of transformers."""
+    path = Path(folder, generated.config.target_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(generated.text.removeprefix("\ufeff"), generated.source.encoding, newline="")
+    name = f"_verified_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise CodegenError(
+                f"{generated.config.where}: {generated.config.target_file} can't be imported: {said(error)}"
+            ) from error
+        yield module
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+def _patcher(config: PatchSpec, generated: Generated) -> tuple[Patcher | None, list[str]]:
+    """The runtime patch; None where it would change nothing."""
+    if not generated.patches:
+        return None, []
+    try:
+        return to_patcher(config), []
+    except CodegenError as error:
+        if "to_patcher() would change nothing" in str(error):
+            return None, []
+        return None, [f"the runtime patch: {error}"]
+
+
+def _candidates(
+    config: PatchSpec, original: ModuleType, module: ModuleType, asked: str | type[PreTrainedModel] | None
+) -> list[type[PreTrainedModel]]:
+    """The models of the module that the file has as well, in the order in which they are tried."""
+    found = {
+        name: value
+        for name, value in vars(original).items()
+        if isinstance(value, type) and issubclass(value, PreTrainedModel) and value.__module__ == original.__name__
+        if getattr(value, "config_class", None) is not None and isinstance(vars(module).get(name), type)
+    }
+    if asked is not None:
+        name = asked if isinstance(asked, str) else asked.__name__
+        if name not in found:
+            raise config.error(f"verify() found no model {name!r} in {original.__name__}, only {', '.join(found)}.")
+        return [found[name]]
+    bases = {base for value in found.values() for base in value.__bases__ if base.__name__.endswith("PreTrainedModel")}
+    names = [name for name, value in found.items() if value not in bases]
+    return [found[name] for name in sorted(names, key=lambda each: [part in each for part in _ORDER].index(True))]
+
+
+class _Run:
+    """Stock, file and runtime patch of one model."""
+
+    def __init__(
+        self,
+        stock_class: Any,
+        file_class: Any,
+        patcher: Patcher | None,
+        scratch: Path,
+        tolerance: float | None,
+        seed: int,
+    ) -> None:
+        self.stock_class, self.file_class, self.patcher = stock_class, file_class, patcher
+        self.scratch, self.tolerance, self.seed = scratch, tolerance, seed
+        self.failures: list[str] = []
+
+    def verified(self, config: PretrainedConfig | None) -> VerifiedModel:
+        """What is found of it.
+
+        Raises:
+            UncheckedError: stock can't be run.
+        """
+        stock, passes = self._stock(config)
+        models = {"file": self._loaded("the file", self.file_class)}
+        if self.patcher is not None:
+            models["runtime patch"] = self._loaded("the runtime patch", self.stock_class, patcher=self.patcher)
+        patched = models.get("runtime patch") is not None
+        outputs, trained = self._computed(stock, models, passes)
+        tensors = self._saved(stock, models)
+        return VerifiedModel(
+            self.stock_class.__name__, patched, len(passes), outputs, trained, tensors, tuple(self.failures)
+        )
+
+    def _stock(self, config: PretrainedConfig | None) -> tuple[Any, list[Pass]]:
+        errors: list[str] = []
+        try:
+            configs = iter([config]) if config is not None else small_configs(self.stock_class.config_class)
+            for number, each in enumerate(configs):
+                try:
+                    folder = self.scratch / f"checkpoint_{number}"
+                    unpatched(partial(random_checkpoint, self.stock_class, each, folder, self.seed))
+                    stock = _aligned(self.stock_class.from_pretrained(folder))
+                    passes = chosen_passes(stock)
+                except NoInputsError as error:
+                    errors.append(f"it runs with no inputs: {error}")
+                except Exception as error:  # a config that is no use
+                    errors.append(said(error))
+                else:
+                    self.folder = folder
+                    return stock, passes
+        except Exception as error:  # no config can be made
+            errors.append(said(error))
+        raise UncheckedError(errors[0] if errors else "no small config")
+
+    def _loaded(self, what: str, cls: Any, **options: Any) -> Any:
+        try:
+            return _aligned(cls.from_pretrained(self.folder, **options))
+        except UnmatchedPatchError:
+            if options:  # of parts that this model doesn't have
+                return None
+            raise
+        except Exception as error:
+            self.failures.append(f"{what} can't be loaded: {said(error)}")
+            return None
+
+    def _computed(self, stock: Any, models: dict[str, Any], passes: list[Pass]) -> tuple[Any, Any]:
+        """How far the file is from stock, in outputs and in gradients; what is wrong besides is noted."""
+        expected = {one.name: one.results(stock) for one in passes}
+        found: dict[str, tuple[dict[str, Any], Any]] = {}
+        trainable = True
+        try:
+            with torch.enable_grad():
+                gradients = learned(stock, passes, self.seed)[1]
+        except Exception:  # stock itself
+            trainable, gradients = False, {}
+        for what, model in models.items():
+            if model is None:
+                continue
+            try:
+                with torch.enable_grad():
+                    results = {one.name: {k: v.detach() for k, v in one.results(model).items()} for one in passes}
+                    found[what] = results, learned(model, passes, self.seed)[1] if trainable else {}
+            except Exception as error:
+                self.failures.append(f"the {what} raises {said(error)}")
+        if len(found) == 2:
+            (one, first), (other, second) = found.values()
+            self._must_equal([(name, one[name], other[name]) for name in one], "outputs")
+            self._must_equal([("all inputs", first, second)], "gradients")
+        if "file" not in found:
+            return (float("inf"), float("inf")), None
+        results, trained = found["file"]
+        gaps = [differences(results[name], expected[name]) for name in results]
+        worst = max(gaps, key=lambda gap: gap.share, default=Difference(0.0, 0.0, 0.0))
+        learnt = differences(trained, gradients) if trainable else None
+        unpatched_model = self.patcher is not None and models.get("runtime patch") is None
+        for gap, factor, what in ((worst, 1.0, "outputs"), (learnt, 10.0, "gradients")):
+            allowed = 0.0 if unpatched_model else None if self.tolerance is None else factor * self.tolerance
+            if gap is not None and allowed is not None and not gap.within(allowed):
+                self.failures.append(f"the file's {what} are {gap.absolute:.3g} from stock's, in {gap.where}")
+        return (worst.absolute, worst.relative), None if learnt is None else (learnt.absolute, learnt.relative)
+
+    def _must_equal(self, pairs: list[tuple[str, dict[str, Any], dict[str, Any]]], what: str) -> None:
+        for name, mine, theirs in pairs:
+            gap = differences(mine, theirs)
+            if gap.absolute:
+                place = f"on {name}, in {gap.where}"
+                self.failures.append(f"{what} of file and runtime patch differ {place}: by {gap.absolute:.3g}")
+                return
+
+    def _saved(self, stock: Any, models: dict[str, Any]) -> int:
+        count = 0
+        for number, (what, model) in enumerate(models.items()):
+            if model is None:
+                continue
+            try:
+                stage = save_stage(Pair(stock, model), self.scratch / f"saved_{number}")
+            except UncheckedError:
+                continue
+            except Exception as error:
+                self.failures.append(f"the {what} can't be saved: {said(error)}")
+                continue
+            count = int(stage.figures[0][1])
+            if not stage.passed:
+                self.failures.append(f"the {what} saves another checkpoint than stock: {stage.message}")
+        return count
+
+
+def _aligned(model: Any) -> Any:
+    """The model, its weights where memory is allocated for them: where they lie in a file decides the last bits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
+class _Ran:
+    """Which patches of a file have run: the code of each is known by its lines."""
+
+    def __init__(self, generated: Generated, module: ModuleType) -> None:
+        self.file = str(module.__file__)
+        nodes = _definitions(ast.parse(generated.text.removeprefix("\ufeff")).body)
+        self.left: dict[str, tuple[list[tuple[int, int]], set[CodeType]]] = {}
+        for patch in generated.patches:
+            if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
+                continue  # how the models of a file read and write, which isn't the author's
+            label = f"{patch.kind.value} {patch.target}"
+            lines = [
+                (min([node.lineno, *(part.lineno for part in node.decorator_list)]), node.end_lineno or node.lineno)
+                for node in nodes.get(_target(patch), ())
+            ]
+            codes = _codes(module, patch)
+            if lines or codes:
+                self.left[label] = lines, codes
+
+    def missing(self) -> list[str]:
+        """Those that haven't."""
+        return list(self.left)
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what runs."""
+        seen: set[CodeType] = set()
+
+        def note(frame: Any, event: str, _: object) -> None:
+            if event == "call":
+                seen.add(frame.f_code)
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            ran = {code.co_firstlineno for code in seen if code.co_filename == self.file}
+            for label, (lines, codes) in list(self.left.items()):
+                if seen & codes or any(first <= line <= last for first, last in lines for line in ran):
+                    del self.left[label]
+
+
+def _target(patch: Patch) -> str:
+    parts = patch.target.split(".")
+    if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
+        parts.pop()
+    return ".".join([*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts)
+
+
+def _definitions(body: list[ast.stmt], around: str = "") -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{around}{node.name}"
+            found.setdefault(name, []).append(node)
+            inner = _definitions(node.body, f"{name}.") if isinstance(node, ast.ClassDef) else {}
+        else:
+            parts = (part for name in ("body", "orelse", "finalbody") for part in getattr(node, name, ()))
+            inner = _definitions([*parts, *(s for h in getattr(node, "handlers", ()) for s in h.body)], around)
+        for name, nodes in inner.items():
+            found.setdefault(name, []).extend(nodes)
+    return found
+
+
+def _codes(module: ModuleType, patch: Patch) -> set[CodeType]:
+    """The code of a replacement that the file imports."""
+    if not isinstance(patch.replacement, External):
+        return set()
+    value: Any = importlib.import_module(patch.replacement.module)
+    for part in patch.replacement.name.split("."):
+        value = getattr(value, part)
+    parts = list(vars(value).values()) if isinstance(value, type) else [value]
+    functions = (getattr(part, "__func__", part) for part in parts)
+    return {part.__code__ for part in functions if isinstance(part, FunctionType)}

@@ -1,0 +1,161 @@
+"""`patcher.codegen.verify` and `patcher codegen verify`: what is right passes, and each wrong is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from patcher.cli import app
+from patcher.codegen import PatchConfig, verify
+from patcher.errors import CodegenError, VerificationError
+from tests.support import tiny
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def llama(*patches: tuple[str, str, str]) -> PatchConfig:
+    config = PatchConfig(LLAMA, "patched_modeling_llama.py")
+    for method, target, text in patches:
+        getattr(config, method)(target, text)
+    return config
+
+
+def small() -> LlamaConfig:
+    return tiny.tiny_llama_config(num_hidden_layers=1)
+
+
+RIGHT = (
+    "replace_function",
+    "rotate_half",
+    "def f(x):\n    a, b = x.chunk(2, -1)\n    return torch.cat((-b, a), -1)\n",
+)
+OTHER = ("override_method", "LlamaMLP.forward", "def forward(self, x):\n    return self.down_proj(self.up_proj(x))\n")
+BUFFER = (
+    "def more(original_init, self, config):\n    original_init(self, config)\n"
+    "    self.register_buffer('mine', torch.ones(1))\n"
+)
+HOME = (
+    "def forward(self, x):\n    return self.down_proj(self.up_proj(x)) * (1 + __name__.startswith('transformers'))\n"
+)
+FAILS = (
+    "def forward(self, x):\n    if not __name__.startswith('transformers'):\n        raise ValueError('here')\n"
+    "    return x\n"
+)
+UNUSED = ("override_method", "LlamaForTokenClassification.mine", "def f(self):\n    pass\n")
+
+
+def test_what_is_right_passes_and_what_differs_from_stock_is_told_in_numbers() -> None:
+    found = verify(llama(RIGHT), model_config=small())
+    assert found.passed, str(found)
+    (model,) = found.models
+    assert (model.name, model.outputs, model.gradients, model.patched) == ("LlamaForCausalLM", (0, 0), (0, 0), True)
+    other = verify(llama(OTHER), model_config=small())
+    assert other.passed
+    assert other.models[0].outputs[0] > 0.01
+    assert "LlamaForCausalLM" in str(other)
+    assert other.to_dict()["models"][0]["outputs"] == other.models[0].outputs
+    strict = verify(llama(OTHER), model_config=small(), tolerance=1e-5)
+    assert [text.partition(" are ")[0] for text in strict.failures] == [
+        "LlamaForCausalLM: the file's outputs",
+        "LlamaForCausalLM: the file's gradients",
+    ]
+    with pytest.raises(VerificationError, match=r"patched_modeling_llama\.py is wrong:\n  LlamaForCausalLM: the file"):
+        strict.raise_on_failure()
+
+
+WRONG: dict[str, tuple[tuple[str, str, str], str]] = {
+    "another checkpoint": (
+        ("modify_init", "LlamaMLP", BUFFER),
+        r"the file saves another checkpoint than stock: .*mine",
+    ),
+    "another result in a file": (
+        ("override_method", "LlamaMLP.forward", HOME),
+        r"outputs of file and runtime patch differ on the model: .*, in logits: by ",
+    ),
+    "an error": (("override_method", "LlamaMLP.forward", FAILS), r"the file raises ValueError: here"),
+    "no forward": (
+        ("override_method", "LlamaMLP.__init__", "def f(self, config):\n    raise ValueError('never')\n"),
+        r"the file can't be loaded: ValueError: never",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told(case: str) -> None:
+    patch, message = WRONG[case]
+    found = verify(llama(patch), model_class="LlamaForCausalLM", model_config=small(), partly=True)
+    assert not found.passed
+    with pytest.raises(VerificationError, match=message):
+        found.raise_on_failure()
+
+
+def test_patches_that_never_ran_are_told_and_may_pass() -> None:
+    config = llama(RIGHT, UNUSED)
+    found = verify(config, model_class="LlamaForCausalLM", model_config=small())
+    assert found.unrun == ("override method LlamaForTokenClassification.mine",)
+    assert found.failures == ("override method LlamaForTokenClassification.mine never ran",)
+    assert verify(config, model_class="LlamaForCausalLM", model_config=small(), partly=True).passed
+
+
+@pytest.mark.slow
+def test_models_are_run_until_every_patch_has_run() -> None:
+    text = "def f(self, *args, **kwargs):\n    return super().forward(*args, **kwargs)\n"
+    found = verify(llama(RIGHT, ("override_method", "LlamaForTokenClassification.forward", text)))
+    assert found.passed, str(found)
+    names = [model.name for model in found.models]
+    assert names[0] == "LlamaForCausalLM"
+    assert names[-1] == "LlamaForTokenClassification"
+
+
+@pytest.mark.slow
+def test_a_model_whose_checkpoint_is_converted_and_a_decorator_that_dispatches() -> None:
+    config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
+    text = "def forward(self, hidden_states, *args):\n    return hidden_states\n"
+    config.override_method("MixtralExperts.forward", text)
+    with pytest.warns(UserWarning, match="may never run"):
+        stuck = verify(config, model_class="MixtralForCausalLM")
+    assert stuck.unrun == ("override method MixtralExperts.forward",)
+    config.drop_decorators("MixtralExperts", "use_experts_implementation")
+    assert verify(config).passed
+    text = "@classmethod\ndef f(cls):\n    return True\n"
+    config.override_method("MixtralPreTrainedModel.is_custom_code", text, new=True)  # the fault of old
+    assert "saves another checkpoint than stock: " in "".join(verify(config).failures)
+
+
+def test_what_can_not_be_run_raises_or_is_told() -> None:
+    with pytest.raises(CodegenError, match=r"verify\(\) found no model 'Llama' in .*, only .*LlamaForCausalLM"):
+        verify(llama(RIGHT), model_class="Llama")
+    config = llama(RIGHT)
+    config.add_post_import_block("raise ValueError('broken')")
+    with pytest.raises(CodegenError, match=r"patched_modeling_llama\.py can't be imported: ValueError: broken"):
+        verify(config)
+    bad = tiny.tiny_llama_config(num_key_value_heads=3)
+    found = verify(llama(RIGHT), model_class="LlamaForCausalLM", model_config=bad)
+    assert not found.passed
+    assert found.failures[0].startswith("no model could be run: LlamaForCausalLM: ")
+
+
+CONFIG = """
+from patcher.codegen import PatchConfig
+
+config = PatchConfig("transformers.models.llama.modeling_llama", "patched_modeling_llama.py")
+config.override_method("LlamaMLP.forward", "def forward(self, x):\\n    return self.down_proj(self.up_proj(x))\\n")
+"""
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "a_patch_gen_config.py"
+    path.write_text(CONFIG)
+    small().save_pretrained(tmp_path / "config")
+    command = ["codegen", "verify", str(path), "--model-config", str(tmp_path / "config")]
+    right = CliRunner().invoke(app, command)
+    assert right.exit_code == 0, right.output
+    assert "patched_modeling_llama.py, of transformers.models.llama.modeling_llama: right" in right.output
+    wrong = CliRunner().invoke(app, [*command, "--tolerance", "1e-6", "--json"])
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.stdout)[0]["passed"] is False
+    assert CliRunner().invoke(app, ["codegen", "verify", str(tmp_path / "none.py")]).exit_code == 1
