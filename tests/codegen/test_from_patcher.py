@@ -33,6 +33,11 @@ from tests.codegen.models import (
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 
+
+def small(name: str) -> Callable[[], PretrainedConfig]:
+    return lambda: next(small_configs(getattr(transformers, name)))
+
+
 #: case -> model class, config, what is fused, and the inputs where token ids are not enough
 CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str, Any] | None]] = {
     # projections of one input
@@ -139,6 +144,20 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["patch_embeddings", "qkv", "gate_up"],
         None,
     ),
+    # models in a model, which an Auto class builds
+    "Qwen3-VL": ("Qwen3VLForConditionalGeneration", small("Qwen3VLConfig"), ["qkv", "gate_up"], None),
+    "Qwen3-VL, all": (
+        "Qwen3VLForConditionalGeneration",
+        small("Qwen3VLConfig"),
+        ["patch_embeddings", "qkv", "gate_up"],
+        None,
+    ),
+    "Qwen3-VL-MoE": (
+        "Qwen3VLMoeForConditionalGeneration",
+        tiny.tiny_qwen3_vl_moe_config,
+        ["sequential_experts"],
+        None,
+    ),
     # experts
     "Mixtral": ("MixtralForCausalLM", tiny.tiny_mixtral_config, ["sequential_experts"], None),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", tiny.tiny_qwen2_moe_config, ["sequential_experts"], None),
@@ -203,18 +222,6 @@ class OtherNorm(torch.nn.RMSNorm):
 
 #: what no file of one module can do: the patcher, the model, and what is said
 REFUSED: dict[str, tuple[Patcher, str, str]] = {
-    "a fused part that an Auto class builds": (
-        Patcher(fusions="gate_up"),
-        "Qwen3VLForConditionalGeneration",
-        r"model\.language_model\.layers\.0\.mlp changes, and model\.language_model around it is built by "
-        r"from_config\(\) of an Auto class, which gives the Qwen3VLTextModel of transformers, not that of the file\. "
-        r"Call from_patcher\(\) with Qwen3VLTextModel, or load with the patcher itself\.$",
-    ),
-    "a replaced part that an Auto class builds": (
-        Patcher({"Qwen3VLTextRMSNorm": OtherNorm}),
-        "Qwen3VLForConditionalGeneration",
-        r"model\.language_model around it is built by from_config\(\) of an Auto class",
-    ),
     "a part of another module": (
         Patcher(fusions="patch_embeddings"),
         "LlavaForConditionalGeneration",
@@ -226,6 +233,22 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
         r"spatial_reduction is not fused, .*no class of .*modeling_pvt_v2 builds those that are, and no others",
     ),
 }
+
+
+def test_a_replaced_part_of_a_part_that_an_auto_class_builds(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    cls = transformers.Qwen3VLForConditionalGeneration
+    folder = tiny.save_tiny(small("Qwen3VLConfig")(), tmp_path / "checkpoint", model_class=cls)
+    patcher = Patcher({"Qwen3VLTextRMSNorm": OtherNorm})
+    described = PatchConfig.from_patcher(patcher, cls)
+    models = [
+        cls.from_pretrained(folder, patcher=patcher),
+        imported(described).__dict__[cls.__name__].from_pretrained(folder),
+    ]
+    assert type(models[1].model.language_model).__module__ == type(models[1]).__module__
+    assert type(models[1].model.language_model.norm).__mro__[1] is torch.nn.RMSNorm
+    assert_equal_models(models, cls.from_pretrained(folder), tmp_path / "saved")
 
 
 @pytest.mark.parametrize("case", REFUSED)
