@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import Split, WeightConverter
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
@@ -30,6 +31,7 @@ from tests.codegen.models import (
     clip,
     text_config,
 )
+from tests.codegen.split_parts import Negated, SplitMLP
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 
@@ -249,6 +251,22 @@ def test_a_replaced_part_of_a_part_that_an_auto_class_builds(
     assert type(models[1].model.language_model).__module__ == type(models[1]).__module__
     assert type(models[1].model.language_model.norm).__mro__[1] is torch.nn.RMSNorm
     assert_equal_models(models, cls.from_pretrained(folder), tmp_path / "saved")
+
+
+def test_an_operation_that_reads_parameters_of_the_model(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    """In a load of the file it is given the model of the file, as the patched one in a load with the patcher."""
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    conversion = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Negated(Split(dim=0))])
+    patcher = Patcher({"Phi3MLP": SplitMLP}, extra_weight_conversions=conversion)
+    folder = tiny.save_tiny(text_config("Phi3Config"), tmp_path / "checkpoint")
+    stock = transformers.Phi3ForCausalLM.from_pretrained(folder)
+    patched = transformers.Phi3ForCausalLM.from_pretrained(folder, patcher=patcher)
+    module: Any = imported(PatchConfig.from_patcher(patcher, transformers.Phi3ForCausalLM))
+    mine = module.Phi3ForCausalLM.from_pretrained(folder)
+    assert_equal_models([patched, mine], stock, tmp_path / "saved")
+    torch.testing.assert_close(logits(mine), logits(stock), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", REFUSED)
