@@ -194,8 +194,11 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
     try:
         if zipped := zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if any(item.compress_type or item.file_size > _LARGEST for item in _pickles(archive)):
-                    raise ValueError("its pickle is compressed, or larger than any model needs")
+                members = archive.infolist()
+                if any(item.compress_type for item in members):
+                    raise ValueError("a part of it is compressed, as torch writes none")
+                if any(item.file_size > _LARGEST for item in members if item.filename.endswith(".pkl")):
+                    raise ValueError("its pickle is larger than any model needs")
         # What was written before torch 1.6 is no archive, and can't be mapped.
         held = torch.load(path, map_location="meta", mmap=zipped, weights_only=True)
         if others := [key for key, value in held.items() if not isinstance(key, str) or not torch.is_tensor(value)]:
@@ -206,10 +209,6 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
             f"{path} is no state dict that a load could read: {_reason(error)}. Fetch it again, from a source that "
             "you trust."
         ) from error
-
-
-def _pickles(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    return [item for item in archive.infolist() if item.filename.endswith(".pkl")]
 
 
 def _check_file(path: Path, largest: int | None = _LARGEST) -> None:

@@ -107,7 +107,7 @@ class _Records(list[T]):
     def insert(self, index: SupportsIndex, given: Any) -> None:
         super().insert(index, self.made(given))
 
-    def __iadd__(self, given: Iterable[Any]) -> Self:  # type: ignore[misc]
+    def __iadd__(self, given: Iterable[Any]) -> Self:  # type: ignore[override,misc]
         self.extend(given)
         return self
 

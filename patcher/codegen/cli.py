@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,13 +66,25 @@ def codegen(
     from patcher.codegen.files.checker import check
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 
+    given = {
+        "CONFIG": module,
+        "-o": output_dir,
+        "-c": config_name,
+        "--list": list_configs,
+        "--all": every,
+        "--dry-run": dry_run,
+        "--diff": diff,
+        "--manifest": with_manifest,
+        "--check": check_only,
+        "--fix": fix,
+        "--rebase": rebase,
+        "--format": formatted,
+        "-v": verbose,
+    }
+    _refuse([name for name, value in given.items() if value])
     try:
         settings = read_settings()
         formatted = formatted or settings.formatted
-        if fix and not check_only:
-            raise typer.BadParameter("--fix belongs to --check.")
-        if rebase and not check_only:
-            raise typer.BadParameter("--rebase belongs to --check.")
         if list_configs:
             _list(discover(settings))
         elif check_only:
@@ -79,15 +94,75 @@ def codegen(
             typer.echo("\n".join([*map(str, results), f"{len(results)} checked, {bad} to mend"]))
             if bad:
                 raise typer.Exit(1)
-        elif every or module:
-            for entry in map(str, discover(settings) if every else [module]):
-                for config in load_configs(entry, config_name if not every else None):
-                    _generate(config, output_dir, diff, with_manifest, dry_run, formatted, verbose)
         else:
-            raise typer.BadParameter("Name a config, or use --list, --all or --check.")
+            how = functools.partial(
+                _generate,
+                output_dir=output_dir,
+                diff=diff,
+                with_manifest=with_manifest,
+                dry_run=dry_run,
+                formatted=formatted,
+                verbose=verbose,
+            )
+            if every:
+                _generate_all([str(path) for path in discover(settings)], how, output_dir)
+            else:
+                for config in load_configs(str(module), config_name):
+                    how(config)
     except CodegenError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+#: What can't act together, and what to do instead.
+_APART = {
+    "--list": (
+        {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--manifest", "--check", "--format", "-v"},
+        "--list only names the configs of the project. Leave {other} out.",
+    ),
+    "--check": (
+        {"-c", "--all", "--dry-run", "--diff", "--manifest", "-v"},
+        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {other} out.",
+    ),
+    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {other} out, or --all."),
+    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {other} out."),
+}
+
+
+def _refuse(given: Collection[str]) -> None:
+    """Raise for options that can't act together."""
+    for name in (name for name in ("--fix", "--rebase") if name in given and "--check" not in given):
+        raise typer.BadParameter(f"{name} belongs to --check.")
+    if not {"CONFIG", "--list", "--all", "--check"} & set(given):
+        raise typer.BadParameter("Name a config, or use --list, --all or --check.")
+    for name in (name for name in _APART if name in given):
+        others, advice = _APART[name]
+        for other in (other for other in given if other in others):
+            raise typer.BadParameter(advice.format(other=other))
+
+
+def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir: Path | None) -> None:
+    """Generate from every config; those that fail are named at the end, and don't keep the others from their files."""
+    from patcher.codegen.files.projects import load_configs
+    from patcher.codegen.files.writer import output_folder
+    from patcher.codegen.generation.header import config_path
+
+    failed: list[str] = []
+    written: dict[Path, str] = {}
+    for label, path in zip(map(config_path, paths), paths, strict=True):
+        try:
+            for config in load_configs(path):
+                file = output_folder(config, output_dir) / config.target_file
+                if file in written:
+                    raise config.error(f"{file} is the file of {written[file]} already. Give one another target_file.")
+                how(config)
+                written[file] = label
+        except CodegenError as error:
+            typer.echo(f"error: {label}: {error}", err=True)
+            failed.append(label)
+    if failed:
+        typer.echo(f"{len(failed)} of {len(paths)} configs failed: {', '.join(failed)}", err=True)
+        raise typer.Exit(1)
 
 
 def _list(paths: list[Path]) -> None:
@@ -124,7 +199,6 @@ def _generate(
     from patcher.codegen.files.manifest import manifest_path
     from patcher.codegen.files.rebase import changed_originals
     from patcher.codegen.files.writer import (
-        diff_of,
         diff_path,
         final_text,
         output_folder,
@@ -132,8 +206,13 @@ def _generate(
         write_generated,
     )
     from patcher.codegen.generation.generator import build
+    from patcher.source.differences import diff_of
 
-    generated = build(config)
+    gc.freeze()  # what the config imported, torch for example, is gone through time and again else
+    try:
+        generated = build(config)
+    finally:
+        gc.unfreeze()
     folder = output_folder(config, output_dir)
     path = folder / config.target_file
     if verbose:
@@ -154,7 +233,7 @@ def _generate(
         typer.echo(unified_diff(generated, final_text(generated, formatted=formatted)), nl=False)
     else:
         text = final_text(generated, formatted=formatted)
-        old = path.read_text(generated.source.encoding) if path.is_file() else ""
+        old = path.read_text(generated.source.encoding, "replace") if path.is_file() else ""
         changes = diff_of(old, text, "on the disk", "generated", context=1)
         state = "create" if not path.is_file() else "change" if changes else "leave as it is"
         typer.echo(f"would {state} {path} ({len(text.splitlines())} lines)")

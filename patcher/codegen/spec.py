@@ -10,6 +10,7 @@ from typing import Any
 
 from patcher.codegen.additions import Blocks, Helpers, Import, Names
 from patcher.errors import CodegenError
+from patcher.source.definitions import ACCESSORS
 from patcher.source.reading import Location, Source, caller, caller_module
 
 
@@ -113,7 +114,6 @@ class Patch:
 
 #: what other generators call it
 PatchType = PatchKind
-ACCESSORS = ("setter", "deleter", "getter")  # of a property, the last part of "Class.name.setter"
 
 
 class PatchSpec:

@@ -61,6 +61,9 @@ class SourceModule:
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 
 
+_CODING = re.compile(rb"coding[:=]")
+
+
 def lines_of(text: str) -> list[str]:
     """The lines that Python counts, with their newlines: a form feed ends none, unlike in `str.splitlines`."""
     return _LINE.findall(text)
@@ -101,11 +104,37 @@ def load(name: str, where: Location) -> SourceModule:
             f"{'compiled or built in' if spec.origin else 'a folder without __init__.py'}. "
             "Name the module that defines the classes."
         )
-    data = path.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    text, encoding = read_python(path)
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
     return SourceModule(name, package, path, text, encoding)
+
+
+def read_python(path: Path) -> tuple[str, str]:
+    """The text of a Python file, without its byte order mark, and its encoding.
+
+    Raises:
+        CodegenError: with the line, for an unknown encoding, and for bytes that no Python file in its encoding has.
+    """
+    data = path.read_bytes()
+    wrong, offset = "", data.find(b"\0")
+    encoding = "utf-8"
+    if offset >= 0:
+        wrong = "a NUL byte"
+    else:
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            return data.removeprefix(codecs.BOM_UTF8).decode(
+                "utf-8" if encoding == "utf-8-sig" else encoding
+            ), encoding
+        except UnicodeDecodeError as error:
+            wrong, offset = f"the byte {error.object[error.start]:#x}, which {encoding} has not", error.start
+        except SyntaxError as error:  # in one of the first two lines, and it says no line
+            found = _CODING.search(data)
+            wrong, offset = str(error), found.start() if found else 0
+    line = data.count(b"\n", 0, offset) + 1
+    raise CodegenError(
+        f"{Location(str(path), line)}: this file can't be read as Python, which finds {wrong}. Save it as UTF-8."
+    )
 
 
 def _missing_part(name: str) -> str:

@@ -105,6 +105,7 @@ def definition_of(obj: Any) -> Definition:
     return _definition_in(inspect.getsource(obj))
 
 
+@functools.lru_cache(maxsize=256)  # of the patches of a config: each is looked at by several checks
 def _definition_in(text: str) -> Definition:
     (node,) = ast.parse(dedented(text)).body
     if not isinstance(node, _DEFINITIONS):
@@ -166,12 +167,12 @@ def read_source(obj: Any, asked: str, where: Location, site: Location | None = N
         )
     text = "".join(lines)
     try:
-        tree = _parse(text)
+        _parse(text)
     except SyntaxError as error:
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} does not parse: {error}"
         ) from error
-    found = _decorated_on(tree, site.line) if site is not None else _pick(tree, name, inner)
+    found = _decorated_on(text, site.line) if site is not None else _pick(text, name, inner)
     if found is None:
         raise CodegenError(
             f"{where}: {asked} needs the source of {name!r}, but {file} no longer defines it where Python read it. "
@@ -224,14 +225,23 @@ def _lines(file: str, obj: Any) -> list[str]:
 def file_tree(file: str) -> ast.Module:
     """The syntax tree of a file as Python last read it; an empty one where there is none."""
     try:
-        return _parse("".join(linecache.getlines(file)) if file else "")
+        return _parse(_text_of(file))
     except SyntaxError:
         return ast.Module([], [])
 
 
-@functools.lru_cache(maxsize=4)
+def _text_of(file: str) -> str:
+    return "".join(linecache.getlines(file)) if file else ""
+
+
+@functools.lru_cache(maxsize=8)
 def _parse(text: str) -> ast.Module:
     return ast.parse(text)
+
+
+@functools.lru_cache(maxsize=8)
+def _definitions(text: str) -> tuple[Definition, ...]:
+    return tuple(node for node in ast.walk(_parse(text)) if isinstance(node, _DEFINITIONS))
 
 
 def first_line(node: Definition) -> int:
@@ -239,28 +249,28 @@ def first_line(node: Definition) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _decorated_on(tree: ast.Module, line: int) -> Definition | None:
+def _decorated_on(text: str, line: int) -> Definition | None:
     """The definition with a decorator on this line, whatever its object is called by now."""
-    for node in ast.walk(tree):
-        if isinstance(node, _DEFINITIONS):
-            for decorator in node.decorator_list:
-                if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
-                    return node
+    for node in _definitions(text):
+        for decorator in node.decorator_list:
+            if decorator.lineno <= line <= (decorator.end_lineno or decorator.lineno):
+                return node
     return None
 
 
 def stands_as_decorator(site: Location) -> bool:
     """Whether the line that runs now is a decorator, not a call in a statement."""
-    return _decorated_on(file_tree(site.file), site.line) is not None
+    try:
+        return _decorated_on(_text_of(site.file), site.line) is not None
+    except SyntaxError:
+        return False
 
 
-def _pick(tree: ast.Module, name: str, obj: Any) -> Definition | None:
+def _pick(text: str, name: str, obj: Any) -> Definition | None:
     """The one definition that made this object, None when that can't be told."""
     is_class = inspect.isclass(obj)
     candidates: list[Definition] = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, _DEFINITIONS) and node.name == name and isinstance(node, ast.ClassDef) == is_class
+        node for node in _definitions(text) if node.name == name and isinstance(node, ast.ClassDef) == is_class
     ]
     if not is_class:
         line = obj.__code__.co_firstlineno

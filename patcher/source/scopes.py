@@ -63,7 +63,7 @@ def top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run when the body does: those of `if`, `try`, `with` and loops included."""
     for node in body:
         yield node
-        for block in () if isinstance(node, _DEFINITIONS) else _blocks(node):
+        for block in () if isinstance(node, _DEFINITIONS) else blocks(node):
             yield from top_level(block)
 
 
@@ -79,7 +79,7 @@ def every_statement(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
             yield from every_statement(inner if isinstance(inner, list) else ())
 
 
-def _blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+def blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
     """The blocks of a compound statement."""
     for field in ("body", "orelse", "finalbody"):
         yield getattr(node, field, [])
@@ -229,7 +229,7 @@ def _at_import(body: Sequence[ast.stmt], *, lazy_annotations: bool) -> Iterator[
         else:
             parts = [c for c in ast.iter_child_nodes(node) if not isinstance(c, (ast.stmt, ast.ExceptHandler))]
             yield from _loads([node.value] if lazy_annotations and isinstance(node, ast.AnnAssign) else parts)
-            for block in _blocks(node):
+            for block in blocks(node):
                 yield from _at_import(block, lazy_annotations=lazy_annotations)
 
 

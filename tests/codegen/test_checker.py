@@ -212,6 +212,7 @@ def test_the_list(project: Path) -> None:
     [
         ([], "Name a config, or use --list, --all or --check."),
         (["--fix"], "--fix belongs to --check."),
+        (["--rebase"], "--rebase belongs to --check."),
         (["nothing_of_this_name"], "nothing_of_this_name: there is no module 'nothing_of_this_name'. Give the name"),
         (["tests.nothing_here"], "tests.nothing_here: there is no module 'tests.nothing_here'. Give the name"),
         (["gone.py"], "there is no such config. Give the path of a file, or the name of a module."),
@@ -326,7 +327,14 @@ TYPED: list[tuple[str, int, str]] = [
         "configs/one/one_patch_gen_config.py:1: there is no PatchConfig named 'other'.",
     ),
     ("gone.py", 1, "gone.py: there is no such config."),
+    ("--all --manifest", 0, "wrote {file} and patched_modeling_checked.manifest.json\n"),
+    ("upstream", 0, ""),
+    ("--check --fix", 1, "patches code that has changed since the file was made:\n--- f (then)\n+++ f (now)\n"),
+    ("--check --rebase", 1, "  merged by --rebase, 1 conflicts: {side}\n"),
+    ("{config}", 0, "taken over: what replace_function('f') at "),
+    ("--check --fix", 0, "{config}: fixed\n"),
     ("--fix", 2, "--fix belongs to --check."),
+    ("--rebase", 2, "--rebase belongs to --check."),
 ]
 
 
@@ -334,7 +342,10 @@ TYPED: list[tuple[str, int, str]] = [
 def test_every_option_in_a_shell(project: Path) -> None:
     file = project / "configs" / "one" / "generated" / "patched_modeling_checked.py"
     for typed, status, expected in TYPED:
-        names = {"config": "configs/one/one_patch_gen_config.py", "file": file}
+        names = {"config": "configs/one/one_patch_gen_config.py", "file": file, "side": file.with_suffix(".rebase")}
+        if typed == "upstream":
+            (project / "lib" / "modeling_checked.py").write_text(SOURCE.replace("return x\n", "return x * 1\n"))
+            continue
         if typed == "edit":
             file.write_text(file.read_text().replace("return x + 1", "return 0"))
             continue

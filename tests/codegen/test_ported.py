@@ -51,8 +51,8 @@ def test_every_patch_is_in_the_file_with_its_comments(folder: Path) -> None:
     text = (folder / "patched_modeling_qwen3_gpu.py").read_text("utf-8")
     for lines in (
         "from torch.distributed import all_gather, all_reduce\n",
-        "from transformers.activations import ACT2FN\n",
-        "# [PATCHED CLASS] Qwen3RMSNorm\n# Why: Use fused kernel\n",
+        "from transformers.cache_utils import Cache, DynamicCache\n",
+        "# [PATCHED CLASS] Qwen3RMSNorm\n# Why: Use fused kernel\n# from ",
         "        # Optimized implementation with comments preserved\n",
         "# [PATCHED FUNCTION] apply_rotary_pos_emb\n# Why: Use fused RoPE\n",
         "# [MODIFIED CLASS] Qwen3Attention\n# Methods patched: ",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -141,7 +142,7 @@ def test_what_can_not_be_read_counts_as_converted(monkeypatch: pytest.MonkeyPatc
 def test_the_names_that_are_read_are_those_that_transformers_has() -> None:
     known = stock_conversions.converted()
     assert known is not None
-    conversions = transformers.conversion_mapping
+    conversions = importlib.import_module("transformers.conversion_mapping")
     assert {name for name in known if conversions.get_checkpoint_conversion_mapping(name)} >= {"mixtral", "ViTModel"}
     conversions.get_checkpoint_conversion_mapping("mixtral")
     assert conversions._checkpoint_conversion_mapping_cache.keys() <= known

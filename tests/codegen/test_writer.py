@@ -36,6 +36,8 @@ def test_the_header_says_what_where_from_and_how(config: PatchConfig) -> None:
         "#",
         "# What differs from the source:",
         "# - replace function f: one more",
+        "#",
+        "# Replaced originals: f b482dbe8",
         "# " + "-" * 88,
     ]
 

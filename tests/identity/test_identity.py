@@ -73,3 +73,24 @@ def test_a_package_that_another_import_left_as_paths_is_still_found(monkeypatch:
     spec = find_spec("transformers.models.llama.modeling_llama")
     assert spec is not None
     assert str(spec.origin).endswith("modeling_llama.py")
+
+
+BANNER = identity.BANNER.format(alarm="\U0001f6a8" * 48, path="src/a/modular_a.py", name="modular_a.py").encode()
+TRUE = b"# The source was itself generated, from src/a/modular_a.py.\n"
+IMPORTS = b"import os\nfrom a import x\n\n\ndef f(): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("generated", "problem"),
+    [
+        (HEADER + TRUE + IMPORTS, ""),
+        (HEADER + BANNER + IMPORTS, "the file doesn't start with a header"),
+        (HEADER + TRUE.replace(b"modular", b"other") + IMPORTS, "line 1 changed"),
+        (HEADER + IMPORTS, "the file doesn't start with a header"),
+        (HEADER + TRUE + IMPORTS.replace(b"import x", b"import y"), "line 3 imports something else"),
+    ],
+)
+def test_the_banner_is_the_one_more_difference(generated: bytes, problem: str) -> None:
+    problems = identity.text_problems(BANNER + SOURCE, generated)
+    assert problem in "\n".join(problems)
+    assert bool(problems) == bool(problem)

@@ -432,6 +432,17 @@ def test_whatever_bytes_are_changed_what_a_plan_finds_good_loads(
     shutil.rmtree(folder)
 
 
+def test_an_archive_with_a_compressed_part_is_refused(original: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(original["bin"], tmp_path / "model"))
+    file = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(original["bin"] / file.name) as archive, zipfile.ZipFile(file, "w") as changed:
+        for member in archive.infolist():
+            kind = zipfile.ZIP_DEFLATED if "/data/2" in member.filename else zipfile.ZIP_STORED
+            changed.writestr(member.filename, archive.read(member), compress_type=kind)
+    with pytest.raises(InvalidPatcherError, match="a part of it is compressed"):
+        patcher.plan(folder, OWN)
+
+
 # --- what waits for ever, or has no end: in a process that may be killed -------------------------------------------
 
 ENDLESS = """

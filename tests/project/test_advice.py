@@ -87,15 +87,17 @@ NO_ADVICE = {
     "Write a unified diff against the original beside it.": "help of an option",
     "With --check: write what drifted.": "help of an option",
     "Run ruff over what is generated.": "help of an option",
+    "Write what it was made of beside it, as JSON.": "help of an option",
+    "With --check: merge patches with changes of their originals, beside.": "help of an option",
     "Name every patch.": "help of an option",
     "leave as it is": "the state of a file",
     "replace class": "a word of a header",
     "replace function": "a word of a header",
-    "add helper {}": "a line of a header",
-    "add method {}": "a line of a header",
+    "add helper": "a word of a header",
+    "add method": "a word of a header",
     "add code behind the imports": "a line of a header",
-    "add import {}": "a line of a header",
-    "leave out {}": "a line of a header",
+    "add import": "a word of a header",
+    "leave out": "a word of a header",
 }
 #: Advice that no case can execute here.
 NOT_HERE = {

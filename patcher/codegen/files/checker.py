@@ -11,12 +11,13 @@ from pathlib import Path
 from patcher.codegen.files.manifest import manifest_path
 from patcher.codegen.files.projects import discover, load_configs, read_settings
 from patcher.codegen.files.rebase import OriginalChange, changed_originals, write_rebase
-from patcher.codegen.files.writer import diff_of, diff_path, files_of, output_folder, write_generated
+from patcher.codegen.files.writer import diff_path, files_of, output_folder, write_generated
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.generation.header import config_path, made_by
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source.call_sites import CallSites, shortened, why_unfit
+from patcher.source.differences import diff_of
 
 
 @dataclass(frozen=True)

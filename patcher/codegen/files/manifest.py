@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from patcher.codegen.generation.generator import Generated
-from patcher.codegen.generation.provenance import config_line, find, span
+from patcher.codegen.generation.provenance import config_line
+from patcher.source.definitions import find, span
 from patcher.source.reading import Location
 
 

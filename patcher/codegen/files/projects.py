@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType
 
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.modules import read_python
 from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
@@ -22,9 +24,19 @@ _IMPORTING = {__file__, importlib.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
+#: Where settings are, and what else may stand there: those of the existing generator work as they are.
+_TABLES = {
+    ("patcher", "codegen"): {"search_root", "format"},
+    ("patchgen",): {"search_root", "format", "package_prefix", "legacy_patches_prefix"},
+}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """`[tool.patcher.codegen]` of a project: `search_root`, one folder or several, and `format`."""
+    """`[tool.patcher.codegen]` of a project: `search_root`, one folder or several, and `format`.
+
+    A section `[tool.patchgen]` is read where there is no such section.
+    """
 
     search_root: tuple[Path, ...]
     formatted: bool
@@ -41,18 +53,19 @@ def read_settings(start: str | os.PathLike[str] | None = None) -> Settings:
     if file is None:
         return Settings((here,), False)
     try:
-        table = tomllib.loads(file.read_text("utf-8")).get("tool", {}).get("patcher", {}).get("codegen", {})
-    except tomllib.TOMLDecodeError as error:
+        tools = tomllib.loads(file.read_text("utf-8")).get("tool", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CodegenError(f"{file}: the project's settings can't be read: {error}") from error
-    if unknown := sorted(set(table) - {"search_root", "format"}):
-        raise CodegenError(
-            f"{file}: [tool.patcher.codegen] has no setting {unknown[0]!r}. It has search_root and format."
-        )
+    found = {names: functools.reduce(lambda table, name: table.get(name, {}), names, tools) for names in _TABLES}
+    names = next((names for names in _TABLES if found[names]), ("patcher", "codegen"))
+    table, section = found[names], f"[tool.{'.'.join(names)}]"
+    if unknown := sorted(set(table) - _TABLES[names]):
+        raise CodegenError(f"{file}: {section} has no setting {unknown[0]!r}. It has search_root and format.")
     roots = table.get("search_root", ".")
     folders = [file.parent / name for name in ([roots] if isinstance(roots, str) else roots)]
     for missing in (path for path in folders if not path.is_dir()):
         raise CodegenError(
-            f"{file}: search_root in [tool.patcher.codegen] names {missing.relative_to(file.parent).as_posix()!r}, "
+            f"{file}: search_root in {section} names {missing.relative_to(file.parent).as_posix()!r}, "
             "which is no folder of this project."
         )
     return Settings(tuple(folders), bool(table.get("format", False)))
@@ -85,6 +98,8 @@ def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
         raise
     except Exception as error:
         place, cause = _places(error, path)
+        if path.suffix == ".py":
+            read_python(path)  # Python says of many files only that they can't be read, and not where
         raise CodegenError(
             f"{place or module}: the config can't be imported: {type(error).__name__}: {error}"
             + (f", at {cause}" if cause else "")

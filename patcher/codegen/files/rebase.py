@@ -13,15 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.codegen.files.writer import diff_of, diff_path, lines_of_text, replace_all
-from patcher.codegen.generation.provenance import Provenance, config_line, find, fingerprint, recorded, span
+from patcher.codegen.files.writer import diff_path, replace_all
+from patcher.codegen.generation.provenance import Provenance, config_line, recorded
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.canonical import fingerprint
+from patcher.source.definitions import find, span
+from patcher.source.differences import diff_of, reversed_diff
 from patcher.source.indentation import dedented
-from patcher.source.modules import load
+from patcher.source.modules import lines_of, load
 from patcher.source.reading import Location, Source, own_decorators
-
-_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 
 
 @dataclass(frozen=True)
@@ -120,50 +121,9 @@ def _source_then(text: str, path: Path, wanted: dict[str, str]) -> tuple[str | N
     return old, ""
 
 
-def reversed_diff(diff: str, new: str) -> str:
-    """The text that a unified diff leads from, given the one that it leads to.
-
-    >>> from patcher.codegen.files.writer import exact_diff
-    >>> reversed_diff(exact_diff("one\\ntwo", "one\\n2\\n", "a", "b"), "one\\n2\\n")
-    'one\\ntwo'
-
-    Raises:
-        ValueError: the two don't fit together.
-    """
-    rows: list[str] = []
-    for row in lines_of_text(diff):
-        if row.startswith("\\"):  # no newline at the end of the file, said of the line above
-            rows[-1] = rows[-1].removesuffix("\n")
-        else:
-            rows.append(row)
-    lines, old, position = lines_of_text(new), list[str](), 0
-    rest = iter(rows[2:])
-    for head in rest:
-        match = _HUNK.match(head)
-        if match is None:
-            raise ValueError(f"no hunk: {head!r}")
-        left, begin, right = int(match[1] or 1), int(match[2]), int(match[3] or 1)
-        begin -= 1 if right else 0
-        if not position <= begin <= len(lines):
-            raise ValueError(f"a hunk out of order: {head!r}")
-        old += lines[position:begin]
-        position = begin
-        while left > 0 or right > 0:
-            row = next(rest, "")
-            sign, line = row[:1], row[1:]
-            if sign not in (" ", "+", "-") or (sign != "-" and lines[position : position + 1] != [line]):
-                raise ValueError(f"the text has no such line: {row!r}")
-            if sign != "-":
-                position, right = position + 1, right - 1
-            if sign != "+":
-                old.append(line)
-                left -= 1
-    return "".join([*old, *lines[position:]])
-
-
 def _cut(text: str, name: str) -> str:
     """The text of a definition, at the left; of all that have the name."""
-    lines = [line.rstrip("\r\n") for line in lines_of_text(text)]
+    lines = [line.rstrip("\r\n") for line in lines_of(text)]
     found = [span(node) for node in find(ast.parse(text), name)]
     return "\n".join(dedented("\n".join(lines[first - 1 : last]) + "\n") for first, last in found)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import io
 import os
 import shutil
 import subprocess
@@ -17,6 +15,7 @@ from patcher.codegen.files.manifest import manifest as manifest_of, manifest_pat
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source.differences import exact_diff
 from patcher.source.modules import load
 from patcher.source.reading import Location
 
@@ -138,23 +137,6 @@ def unified_diff(generated: Generated, text: str) -> str:
     """What a reviewer reads: the original against the generated text."""
     names = f"a/{generated.source.relative_path}", f"b/{generated.config.target_file}"
     return exact_diff(generated.source.text, text, *names)
-
-
-def lines_of_text(text: str) -> list[str]:
-    """Lines with their ends, as git has them: only `\\n` ends one."""
-    return io.StringIO(text, newline="\n").readlines()
-
-
-def exact_diff(old: str, new: str, old_name: str, new_name: str) -> str:
-    """A unified diff that keeps every character, as `git apply` takes it: either text follows from the other."""
-    lines = difflib.unified_diff(lines_of_text(old), lines_of_text(new), old_name, new_name)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def diff_of(old: str, new: str, old_name: str, new_name: str, context: int = 3) -> str:
-    """A unified diff of two texts, empty where all lines are the same."""
-    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), old_name, new_name, lineterm="", n=context)
-    return "".join(f"{line}\n" for line in lines)
 
 
 def run_ruff(text: str, name: str, where: Location) -> str:

@@ -1,5 +1,7 @@
 r"""A file while it is edited: each definition that no edit touches is one line, which is parsed in no time.
 
+In those that are touched, statements of functions that hold none of the names that are looked for are one line too.
+
 >>> text = "class A:\n    x = 1\n\n\ndef f(x):\n    return x\n"
 >>> folded = fold(text, ast.parse(text), touched={"f"})
 >>> print(folded.text)
@@ -17,40 +19,82 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from patcher.source.modules import lines_of
 from patcher.source.reading import Definition, first_line
+from patcher.source.scopes import blocks
 
 _INDENTED = re.compile(r"[ \t\f]+[^\s]")
 _GLOBAL = re.compile(r"^[ \t\f]*global\b|[:;][ \t]*global\b", re.MULTILINE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Folded:
     """A text with some of its definitions folded.
 
     Attributes:
         text: what is edited.
         indent: one step of the indentation of the whole text.
-        hidden: the definitions that it holds one line of each, without the last newline.
-        mark: the comment by which that line is known.
+        mark: the comment by which a line is known that stands for a definition.
+        hidden: the text behind each such line, without the last newline.
     """
 
     text: str
     indent: str
-    hidden: tuple[str, ...]
     mark: str
+    hidden: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """How the names begin that stand for statements."""
+        return f"{self.mark[2:]}_"
+
+    def hide(self, text: str) -> int:
+        """Keep a text, and return the number by which it is known."""
+        self.hidden.append(text)
+        return len(self.hidden) - 1
 
     def unfold(self, text: str) -> str:
-        """A text made from the folded one, with the definitions whose lines are left as they were."""
-        line = re.compile(rf"(?:\A|(?<=[\r\n]))(?:class|def) \w+[^\r\n]*{re.escape(self.mark)} (\d+)(?=[\r\n]|\Z)")
-        return line.sub(lambda match: self.hidden[int(match[1])], text)
+        """A text made from the folded one, with what its lines stand for where they are left as they were."""
+        definition = rf"(?:class|def) \w+[^\r\n]*{re.escape(self.mark)} (\d+)"
+        line = re.compile(rf"(?:\A|(?<=[\r\n]))(?:{definition}|[ \t\f]*{self.name}(\d+))(?=[\r\n]|\Z)")
+        return line.sub(lambda match: self.hidden[int(match[1] or match[2])], text)
+
+    def fold_statements(
+        self,
+        lines: list[str],
+        body: Sequence[ast.stmt],
+        words: Collection[str] = (),
+        indent: str = "",
+        newline: str = "\n",
+    ) -> None:
+        """Fold statements in the functions of a body that hold none of some words.
+
+        Args:
+            lines: what the body is part of, by the numbers of the syntax tree; a line that is folded away is empty.
+            body: statements.
+            words: names that must stay in sight.
+            indent: what every line gets in front in the file.
+            newline: that of the file.
+        """
+        said = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b") if words else None
+        for run in _runs(body, lines, said):
+            start, end = _start(run[0]), run[-1].end_lineno or 0
+            segment = "".join(lines[start - 1 : end])
+            if end > start and not _GLOBAL.search(segment) and (not indent or _moves(run, lines)):
+                code = segment.rstrip("\r\n")
+                first = lines[start - 1]
+                stub = f"{first[: len(first) - len(first.lstrip())]}{self.name}{{}}{segment[len(code) :]}"
+                if indent:
+                    code = "".join(indent + line if line.strip() else line for line in lines_of(code))
+                stub = stub.format(self.hide(code.replace("\n", newline) if newline != "\n" else code))
+                lines[start - 1 : end] = [stub, *[""] * (end - start)]
 
 
 def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
-    """Fold the definitions of the top level that are not called by these names.
+    """Fold what is not called by these names.
 
     Args:
         text: the source, with whatever newlines it has.
@@ -58,10 +102,13 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
         touched: the names of what is edited.
     """
     mark = "# folded"
-    while mark in text:
+    while mark[2:] in text:
         mark += "_"
-    lines = lines_of(text)
-    hidden: list[str] = []
+    folded, lines = Folded(text, _indent(tree.body, text), mark), lines_of(text)
+    for name in touched:
+        # A class that is replaced may stay under another name, and has its own renamed then.
+        body = [node for node in tree.body if isinstance(node, Definition) and node.name == name]
+        folded.fold_statements(lines, body, {name, f"Original{name}", f"original_{name}"})
     ends = [*(_start(node) for node in tree.body[1:]), len(lines) + 1]
     for node, after in zip(tree.body, ends, strict=False):
         if not isinstance(node, Definition) or node.name in touched:
@@ -74,9 +121,38 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
             continue  # binds names of the module
         code = segment.rstrip("\r\n")
         head = f"class {node.name}:" if isinstance(node, ast.ClassDef) else f"def {node.name}():"
-        lines[start - 1 : end] = [f"{head} ...  {mark} {len(hidden)}{segment[len(code) :]}", *[""] * (end - start)]
-        hidden.append(code)
-    return Folded("".join(lines), _indent(tree.body, text), tuple(hidden), mark)
+        stub = f"{head} ...  {mark} {folded.hide(code)}{segment[len(code) :]}"
+        lines[start - 1 : end] = [stub, *[""] * (end - start)]
+    folded.text = "".join(lines)
+    return folded
+
+
+def _runs(body: Sequence[ast.stmt], lines: Sequence[str], said: re.Pattern[str] | None) -> Iterator[list[ast.stmt]]:
+    """Statements in functions, side by side, with none of the words that are looked for."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _runs_in(node.body, lines, said)
+        else:
+            for block in blocks(node):
+                yield from _runs(block, lines, said)
+
+
+def _runs_in(body: Sequence[ast.stmt], lines: Sequence[str], said: re.Pattern[str] | None) -> Iterator[list[ast.stmt]]:
+    run: list[ast.stmt] = []
+    for index, node in enumerate(body):
+        start, end = _start(node), node.end_lineno or 0
+        alone = start < node.lineno or not lines[start - 1][: node.col_offset].strip()
+        alone = alone and (index + 1 == len(body) or _start(body[index + 1]) > end)
+        if alone and not (said and said.search("".join(lines[start - 1 : end]))):
+            run.append(node)
+            continue
+        if run:
+            yield run
+        run = []
+        for block in blocks(node) if alone else ():
+            yield from _runs_in(block, lines, said)
+    if run:
+        yield run
 
 
 def _start(node: ast.stmt) -> int:
@@ -92,3 +168,23 @@ def _indent(body: Sequence[ast.stmt], text: str) -> str:
             line = lines[_start(inner[0]) - 1]
             return line[: len(line) - len(line.lstrip())]
     return "    "
+
+
+def _moves(run: Sequence[ast.stmt], lines: Sequence[str]) -> bool:
+    """Whether statements are the same code with more white space in front of their lines."""
+    first, last = _start(run[0]), run[-1].end_lineno or 0
+    if any(line.strip("\r\n").isspace() for line in lines[first - 1 : last]):
+        return False
+    nodes = [node for each in run for node in ast.walk(each)]
+    docstrings = {
+        id(node.body[0].value)
+        for node in [*nodes, ast.Module([*run], [])]
+        if isinstance(node, Definition | ast.Module) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Constant | ast.JoinedStr) and (node.end_lineno or 0) > node.lineno:
+            text = "".join(lines[node.lineno - 1 : node.end_lineno])
+            quotes = text.count('"""') + text.count("'''")
+            if "\\\n" in text or (quotes and (quotes != 2 or id(node) not in docstrings)):
+                return False  # the indentation in it is text
+    return True

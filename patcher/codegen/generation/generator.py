@@ -103,7 +103,7 @@ def build(config: PatchSpec) -> Generated:
             text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
             warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
     module = module.visit(DropNames(config.dropped))
-    edits = _exclude(config, module)
+    edits = _exclude(config, module) | _replaced_guards(config, module)
 
     left = original  # what stays of it: other statements may bind what is left out as well
     if config.dropped or config.excluded:
@@ -112,7 +112,8 @@ def build(config: PatchSpec) -> Generated:
     removable = _removable(module, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
-    context = Context(source.name, source.newline, module.default_indent, externals, bound, removable, provenance)
+    step = module.default_indent
+    context = Context(source.name, source.newline, step, externals, bound, removable, folded, provenance)
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
@@ -249,6 +250,18 @@ def _is_kept(call: cst.Call, excluded: Collection[str]) -> bool:
     """Whether such a call adds anything but one name that is left out."""
     value = call.args[0].value if len(call.args) == 1 else None
     return not (isinstance(value, cst.SimpleString) and value.evaluated_value in excluded)
+
+
+def _replaced_guards(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
+    """The edits that leave out the guards of which only fallbacks are left, for names that the config binds itself."""
+    own = {helper.source.name for helper in config.helpers} | {
+        name for each in config.imports for name in each.bound()
+    }
+    own.update(name for block in config.blocks for name in bound_names(ast.parse(block.code)))
+    own &= config.dropped.keys()
+    guards = [node for node in module.body if own and isinstance(node, (cst.If, cst.Try))]
+    bound = {node: bound_names(ast.parse(tree.code_of(node))).keys() for node in guards}
+    return {node: () for node, names in bound.items() if names and names <= own}
 
 
 def _removable(module: cst.Module, imported: Collection[str], config: PatchSpec) -> dict[str, str]:

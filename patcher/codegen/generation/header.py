@@ -33,8 +33,8 @@ def render_header(
     source: SourceModule,
     patches: Sequence[Patch],
     originals: str,
-    orphans: Sequence[str] = (),
-    methods: Sequence[str] = (),
+    orphans: Sequence[str],
+    methods: Sequence[str],
 ) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
 
@@ -67,7 +67,7 @@ def render_header(
         for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
             lines += _wrapped(text, f"{label:9}", " " * 9)
         lines += ["", _DIFFERS if config.changes or methods else _SAME, *render(items)]
-        lines += ["", *_wrapped(originals, "", "  ")] if originals else []
+        lines += ["", *(line.replace("~", " ") for line in _wrapped(originals, "", "  "))] if originals else []
         if len(lines) + 2 < _TOO_LONG:
             break
     return [_RULE, *(f"# {line}".rstrip() for line in lines), _RULE]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import libcst as cst
 
+from patcher.codegen.generation.folding import Folded
 from patcher.codegen.generation.provenance import Provenance
-from patcher.codegen.spec import ACCESSORS, External, Patch, PatchKind
+from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
+from patcher.source.definitions import ACCESSORS
 from patcher.source.indentation import dedented
-from patcher.source.reading import own_decorators
+from patcher.source.modules import lines_of
+from patcher.source.reading import Source, own_decorators
 from patcher.source.scopes import free_names, is_rebound, looks_misspelt, nearest
 from patcher.source.trees import Definition, code_of, comment_lines, marker, why
 
@@ -30,6 +34,7 @@ class Context:
         externals: how the file calls each imported replacement.
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
+        folded: what stands for statements that no edit touches.
         provenance: where the code of each patch is from.
         done: the patches in the order of the text, each with the names that it gave the file.
     """
@@ -40,15 +45,39 @@ class Context:
     externals: dict[External, str]
     bound: set[str]
     removable: dict[str, str]
+    folded: Folded
     provenance: Provenance
     done: list[Patch] = field(default_factory=list)
 
-    def read(self, patch: Patch, depth: int, names: dict[str, str] | None = None) -> Definition:
-        """The patch code, renamed and indented for its place."""
+    def read(
+        self, patch: Patch, depth: int, names: dict[str, str] | None = None, *, whole: bool = False
+    ) -> Definition:
+        """The patch code, renamed and indented for its place; `whole` if more of it is to be changed."""
         assert patch.source is not None
-        own = own_decorators(patch.replacement, patch.source)
-        names = dict(patch.name_map) | (names or {})
-        return tree.read_definition(patch.source, own, names, self.newline, self.unit * depth, self.unit)
+        return self.read_source(
+            patch.source, patch.replacement, dict(patch.name_map) | (names or {}), depth, whole=whole
+        )
+
+    def read_source(
+        self, source: Source, given: Any, names: dict[str, str], depth: int = 0, *, whole: bool = False
+    ) -> Definition:
+        """The code of a patch or a helper, renamed and indented for its place."""
+        own, indent = own_decorators(given, source), self.unit * depth
+        if re.findall(r"[^\W\d]\w*", source.text).count(source.name) == 1:  # nothing but its definition says it
+            names = {name: new for name, new in names.items() if name != source.name}
+        if not whole:
+            source = self._folded(source, names, indent)
+        return tree.read_definition(source, own, names, self.newline, indent, self.unit)
+
+    def _folded(self, source: Source, names: dict[str, str], indent: str) -> Source:
+        """A source with the statements folded that are only moved."""
+        lines, node = lines_of(source.text), source.tree()
+        inner = lines[node.body[0].lineno - 1]
+        if source.indent or inner[: len(inner) - len(inner.lstrip())] != self.unit or self.folded.name in source.text:
+            return source
+        words = {*names, *(new.partition(".")[0] for new in names.values())}
+        self.folded.fold_statements(lines, [node], words, indent, self.newline)
+        return replace(source, text="".join(lines))
 
 
 def replace_definition(
@@ -204,7 +233,7 @@ class _ClassEdit:
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
         for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
-            if isinstance(part, ast.Attribute) and ast.unparse(part) == f"{self.path}.{name}":
+            if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(
                     f"calls {self.path}.{name}, which it replaces: it would call itself for ever. Write the "
                     "original's code into the patch, or use replace_class with a class that inherits from it."
@@ -232,7 +261,7 @@ class _ClassEdit:
         It is called as `Class._original_init(self, ...)`, through the class and not through `self`: a subclass whose
         `__init__` is modified too has an `_original_init` of its own, and would be called in its place.
         """
-        new = cast(cst.FunctionDef, self.context.read(patch, self.depth + 1))
+        new = cast(cst.FunctionDef, self.context.read(patch, self.depth + 1, whole=True))
         params = list(new.params.params)
         if len(params) < 2:
             raise patch.error(

@@ -1,31 +1,24 @@
-"""Where each part of a generated file is from: the line of a config, and the fingerprint of what it replaces.
-
-The fingerprint is of the syntax tree without docstrings, and without the annotations of functions, which nothing runs:
-half of what one release changes in the methods of another is nothing but that.
-"""
+"""Where each part of a generated file is from: the line of a config, and the fingerprint of what it replaces."""
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from patcher.codegen.generation.header import config_path
-from patcher.codegen.spec import ACCESSORS, Patch, PatchSpec
-from patcher.source.canonical import canonical
-from patcher.source.reading import Definition, Location, first_line
-from patcher.source.scopes import bound_names, top_level
+from patcher.codegen.spec import Patch, PatchSpec
+from patcher.source.canonical import NOTHING, fingerprint
+from patcher.source.definitions import find
+from patcher.source.reading import Location
+from patcher.source.scopes import bound_names
 
-#: the fingerprint of what wasn't there: a method that a patch adds
-NOTHING = "none"
 #: how many characters of names and fingerprints a header has room for; of more patches they stand at the patches
 _ROOM = 800
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
 _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
-_BINDING = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
 _LABEL = "Replaced originals:"
 _FURTHER = "at the patches"
 
@@ -59,8 +52,8 @@ class Provenance:
         return [", ".join(parts)] if parts else []
 
     def header(self) -> str:
-        """The fingerprints as the header has them."""
-        listed = [f"{name} {mark}" for name, mark in self.originals.items() if name not in self.at_patches]
+        """The fingerprints as the header has them; for `~` it has a space at which no line ends."""
+        listed = [f"{name}~{mark}" for name, mark in self.originals.items() if name not in self.at_patches]
         listed += [_FURTHER] if self.at_patches else []
         return f"{_LABEL} {', '.join(listed)}" if listed else ""
 
@@ -77,59 +70,6 @@ def recorded(text: str) -> dict[str, str]:
         if _FURTHER in paragraph:
             found.update(_AT_PATCH.findall(text))
     return found
-
-
-def fingerprint(definitions: Iterable[ast.stmt]) -> str:
-    """A short name of what definitions do: of all that have one name, as in the branches of an `if`."""
-    trees = [canonical(node, annotations=False) for node in definitions]
-    return hashlib.sha256(repr(trees).encode()).hexdigest()[:8] if trees else NOTHING
-
-
-def find(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """What a module binds a dotted name to: classes, functions, assignments and imports, guarded ones included.
-
-    >>> [node.lineno for node in find(ast.parse("class A:\\n    if x:\\n        def f(self): ..."), "A.f")]
-    [3]
-    """
-    *path, last = name.split(".")
-    body = _inside(tree.body, path)
-    if body is not None:
-        return _named(body, last)
-    if last in ACCESSORS and len(path) > 1:
-        body = _inside(tree.body, path[:-1])
-        return _named(body or [], path[-1], last)
-    return []
-
-
-def _inside(body: Sequence[ast.stmt], path: Sequence[str]) -> list[ast.stmt] | None:
-    """The bodies of the classes that a dotted name leads to, None where there is no such class."""
-    for name in path:
-        classes = [node for node in top_level(body) if isinstance(node, ast.ClassDef) and node.name == name]
-        if not classes:
-            return None
-        body = [statement for node in classes for statement in node.body]
-    return list(body)
-
-
-def _named(body: Sequence[ast.stmt], name: str, accessor: str = "") -> list[ast.stmt]:
-    found: list[ast.stmt] = []
-    for node in top_level(body):
-        if isinstance(node, Definition):
-            if node.name == name and _accessor(node) == accessor:
-                found.append(node)
-        elif isinstance(node, _BINDING) and not accessor and name in bound_names(ast.Module([node], [])):
-            found.append(node)
-    return found
-
-
-def _accessor(node: Definition) -> str:
-    words = [ast.unparse(decorator).rpartition(".") for decorator in node.decorator_list]
-    return next((word for owner, _, word in words if owner == node.name and word in ACCESSORS), "")
-
-
-def span(node: ast.stmt) -> tuple[int, int]:
-    """The first and the last line of a statement, its decorators included."""
-    return first_line(node) if isinstance(node, Definition) else node.lineno, node.end_lineno or node.lineno
 
 
 def _rebound(config: PatchSpec) -> set[str]:

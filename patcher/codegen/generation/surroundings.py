@@ -18,7 +18,7 @@ from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
 from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Definition, Location, own_decorators
+from patcher.source.reading import Definition, Location
 from patcher.source.scopes import ImportedName, bound_names, every_statement, imported_names, nearest, top_level
 
 _IMPORTS = (ast.Import, ast.ImportFrom)
@@ -282,9 +282,11 @@ def insert(
 
 def _check_blocks(config: PatchSpec, behind: Sequence[Any], context: Context) -> None:
     """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
-    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if config.blocks else {}
-    for block in config.blocks:
-        for name in (name for name in bound_names(ast.parse(block.code)) if name in later):
+    bound = [(block, name) for block in config.blocks for name in bound_names(ast.parse(block.code))]
+    known = context.bound | {helper.source.name for helper in config.helpers}
+    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if any(name in known for _, name in bound) else {}
+    for block, name in bound:
+        if name in later:
             raise CodegenError(
                 f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
                 f"it again further down. Rename it{_or_without(name, context.removable)}."
@@ -319,10 +321,7 @@ def _helpers(by_anchor: dict[str, list[Helper]], anchor: str, context: Context, 
     """The helpers behind an anchor, each followed by those that are anchored to it."""
     nodes: list[Any] = []
     for helper in by_anchor.get(anchor, []):
-        decorators = own_decorators(helper.helper, helper.source)
-        node = trees.read_definition(
-            helper.source, decorators, dict(helper.name_map), context.newline, "", context.unit
-        )
+        node = context.read_source(helper.source, helper.helper, dict(helper.name_map))
         box = trees.marker("[HELPERS]") if not nodes and not boxed else []
         notes = [trees.why(helper.description)] if helper.description.strip() else []
         nodes.append(below(node, [*trees.comment_lines([], blank_before=2), *box, *trees.comment_lines(notes)]))

@@ -25,9 +25,9 @@
 # - add import fuse
 # - add import original
 #
-# Replaced originals: PatchEmbed.__init__ 7de00e03, Qwen2VLPreTrainedModel._from_config
-#   none, Qwen2VLPreTrainedModel.from_pretrained none, Qwen2VLPreTrainedModel.is_custom_code
-#   none, Qwen2VLPreTrainedModel.save_pretrained none
+# Replaced originals: PatchEmbed.__init__ 7de00e03,
+#   Qwen2VLPreTrainedModel._from_config none, Qwen2VLPreTrainedModel.from_pretrained none,
+#   Qwen2VLPreTrainedModel.is_custom_code none, Qwen2VLPreTrainedModel.save_pretrained none
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #

@@ -13,8 +13,8 @@
 #   pass
 # - drop import use_kernel_forward_from_hub: nothing uses it any more
 #
-# Replaced originals: Qwen3MLP 13060778, Qwen3RMSNorm ce270195, apply_rotary_pos_emb
-#   a451e802
+# Replaced originals: Qwen3MLP 13060778, Qwen3RMSNorm ce270195,
+#   apply_rotary_pos_emb a451e802
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/qwen3/modular_qwen3.py.
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
