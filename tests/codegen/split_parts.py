@@ -6,11 +6,34 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import Concatenate, ConversionOps, Split
+from transformers.core_model_loading import Concatenate, ConversionOps
+
+
+class Parts(ConversionOps):
+    """Rows, as many for each part as the parameter of the model has; what `Split` of newer releases does."""
+
+    def convert(
+        self,
+        input_dict: Any,
+        source_patterns: Any,
+        target_patterns: Any,
+        *,
+        full_layer_name: str,
+        model: Any,
+        **_: Any,
+    ) -> Any:
+        ((joined,),) = ([value] if isinstance(value, torch.Tensor) else value for value in input_dict.values())
+        names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
+        sizes = [model.get_parameter(name).shape[0] for name in names]
+        return dict(zip(target_patterns, joined.split(sizes), strict=True))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Concatenate(dim=0)
 
 
 class Negated(ConversionOps):
-    """What another operation gives, negated: that one reads the sizes of its parts from the model."""
+    """What another operation gives, negated."""
 
     def __init__(self, inner: ConversionOps) -> None:
         self.inner = inner
@@ -21,8 +44,7 @@ class Negated(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        inner = Concatenate(dim=0) if isinstance(self.inner, Split) else Split(dim=0)
-        return Negated(inner)
+        return Negated(self.inner.reverse_op)
 
 
 class SplitMLP(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import Split, WeightConverter
+from transformers.core_model_loading import WeightConverter
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
@@ -31,7 +31,7 @@ from tests.codegen.models import (
     clip,
     text_config,
 )
-from tests.codegen.split_parts import Negated, SplitMLP
+from tests.codegen.split_parts import Negated, Parts, SplitMLP
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 
@@ -258,7 +258,7 @@ def test_an_operation_that_reads_parameters_of_the_model(
 ) -> None:
     """In a load of the file it is given the model of the file, as the patched one in a load with the patcher."""
     parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
-    conversion = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Negated(Split(dim=0))])
+    conversion = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Negated(Parts())])
     patcher = Patcher({"Phi3MLP": SplitMLP}, extra_weight_conversions=conversion)
     folder = tiny.save_tiny(text_config("Phi3Config"), tmp_path / "checkpoint")
     stock = transformers.Phi3ForCausalLM.from_pretrained(folder)
