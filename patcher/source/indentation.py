@@ -14,6 +14,15 @@ def in_strings(tree: ast.AST) -> set[int]:
     return inside
 
 
+def docstring_lines(tree: ast.AST) -> set[int]:
+    """The lines that start inside of a docstring."""
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            found |= in_strings(node.body[0])
+    return found
+
+
 def dedented(source: str) -> str:
     """A definition that starts at the left, whatever it was inside of.
 

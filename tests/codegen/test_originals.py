@@ -553,3 +553,28 @@ def test_a_modified_init_has_nothing_to_merge(place: Callable[..., str], tmp_pat
     assert merged is not None
     assert "nothing to merge\n--- A.__init__ (then)\n+++ A.__init__ (now)\n" in merged[0].read_text()
     assert "+    self.a = 2\n" in merged[0].read_text()
+
+
+def test_docstrings_move_with_the_code_that_is_merged(place: Callable[..., str], tmp_path: Path) -> None:
+    """In a method of the original they stand deeper than in the function of a config; other strings are text."""
+    lines = [
+        "def f(self):",
+        '    """Says',
+        "",
+        "    more.",
+        '    """',
+        '    a = """',
+        "  text",
+        '        """',
+        "    return {}",
+    ]
+    method = "class A:\n" + "".join(f"    {line}\n" if line and line != "  text" else f"{line}\n" for line in lines)
+    config = PatchConfig(place(method.replace("{}", "1")), "out.py")
+    mine = "\n".join(lines).replace("{}", "1").replace('        """', '            """').replace("Says", "Says, here,")
+    config.override_method("A.f", mine)
+    path = write(config, tmp_path, diff=True)
+    place(method.replace("{}", "2"), config.source_module)
+    merged = write_rebase(config, changed_originals(config, path), path)
+    assert merged is not None
+    assert merged[1] == 0, merged[0].read_text()
+    assert merged[0].read_text().partition("conflicts\n")[2] == mine.replace("return 1", "return 2") + "\n"

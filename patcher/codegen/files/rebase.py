@@ -20,7 +20,7 @@ from patcher.errors import CodegenError
 from patcher.source.canonical import fingerprint
 from patcher.source.definitions import find, span
 from patcher.source.differences import diff_of, reversed_diff
-from patcher.source.indentation import dedented
+from patcher.source.indentation import dedented, docstring_lines, in_strings
 from patcher.source.modules import lines_of, load
 from patcher.source.reading import Location, Source, own_decorators
 
@@ -124,8 +124,14 @@ def _source_then(text: str, path: Path, wanted: dict[str, str]) -> tuple[str | N
 def _cut(text: str, name: str) -> str:
     """The text of a definition, at the left; of all that have the name."""
     lines = [line.rstrip("\r\n") for line in lines_of(text)]
-    found = [span(node) for node in find(ast.parse(text), name)]
-    return "\n".join(dedented("\n".join(lines[first - 1 : last]) + "\n") for first, last in found)
+    parts = []
+    for node in find(ast.parse(text), name):
+        first, last = span(node)
+        indent = lines[first - 1][: len(lines[first - 1]) - len(lines[first - 1].lstrip())]
+        kept = in_strings(node) - docstring_lines(node)  # docstrings move with the code, as in a config
+        numbered = enumerate(lines[first - 1 : last], first)
+        parts.append("".join(f"{line if n in kept else line.removeprefix(indent)}\n" for n, line in numbered))
+    return "\n".join(parts)
 
 
 def write_rebase(config: PatchSpec, changes: Iterable[OriginalChange], path: Path) -> tuple[Path, int] | None:
