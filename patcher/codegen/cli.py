@@ -118,14 +118,14 @@ def codegen(
 _APART = {
     "--list": (
         {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--manifest", "--check", "--format", "-v"},
-        "--list only names the configs of the project. Leave {other} out.",
+        "--list only names the configs of the project. Leave {} out.",
     ),
     "--check": (
         {"-c", "--all", "--dry-run", "--diff", "--manifest", "-v"},
-        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {other} out.",
+        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
     ),
-    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {other} out, or --all."),
-    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {other} out."),
+    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {} out, or --all."),
+    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {} out."),
 }
 
 
@@ -138,7 +138,7 @@ def _refuse(given: Collection[str]) -> None:
     for name in (name for name in _APART if name in given):
         others, advice = _APART[name]
         for other in (other for other in given if other in others):
-            raise typer.BadParameter(advice.format(other=other))
+            raise typer.BadParameter(advice.format(other))
 
 
 def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir: Path | None) -> None:
