@@ -225,7 +225,7 @@ def _generate(
     if not dry_run:
         taken_over = changed_originals(config, path)
         write_generated(generated, folder, diff=diff, with_manifest=with_manifest, formatted=formatted)
-        beside = [diff_path(path).name] * diff + [manifest_path(path).name] * with_manifest
+        beside = [each.name for each in (diff_path(path), manifest_path(path)) if each.is_file()]
         typer.echo(" and ".join([f"wrote {path}", *beside]))
         for change in taken_over:
             typer.echo(f"taken over: what {change.asked} at {change.where} patches has changed", err=True)

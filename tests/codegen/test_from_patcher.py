@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
@@ -30,8 +31,14 @@ from tests.codegen.models import (
     clip,
     text_config,
 )
+from tests.codegen.split_parts import Negated, Parts, SplitMLP
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
+
+
+def small(name: str) -> Callable[[], PretrainedConfig]:
+    return lambda: next(small_configs(getattr(transformers, name)))
+
 
 #: case -> model class, config, what is fused, and the inputs where token ids are not enough
 CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str, Any] | None]] = {
@@ -139,6 +146,20 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
         ["patch_embeddings", "qkv", "gate_up"],
         None,
     ),
+    # models in a model, which an Auto class builds
+    "Qwen3-VL": ("Qwen3VLForConditionalGeneration", small("Qwen3VLConfig"), ["qkv", "gate_up"], None),
+    "Qwen3-VL, all": (
+        "Qwen3VLForConditionalGeneration",
+        small("Qwen3VLConfig"),
+        ["patch_embeddings", "qkv", "gate_up"],
+        None,
+    ),
+    "Qwen3-VL-MoE": (
+        "Qwen3VLMoeForConditionalGeneration",
+        tiny.tiny_qwen3_vl_moe_config,
+        ["sequential_experts"],
+        None,
+    ),
     # experts
     "Mixtral": ("MixtralForCausalLM", tiny.tiny_mixtral_config, ["sequential_experts"], None),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", tiny.tiny_qwen2_moe_config, ["sequential_experts"], None),
@@ -203,18 +224,6 @@ class OtherNorm(torch.nn.RMSNorm):
 
 #: what no file of one module can do: the patcher, the model, and what is said
 REFUSED: dict[str, tuple[Patcher, str, str]] = {
-    "a fused part that an Auto class builds": (
-        Patcher(fusions="gate_up"),
-        "Qwen3VLForConditionalGeneration",
-        r"model\.language_model\.layers\.0\.mlp changes, and model\.language_model around it is built by "
-        r"from_config\(\) of an Auto class, which gives the Qwen3VLTextModel of transformers, not that of the file\. "
-        r"Call from_patcher\(\) with Qwen3VLTextModel, or load with the patcher itself\.$",
-    ),
-    "a replaced part that an Auto class builds": (
-        Patcher({"Qwen3VLTextRMSNorm": OtherNorm}),
-        "Qwen3VLForConditionalGeneration",
-        r"model\.language_model around it is built by from_config\(\) of an Auto class",
-    ),
     "a part of another module": (
         Patcher(fusions="patch_embeddings"),
         "LlavaForConditionalGeneration",
@@ -226,6 +235,38 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
         r"spatial_reduction is not fused, .*no class of .*modeling_pvt_v2 builds those that are, and no others",
     ),
 }
+
+
+def test_a_replaced_part_of_a_part_that_an_auto_class_builds(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    cls = transformers.Qwen3VLForConditionalGeneration
+    folder = tiny.save_tiny(small("Qwen3VLConfig")(), tmp_path / "checkpoint", model_class=cls)
+    patcher = Patcher({"Qwen3VLTextRMSNorm": OtherNorm})
+    described = PatchConfig.from_patcher(patcher, cls)
+    models = [
+        cls.from_pretrained(folder, patcher=patcher),
+        imported(described).__dict__[cls.__name__].from_pretrained(folder),
+    ]
+    assert type(models[1].model.language_model).__module__ == type(models[1]).__module__
+    assert type(models[1].model.language_model.norm).__mro__[1] is torch.nn.RMSNorm
+    assert_equal_models(models, cls.from_pretrained(folder), tmp_path / "saved")
+
+
+def test_an_operation_that_reads_parameters_of_the_model(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    """In a load of the file it is given the model of the file, as the patched one in a load with the patcher."""
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    conversion = WeightConverter(["mlp.gate_up_proj.weight"], parts, operations=[Negated(Parts())])
+    patcher = Patcher({"Phi3MLP": SplitMLP}, extra_weight_conversions=conversion)
+    folder = tiny.save_tiny(text_config("Phi3Config"), tmp_path / "checkpoint")
+    stock = transformers.Phi3ForCausalLM.from_pretrained(folder)
+    patched = transformers.Phi3ForCausalLM.from_pretrained(folder, patcher=patcher)
+    module: Any = imported(PatchConfig.from_patcher(patcher, transformers.Phi3ForCausalLM))
+    mine = module.Phi3ForCausalLM.from_pretrained(folder)
+    assert_equal_models([patched, mine], stock, tmp_path / "saved")
+    torch.testing.assert_close(logits(mine), logits(stock), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -16,7 +16,7 @@ import transformers
 from hypothesis import example, given, settings, strategies as st
 
 from patcher.codegen import CheckResult, PatchConfig, check, create_patch_from_external, generate, write
-from patcher.codegen.files.rebase import changed_originals
+from patcher.codegen.files.rebase import changed_originals, write_rebase
 from patcher.codegen.generation.provenance import recorded
 from patcher.errors import CodegenError
 from patcher.source.canonical import fingerprint
@@ -519,3 +519,37 @@ def test_an_external_patch_of_a_method(place: Callable[..., str], tmp_path: Path
     assert (change.then, change.now) == ("def f(self):\n    return 1\n", "def f(self):\n    return 2\n")
     with pytest.raises(CodegenError, match=r"can't be found"):
         changed_originals(PatchConfig("nothing_there_of_this_name", "out.py"), path)
+
+
+def test_what_is_merged_has_the_name_that_the_patch_gives_it(place: Callable[..., str], tmp_path: Path) -> None:
+    """A replacement of another name and a helper in the place of what is left out: only real changes conflict."""
+    body = "    def f(self):\n        a = 1\n        b = 2\n        c = 3\n        d = {}\n        return d\n"
+    function = "    a = 1\n    b = 2\n    c = 3\n    d = {}\n    return d\n"
+    source = f"import abc\n\n\nclass Norm(object):\n{body}\n\ndef turn(x):\n{function}"
+    config = PatchConfig(place(source.replace("{}", "4")), "out.py")
+    config.replace_class("Norm", f"class FastNorm(object):\n{body.replace('{}', '4').replace('a = 1', 'a = 7')}")
+    config.exclude_from_output("turn")
+    config.add_helper(f"def turn(x):\n{function.replace('{}', '4').replace('a = 1', 'a = 7')}")
+    path = write(config, tmp_path, diff=True)
+    place(source.replace("(object)", "(abc.ABC)").replace("{}", "5"), config.source_module)
+    changes = changed_originals(config, path)
+    merged = write_rebase(config, changes, path)
+    assert merged == (path.with_suffix(".rebase"), 0)
+    text = merged[0].read_text()
+    assert (
+        "class FastNorm(abc.ABC):\n    def f(self):\n        a = 7\n        b = 2\n        c = 3\n        d = 5\n"
+        in text
+    )
+    assert "def turn(x):\n    a = 7\n    b = 2\n    c = 3\n    d = 5\n" in text
+
+
+def test_a_modified_init_has_nothing_to_merge(place: Callable[..., str], tmp_path: Path) -> None:
+    source = "class A:\n    def __init__(self):\n        self.a = 1\n"
+    config = PatchConfig(place(source), "out.py")
+    config.modify_init("A", "def init(original_init, self):\n    original_init(self)")
+    path = write(config, tmp_path, diff=True)
+    place(source.replace("1", "2"), config.source_module)
+    merged = write_rebase(config, changed_originals(config, path), path)
+    assert merged is not None
+    assert "nothing to merge\n--- A.__init__ (then)\n+++ A.__init__ (now)\n" in merged[0].read_text()
+    assert "+    self.a = 2\n" in merged[0].read_text()

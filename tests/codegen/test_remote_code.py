@@ -41,7 +41,7 @@ def fused() -> PatchConfig:
     return PatchConfig.from_patcher(Patcher(fusions=["sequential_experts", "qkv"]), MixtralForCausalLM)
 
 
-@pytest.mark.parametrize("make", [patched, fused])
+@pytest.mark.parametrize("make", [patched, pytest.param(fused, marks=pytest.mark.slow)])
 def test_in_the_folder_of_a_model(make: Callable[[], PatchConfig], checkpoint: Path, tmp_path: Path) -> None:
     """The file, and its name in `config.json`: as examples/codegen/README.md says."""
     folder = tmp_path / f"model_{make.__name__}"

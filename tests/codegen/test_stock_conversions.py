@@ -36,7 +36,12 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], dict[str, Any] | Non
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SHORT = {"Mixtral", "Qwen2-VL, by the names of its classes", "CLIP, two models in one"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in CASES]
+)
 def test_a_file_without_patches_reads_and_writes_the_checkpoints_of_the_original(
     case: str, imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
 ) -> None:
@@ -193,7 +198,7 @@ def test_an_initialisation_that_writes_over_loaded_weights_is_refused(
         assert torch.equal(value, model.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("name", ["dac", "clip", "mixtral", "timm_wrapper", "encoder_decoder", "qwen2_vl", "xcodec"])
+@pytest.mark.parametrize("name", ["dac", "clip", "timm_wrapper", "encoder_decoder"])
 def test_the_classes_are_those_that_inherit_from_no_other_model_of_the_file(name: str) -> None:
     module = f"transformers.models.{name}.modeling_{name}"
     found = stock_conversions._first_models(ast.parse(generate(PatchConfig(module, "out.py"))))

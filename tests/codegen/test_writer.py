@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,30 @@ def test_equal_input_gives_equal_text_in_another_process(tmp_path: Path) -> None
         for seed in ("0", "1", "2")
     }
     assert len(texts) == 1
+
+
+def test_what_is_beside_the_file_follows_it(config: PatchConfig, tmp_path: Path) -> None:
+    path = write(config, tmp_path / "out", diff=True, manifest=True)
+    beside = [path.with_suffix(".diff"), path.with_suffix(".manifest.json")]
+    before = [file.read_text() for file in beside]
+    config.add_helper("def more():\n    pass")
+    write(config, tmp_path / "out")
+    for file, old in zip(beside, before, strict=True):
+        assert file.read_text() != old
+        assert "more" in file.read_text()
+
+
+def test_the_diff_keeps_newlines_and_is_a_patch(config: PatchConfig, tmp_path: Path) -> None:
+    """As git applies it."""
+    source = tmp_path / "modeling_written.py"
+    source.write_bytes(b"import os\r\n\r\n\r\ndef f(x):\r\n    return x\r\n\x0c\r\nlast = 1")
+    text = write(config, tmp_path / "out", diff=True).read_bytes()
+    diff = (tmp_path / "out" / "patched_modeling_written.diff").read_bytes()
+    assert diff.endswith(b"\\ No newline at end of file\n") or b"last" not in diff
+    git = shutil.which("git")
+    if git is None:
+        pytest.skip("git is not installed")
+    (tmp_path / "patched_modeling_written.py").write_bytes(source.read_bytes())
+    diff = diff.replace(b"a/modeling_written.py", b"a/patched_modeling_written.py")
+    subprocess.run([git, "apply", "-"], input=diff, cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "patched_modeling_written.py").read_bytes() == text

@@ -153,9 +153,7 @@ class _Conversion:
         return f"{cls.__name__}({', '.join(f'{name}={self._value(value)}' for name, value in arguments.items())})"
 
     def _value(self, value: Any) -> str:
-        if isinstance(value, ConversionOps):  # an operation that runs others
-            if "model" in inspect.signature(value.convert).parameters:
-                raise self._no_text(f"{type(value).__name__} looks at parameters that only the original has")
+        if isinstance(value, ConversionOps):  # of one that runs others; they are given the model that the file builds
             return self._operation(value)
         if hasattr(value, "_asdict"):  # a named tuple
             return self._call(type(value), value._asdict())

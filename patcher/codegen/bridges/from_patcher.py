@@ -14,7 +14,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.bridges.checkpoint_methods import add_conversions, module_classes
 from patcher.codegen.bridges.dependencies import RUNTIME, Dependencies
-from patcher.codegen.bridges.fused_classes import Owners, built_by_config, layout_text, write_rewritten
+from patcher.codegen.bridges.fused_classes import (
+    BUILT,
+    Owners,
+    building_own,
+    built_by_config,
+    layout_text,
+    write_rewritten,
+)
 from patcher.codegen.bridges.to_patcher import MADE
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import stock_conversions
@@ -59,7 +66,7 @@ def describe_patcher(
         stock = {path: unrebound(cls) for path, cls in resolution.original_classes.items()}
         resolution = replace(resolution, original_classes=stock)
         own = description.classes_of_others(resolution)
-    description.check_builders(replaced, resolution.fused if resolution is not None else ())
+    inits = description.builders(replaced, resolution.fused if resolution is not None else ())
     targets: dict[Any, str] = {cls: name for name, cls in (*replaced.items(), *own.items())}
     for each in resolution.functions.replaced if resolution is not None else ():
         targets[each.replacement] = each.name.partition(":")[2]
@@ -70,7 +77,10 @@ def describe_patcher(
     if resolution is not None:
         description.replace_functions(resolution, dependencies)
     if resolution is not None and patcher.fusions:
-        description.write_fused(resolution, dependencies)
+        description.write_fused(resolution, dependencies, inits)
+    else:
+        for name, text in inits.items():
+            described.override_method(f"{name}.__init__", text, BUILT)
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")
     transforms = resolution.fusion_plan.transforms if resolution is not None else ()
@@ -94,17 +104,27 @@ class _Description(NamedTuple):
     modeling: ModuleType
     stock: PreTrainedModel
 
-    def check_builders(self, replaced: Mapping[str, type[nn.Module]], fused: Iterable[str]) -> None:
-        """Nothing that changes may stand in a part that the file leaves to an Auto class: that builds the original."""
-        modules = dict(named_modules(self.stock))
+    def builders(self, replaced: Mapping[str, type[nn.Module]], fused: Iterable[str]) -> dict[str, str]:
+        """Class -> its `__init__`, where that leaves a part to an Auto class in which something changes.
+
+        An Auto class builds models of transformers. Where the file has the class, its own takes that place.
+        """
+        modules, own = dict(named_modules(self.stock)), module_classes(self.modeling)
+        builders: dict[type, dict[str, str]] = {}
         for path in sorted({path for path, module in modules.items() if type(module).__name__ in replaced} | {*fused}):
-            if part := built_by_config(modules, path):
-                name = type(modules[part]).__name__
-                raise self.described.error(
-                    f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
-                    f"which gives the {name} of transformers, not that of the file. Call from_patcher() with {name}, "
-                    "or load with the patcher itself."
-                )
+            for part in built_by_config(modules, path):
+                cls, (parent, _, name) = type(modules[part]), part.rpartition(".")
+                builder = type(modules[parent])
+                found = builders.setdefault(builder, {})
+                found[name] = cls.__name__
+                known = all(own.get(each.__name__) is each for each in (cls, builder))
+                if not known or builder.__name__ in replaced or not building_own(builder, found):
+                    raise self.described.error(
+                        f"{path} changes, and {part} around it is built by from_config() of an Auto class, "
+                        f"which gives the {cls.__name__} of transformers, not that of the file. Call from_patcher() "
+                        f"with {cls.__name__}, or load with the patcher itself."
+                    )
+        return {builder.__name__: building_own(builder, found) for builder, found in builders.items()}
 
     def replaced_classes(self) -> dict[str, type[nn.Module]]:
         """Class of the module -> replacement, for every class key of the patcher."""
@@ -154,7 +174,7 @@ class _Description(NamedTuple):
                 name, each.replacement, name_map=dependencies.bring(each.replacement, asked)
             )
 
-    def write_fused(self, resolution: Resolution, dependencies: Dependencies) -> None:
+    def write_fused(self, resolution: Resolution, dependencies: Dependencies, inits: Mapping[str, str]) -> None:
         """The code of what fusions do to the modules that stand."""
         if not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])
@@ -163,7 +183,7 @@ class _Description(NamedTuple):
                 f"{type(self.stock).__name__}{': ' + refused if refused else ''}."
             )
         modules = dict(named_modules(self.stock))
-        owners = Owners(self.described, modules, module_classes(self.modeling), resolution.refused)
+        owners = Owners(self.described, modules, module_classes(self.modeling), resolution.refused, dict(inits))
         by_class: dict[type[nn.Module], dict[str, type[nn.Module]]] = {}
         plan = resolution.fusion_plan
         fusions = {path: fusion_named(fusion) for fusion, paths in plan.by_fusion.items() for path in paths}

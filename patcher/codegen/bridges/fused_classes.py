@@ -29,33 +29,84 @@ from patcher.fusions.joined import Joined
 from patcher.fusions.methods import trees_of
 from patcher.fusions.rewrite import class_text
 from patcher.source import trees
+from patcher.source.indentation import dedented
 from patcher.source.reading import definition_of
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
 
 
-def built_by_config(modules: Mapping[str, nn.Module], path: str) -> str:
-    """The path of a part around a module that is built by `AutoModel.from_config()`, or "".
+#: Why a model of the file builds its parts itself.
+BUILT = "parts that are models of this file are built here: an Auto class would give those of transformers"
+
+
+def built_by_config(modules: Mapping[str, nn.Module], path: str) -> list[str]:
+    """The paths of the parts around a module that are built by `AutoModel.from_config()`, the outermost first.
 
     That gives the class of transformers, whatever the file of its name holds.
     """
     around = ["", *accumulate(path.split("."), "{}.{}".format)] if path else []
-    for parent, part in pairwise(around):
-        if isinstance(modules[part], PreTrainedModel) and _asks_auto(type(modules[parent]), part.rpartition(".")[2]):
-            return part
-    return ""
+    return [
+        part
+        for parent, part in pairwise(around)
+        if isinstance(modules[part], PreTrainedModel)
+        and _asking_auto(type(modules[parent]), part.rpartition(".")[2]) is not None
+    ]
 
 
-def _asks_auto(builder: type, name: str) -> bool:
-    """Whether the `__init__` of a class assigns what an Auto class builds to `self.<name>`."""
+def _asking_auto(builder: type, name: str) -> ast.Call | None:
+    """The call of an Auto class in the `__init__` of a class whose result becomes `self.<name>`."""
     init = builder.__dict__.get("__init__")
     if init is None:
-        return False
+        return None
     assignments = [node for node in ast.walk(definition_of(inspect.unwrap(init))) if isinstance(node, ast.Assign)]
     values = [each.value for each in assignments if name in {getattr(to, "attr", "") for to in each.targets}]
-    calls = [part.func for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
-    return any(isinstance(called, ast.Attribute) and called.attr == "from_config" for called in calls)
+    calls = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
+    return next((each for each in calls if ast.unparse(each.func).endswith(".from_config")), None)
+
+
+def building_own(builder: type, parts: Mapping[str, str]) -> str:
+    """The `__init__` of a class, which builds these parts as classes of the file where their config is of those.
+
+    Args:
+        builder: the class.
+        parts: name of a part -> name of its class. An Auto class builds it now.
+
+    Returns:
+        The text; empty where a call says more than the config.
+    """
+    text = dedented(inspect.getsource(inspect.unwrap(builder.__dict__["__init__"])))
+    for name, own in parts.items():
+        call = _asking_auto(builder, name)
+        if call is None or len(call.args) + len(call.keywords) != 1:
+            return ""
+        config, asked = ast.unparse([*call.args, *(each.value for each in call.keywords)][0]), ast.unparse(call.func)
+        lines = text.splitlines(keepends=True)
+        found = next(
+            each
+            for each in ast.walk(ast.parse(text))
+            if isinstance(each, ast.Call) and ast.dump(each) == ast.dump(call) and _assigns(text, each, name)
+        )
+        if found.lineno != found.end_lineno:
+            return ""
+        line = lines[found.lineno - 1].encode()
+        indent = " " * (len(line) - len(line.lstrip()))
+        chosen = f"{own}._from_config", f"if type({config}) is {own}.config_class", f"else {asked}"
+        new = "".join(["(\n", *(f"{indent}    {part}\n" for part in chosen), f"{indent})({config})"])
+        changed = line[: found.col_offset] + new.encode() + line[found.end_col_offset :]
+        lines[found.lineno - 1] = changed.decode()
+        text = "".join(lines)
+    return text
+
+
+def _assigns(text: str, call: ast.Call, name: str) -> bool:
+    """Whether the statement of a call assigns to an attribute of this name."""
+    return any(
+        node.lineno <= call.lineno <= (node.end_lineno or 0)
+        and name in {getattr(to, "attr", "") for to in node.targets}
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assign)
+    )
 
 
 @dataclass
@@ -73,6 +124,8 @@ class Owners:
     modules: Mapping[str, nn.Module]
     own: Mapping[str, type[nn.Module]]
     refused: Mapping[str, str]
+    #: class -> the text of its `__init__`, where that is to be another one
+    inits: dict[str, str] = field(default_factory=dict)
     #: class -> statement -> why
     _statements: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -163,7 +216,13 @@ class Owners:
 
     def write(self) -> None:
         """Add the patches."""
+        for name, text in sorted(self.inits.items()):
+            more = [line for statement in self._statements.get(name, ()) for line in statement.splitlines()]
+            indented = "".join(f"    {line}\n" for line in more)
+            self.described.override_method(f"{name}.__init__", text.rstrip() + f"\n{indented}", BUILT)
         for name, statements in sorted(self._statements.items()):
+            if name in self.inits:
+                continue
             lines = [
                 "def with_fused(original_init, self, *args, **kwargs):",
                 "    original_init(self, *args, **kwargs)",

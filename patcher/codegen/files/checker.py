@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from patcher.codegen.files.manifest import manifest_path
 from patcher.codegen.files.projects import discover, load_configs, read_settings
 from patcher.codegen.files.rebase import OriginalChange, changed_originals, write_rebase
-from patcher.codegen.files.writer import diff_path, files_of, output_folder, write_generated
+from patcher.codegen.files.writer import files_of, output_folder, write_generated
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.generation.header import config_path, made_by
 from patcher.codegen.spec import PatchKind, PatchSpec
@@ -118,11 +117,10 @@ def _check_one(
         merged = write_rebase(config, changes, path) if rebase else None
         found = replace(found, path=path, originals=changes, merged=merged)
         generated = build(config)
-        beside = {"diff": diff_path(path).exists(), "with_manifest": manifest_path(path).exists()}
-        drift = "".join(_drift(files_of(generated, path, **beside, formatted=formatted)))
+        drift = "".join(_drift(files_of(generated, path, formatted=formatted)))
         fixed = bool(drift and fix and not changes)
         if fixed:
-            write_generated(generated, folder, **beside, formatted=formatted)
+            write_generated(generated, folder, formatted=formatted)
     except CodegenError as error:
         return replace(found, error=str(error))
     return replace(found, drift=drift, calls=check_calls(generated), fixed=fixed)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,7 +175,7 @@ def _own_text(config: PatchSpec, target: str, patch: Patch | None) -> str | None
         source, obj = patch.source, patch.replacement
     if source is None or (patch is not None and patch.kind is PatchKind.MODIFY_INIT):
         return None
-    lines: Sequence[str] = source.text.splitlines(keepends=True)
+    lines = lines_of(source.text)
     ours = [source.decorators[index] for index in own_decorators(obj, source)]
     gone = {number - source.line for first, last in ours for number in range(first, last + 1)}
     return dedented("".join(line for number, line in enumerate(lines) if number not in gone))

@@ -41,7 +41,8 @@ def write(
         config: the description.
         output_dir: the folder, by default `generated/` beside the file of the config.
         diff: write a unified diff against the original beside it, with the suffix `.diff`.
-        manifest: write beside it what it was made of, as JSON, with the suffix `.manifest.json`.
+        manifest: write beside it what it was made of, as JSON, with the suffix `.manifest.json`. What is there
+            already of both is written anew in any case.
         formatted: run ruff over the text first.
 
     Returns:
@@ -87,7 +88,7 @@ class ModelingCodeGenerator:
 
 
 def write_generated(
-    generated: Generated, folder: Path, *, diff: bool, formatted: bool, with_manifest: bool = False
+    generated: Generated, folder: Path, *, formatted: bool, diff: bool = False, with_manifest: bool = False
 ) -> Path:
     """Write what was generated, all files or none."""
     path = folder / generated.config.target_file
@@ -97,14 +98,17 @@ def write_generated(
 
 
 def files_of(
-    generated: Generated, path: Path, *, diff: bool, formatted: bool, with_manifest: bool = False
+    generated: Generated, path: Path, *, formatted: bool, diff: bool = False, with_manifest: bool = False
 ) -> dict[Path, bytes]:
-    """What is to be on the disk: the generated file, its diff against the original, and its manifest."""
+    """What is to be on the disk: the generated file, its diff against the original, and its manifest.
+
+    The latter two if they are asked for, and if they are there: beside another file they would be wrong.
+    """
     text = final_text(generated, formatted=formatted)
     files = {path: text.encode(generated.source.encoding)}
-    if diff:
+    if diff or diff_path(path).is_file():
         files[diff_path(path)] = unified_diff(generated, text).encode("utf-8")
-    if with_manifest:
+    if with_manifest or manifest_path(path).is_file():
         files[manifest_path(path)] = manifest_of(generated, text, files[path]).encode("utf-8")
     return files
 

@@ -122,7 +122,7 @@ def build(config: PatchSpec) -> Generated:
     warn_of_decorators(config, text)
     orphans: tuple[str, ...] = ()
     if config.changes:
-        text, orphans = without_orphans(config, text, original)
+        text, orphans = without_orphans(config, module.code, text, original)
         check_names(config, source, text, original)
     text, methods = with_stock_conversions(config, source, original, text)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import ast
 import io
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import ImportedName, imported_names, nodes_of, top_level
+from patcher.source.scopes import imported_names, nodes_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -138,67 +137,53 @@ def _model_types(path: Path) -> frozenset[str] | None:
 # --- which classes --------------------------------------------------------------------------------------------------
 
 
-def _first_models(tree: ast.Module) -> Iterator[ast.ClassDef]:
+def _first_models(tree: ast.Module) -> list[ast.ClassDef]:
     """The classes of a file that inherit from `PreTrainedModel` through no other class of the file."""
-    imported, names = imported_names(tree), dict[str, ast.expr]()
-    own = [node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)]
-    for node in top_level(tree.body):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names[node.targets[0].id] = node.value
+    models = _models(tree, "")
     typing = {id(part) for node in tree.body if _is_typing(node) for part in ast.walk(node)}
-    mine = {each.name for each in own}
-    for node in own:
-        if id(node) not in typing and any(_is_model(base, mine, names, imported) for base in node.bases):
-            yield node
+    return [
+        node
+        for node in top_level(tree.body)
+        if isinstance(node, ast.ClassDef) and node.name in models and id(node) not in typing
+        if not any(ast.unparse(base) in models for base in node.bases)
+    ]
 
 
 def _is_typing(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
-def _is_model(base: ast.expr, own: set[str], names: dict[str, ast.expr], imported: dict[str, ImportedName]) -> bool:
-    """Whether an expression is a model class that another file defines."""
-    if isinstance(base, ast.Attribute):
-        return base.attr == "PreTrainedModel"
-    if not isinstance(base, ast.Name) or (base.id in own and base.id not in imported):
-        return False
-    found = imported.get(base.id)
-    if found is None:
-        value = names.get(base.id)
-        return value is not None and _is_model(value, own | {base.id}, names, imported)
-    return _is_model_of(found.module, found.attribute)
+def _models(tree: ast.Module, module: str) -> set[str]:
+    """The names of the classes of a file that are models; of those of other packages than transformers by its name."""
+    imported, found = imported_names(tree), set[str]()
+    bases: dict[str, list[str]] = {}  # of a class, or what a name is another name for
+    for node in top_level(tree.body):
+        if isinstance(node, ast.ClassDef):
+            bases.setdefault(node.name, []).extend(map(ast.unparse, node.bases))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute):
+            bases |= {target.id: [ast.unparse(node.value)] for target in node.targets if isinstance(target, ast.Name)}
+
+    def is_model(base: str) -> bool:
+        origin = imported.get(base)
+        if base in found or base.rpartition(".")[2] == "PreTrainedModel":
+            return True
+        if origin is None:
+            return False
+        around = module.split(".")[: -origin.level] if origin.level else []
+        home = ".".join([*around, origin.module])
+        return origin.attribute.endswith("PreTrainedModel") or origin.attribute in _models_of(home)
+
+    while more := {name for name, each in bases.items() if name not in found and any(map(is_model, each))}:
+        found |= more
+    return found & {node.name for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
 
 
 @cache
-def _is_model_of(module: str, name: str) -> bool:
-    """Whether a name of a module is a model class; one of another package than transformers is told by its name."""
-    if name.endswith("PreTrainedModel"):
-        return True
+def _models_of(module: str) -> frozenset[str]:
     spec = find_spec(module) if module.startswith("transformers.") else None
     if spec is None or not (spec.origin or "").endswith(".py"):
-        return False
-    path = Path(spec.origin or "")
-    text = path.read_text("utf-8")
-    if f"class {name}(" not in text:
-        return False
-    tree = ast.parse(text)
-    package = module.split(".")
-    imported = {
-        bound: found._replace(module=".".join([*package[: len(package) - found.level], found.module]), level=0)
-        if found.level
-        else found
-        for bound, found in imported_names(tree).items()
-    }
-    classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
-    waiting, seen = [name], set[str]()
-    while waiting:
-        each = waiting.pop()
-        for base in classes[each].bases if each in classes and each not in seen else ():
-            if ast.unparse(base) == "PreTrainedModel" or _is_model(base, set(classes), {}, imported):
-                return True
-            waiting += [base.id] if isinstance(base, ast.Name) else []
-        seen.add(each)
-    return False
+        return frozenset()
+    return frozenset(_models(ast.parse(Path(spec.origin or "").read_bytes()), module))
 
 
 # --- what it can't be right for -------------------------------------------------------------------------------------

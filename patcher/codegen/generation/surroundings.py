@@ -17,19 +17,17 @@ from patcher.codegen.generation.patched_definitions import Context, below
 from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
+from patcher.source.definitions import find
 from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Definition, Location, parsed
+from patcher.source.reading import Location
 from patcher.source.scopes import (
     ImportedName,
     bound_names,
     every_statement,
     imported_names,
     nearest,
-    nodes_of,
-    top_level,
 )
 
-_IMPORTS = (ast.Import, ast.ImportFrom)
 _WITH_STATEMENTS = (
     cst.Module,
     cst.BaseCompoundStatement,
@@ -105,55 +103,43 @@ class DropNames(cst.CSTTransformer):
         return updated_node.with_changes(names=trees.without(original_node.names, removed))
 
 
-def without_orphans(config: PatchSpec, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
+def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
     """A generated text without the imports that only code used which is gone, and their names.
 
-    What isn't known to be orphaned stays: what was unused before, what a guard imports or what is bound twice, what a
-    string, an annotation or a comment on types mentions, what is imported under `noqa` or by the config as well.
+    What isn't known to be orphaned stays: an import that no code used which is gone, one in a guard, under `noqa` or
+    by the config as well, and each whose name the text has anywhere else, be it in a string or a comment.
+
+    Args:
+        config: the description.
+        folded: the text with the definitions that stay as one line each: its imports are found quickly.
+        text: the text.
+        original: the syntax tree of the source.
     """
-    tree, lines = parsed(text), lines_of(text)
-    bound = Counter(name for node in top_level(original.body) for name in _bound_by(node))
-    wanted = {name for entry in config.imports for name in entry.bound()} | _looked_up(tree) | _mentioned(tree, text)
-    imported = {name for node in original.body if isinstance(node, _IMPORTS) for name in _bound_by(node)}
-    gone = {name for name in imported if bound[name] == 1} - wanted
-    gone &= _looked_up(original) if gone else gone
-    found: list[str] = []
-    for node in reversed(tree.body):
-        names = gone & set(_bound_by(node)) if isinstance(node, _IMPORTS) and not node.col_offset else set[str]()
-        first, last = node.lineno - 1, node.end_lineno or node.lineno
-        statement = "".join(lines[first:last])
-        if not names or "noqa" in statement or getattr(node, "module", "") == "__future__":
+    gone = {patch.definition for patch in config.patches}.union(config.excluded)
+    gone |= {name for name, _ in config.undecorated}
+    parts = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
+    kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
+    used = {part.id for part in parts if isinstance(part, ast.Name)} - kept_names
+    words = Counter(re.findall(r"\w+", re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)))  # without descriptions
+    lines, found = lines_of(folded), list[str]()
+    for node in ast.parse(folded).body:
+        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
             continue
-        kept = cst.parse_module(statement).visit(DropNames(names)).code.strip()
-        if not kept:  # of the blank lines above and below, the larger number stays
-            above, under = (list(itertools.takewhile(_is_blank, part)) for part in (lines[:first][::-1], lines[last:]))
-            last += min(len(above), len(under))
-        end = lines[last - 1][len(lines[last - 1].rstrip("\r\n")) :]
-        lines[first:last] = [kept + end] if kept else []
-        found += names
-    return "".join(lines), tuple(sorted(found))
-
-
-def _is_blank(line: str) -> bool:
-    return not line.strip()
-
-
-def _bound_by(node: ast.stmt) -> list[str]:
-    if isinstance(node, _IMPORTS):
-        return [part.asname or part.name.split(".")[0] for part in node.names]
-    return list(bound_names(ast.Module([node], []))) if isinstance(node, Definition) else []
-
-
-def _looked_up(tree: ast.Module) -> set[str]:
-    """The names that code of a module reads, writes or declares, whatever its scope."""
-    declared = {name for node in nodes_of(tree, ast.Global) for name in node.names}
-    return {node.id for node in nodes_of(tree, ast.Name)} | declared
-
-
-def _mentioned(tree: ast.Module, text: str) -> set[str]:
-    """The words of all strings and of comments on types."""
-    strings = (node.value for node in nodes_of(tree, ast.Constant) if isinstance(node.value, str))
-    return {word for part in (*strings, *re.findall(r"#\s*type:(.*)", text)) for word in re.findall(r"\w+", part)}
+        statement = "".join(lines[node.lineno - 1 : node.end_lineno])
+        bound = {part.asname or part.name.split(".")[0] for part in node.names}
+        if not bound & used or "noqa" in statement or node.col_offset or text.count(statement) != 1:
+            continue
+        own = Counter(re.findall(r"\w+", statement))
+        if orphans := {name for name in bound & used if words[name] == own[name]}:
+            above, under = text.split(statement)
+            kept = cst.parse_module(statement).visit(DropNames(orphans)).code
+            if not kept.strip():  # of the blank lines above and below, the larger number stays
+                kept, rest = "", lines_of(under)
+                blank = [len(list(itertools.takewhile(str.isspace, each))) for each in (lines_of(above)[::-1], rest)]
+                under = "".join(rest[min(blank) :])
+            text = above + kept + under
+            found += orphans
+    return text, tuple(sorted(found))
 
 
 def merge(imports: Iterable[Import]) -> list[Import]:

@@ -325,7 +325,6 @@ def changed_original(at: Place) -> Steps:
         done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 0, done.output
         assert "a = 7" in (at.tmp / "generated" / "out.py").read_text()
-        (at.tmp / "generated" / "out.diff").unlink()
         assert checked().ok
 
 
