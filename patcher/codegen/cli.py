@@ -63,7 +63,6 @@ def codegen(
 
     From configs, and check them for drift. `patcher codegen verify CONFIG` runs small models of a file.
     """
-    from patcher.codegen.files.checker import check
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 
     given = {
@@ -88,6 +87,8 @@ def codegen(
         if list_configs:
             _list(discover(settings))
         elif check_only:
+            from patcher.codegen.files.checker import check
+
             configs = [module] if module else None
             results = check(configs, fix=fix, rebase=rebase, output_dir=output_dir, formatted=formatted)
             bad = sum(not result.ok for result in results)
