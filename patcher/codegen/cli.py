@@ -63,7 +63,6 @@ def codegen(
 
     From configs, and check them for drift. `patcher codegen verify CONFIG` runs small models of a file.
     """
-    from patcher.codegen.files.checker import check
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 
     given = {
@@ -88,6 +87,8 @@ def codegen(
         if list_configs:
             _list(discover(settings))
         elif check_only:
+            from patcher.codegen.files.checker import check
+
             configs = [module] if module else None
             results = check(configs, fix=fix, rebase=rebase, output_dir=output_dir, formatted=formatted)
             bad = sum(not result.ok for result in results)
@@ -118,14 +119,14 @@ def codegen(
 _APART = {
     "--list": (
         {"CONFIG", "-o", "-c", "--all", "--dry-run", "--diff", "--manifest", "--check", "--format", "-v"},
-        "--list only names the configs of the project. Leave {other} out.",
+        "--list only names the configs of the project. Leave {} out.",
     ),
     "--check": (
         {"-c", "--all", "--dry-run", "--diff", "--manifest", "-v"},
-        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {other} out.",
+        "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
     ),
-    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {other} out, or --all."),
-    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {other} out."),
+    "--all": ({"CONFIG", "-c"}, "--all takes every config of the project. Leave {} out, or --all."),
+    "--dry-run": ({"--manifest"}, "--dry-run writes nothing. Leave {} out."),
 }
 
 
@@ -138,7 +139,7 @@ def _refuse(given: Collection[str]) -> None:
     for name in (name for name in _APART if name in given):
         others, advice = _APART[name]
         for other in (other for other in given if other in others):
-            raise typer.BadParameter(advice.format(other=other))
+            raise typer.BadParameter(advice.format(other))
 
 
 def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir: Path | None) -> None:

@@ -8,7 +8,7 @@ import difflib
 import functools
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -26,16 +26,11 @@ def nodes_of(tree: ast.Module, kind: type[N]) -> list[N]:
 @functools.lru_cache(maxsize=4)
 def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
     found: dict[type[ast.AST], list[ast.AST]] = {}
-    left: list[Any] = [tree]
+    left: list[ast.AST] = [tree]
     while left:
         node = left.pop()
         found.setdefault(type(node), []).append(node)
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if isinstance(value, ast.AST):
-                left.append(value)
-            elif isinstance(value, list):
-                left += [each for each in value if isinstance(each, ast.AST)]
+        left += ast.iter_child_nodes(node)
     return found
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from patcher.codegen.generation.folding import fold
+from patcher.codegen import PatchConfig, generate
+from patcher.codegen.generation.folding import Folded, fold
 from patcher.source.scopes import bound_names
 from tests.codegen.test_laws import modules
 
@@ -59,3 +61,95 @@ def test_what_binds_names_of_the_module_stays_in_sight() -> None:
 def test_a_comment_that_ends_a_body_is_folded_with_it() -> None:
     text = "class A:\n    x = 1\n    # still A\n# of B\nB = 1\n"
     assert fold(text, ast.parse(text), set()).hidden == ["class A:\n    x = 1\n    # still A"]
+
+
+PATCHES = {
+    "strings that run on": """
+def forward(self, x):
+    '''What it does.
+
+      deeper
+
+    as before.
+    '''
+    a = '''first
+    second'''
+    b = ("one"
+         "two")
+    c = "one\\
+    two"
+    d = f'''{x}
+  {a}'''
+    return a, b, c, d
+""",
+    "a docstring that stands at the left": """
+def forward(self):
+    '''Does
+  this.
+    '''
+    x = 1
+    return x
+""",
+    "functions in functions": """
+def forward(self, x):
+    # first
+    @staticmethod
+    def inner(y):
+        "Inner."
+        z = (
+            y +
+      1
+        )
+
+        # of z
+        return z  # it
+
+    if x: y = 1; z = 2
+    else:
+        y = 2
+        z = y
+
+    try:
+        y = 3
+        z = 4
+    finally:
+        # nothing
+
+        y = 4
+        z = 5
+    # last
+    return inner(
+        x,
+    )
+    # behind
+""",
+    "names of the file": """
+def forward(self, x):
+    global found
+    found = x
+    a = 1
+    b = Old(a)
+    c = 1
+    d = [Old for Old in (a, b)]
+    return c, d
+""",
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_what_is_folded_is_moved_and_renamed_as_what_is_parsed(
+    patch: str, newline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = patch.replace("\n", "\n    ")
+    original = f"Old = New = found = len\n\n\nclass A:\n    def forward(self): ...\n\n\nclass B:{inner}\n"
+    name = f"modeling_folded_{len(patch)}_{len(newline)}"
+    (tmp_path / f"{name}.py").write_bytes(original.replace("\n", newline).encode())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = PatchConfig(name, "out.py")
+    config.override_method("A.forward", patch, name_map={"Old": "New"})
+    config.override_method("A.more", patch, new=True)
+    config.override_method("B.more", patch, name_map={"Old": "New"}, new=True)
+    folded = generate(config)
+    monkeypatch.setattr(Folded, "fold_statements", lambda *_: None)
+    assert folded == generate(config)

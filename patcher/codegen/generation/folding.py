@@ -176,6 +176,9 @@ def _moves(run: Sequence[ast.stmt], lines: Sequence[str]) -> bool:
     if any(line.strip("\r\n").isspace() for line in lines[first - 1 : last]):
         return False
     nodes = [node for each in run for node in ast.walk(each)]
+    for part in (node for node in nodes if isinstance(node, ast.stmt)):
+        if any(line.strip() and line[: part.col_offset].strip() for line in lines[part.lineno : part.end_lineno]):
+            return False  # a line further to the left than its statement stays there
     docstrings = {
         id(node.body[0].value)
         for node in [*nodes, ast.Module([*run], [])]

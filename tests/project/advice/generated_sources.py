@@ -230,3 +230,69 @@ def a_command_that_says_too_little(at: Place) -> Steps:
             assert "checked" in command("codegen", *asked)
     generated = at.tmp / "configs" / "generated" / "patched_modeling_checked.py"
     assert "return x + 1" in generated.read_text()
+
+
+@advice(
+    "--list only names the configs of the project. Leave {} out.",
+    "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
+    "--all takes every config of the project. Leave {} out, or --all.",
+    "--dry-run writes nothing. Leave {} out.",
+    "{} is the file of {} already. Give one another target_file.",
+)
+def options_that_cannot_act_together(at: Place) -> Steps:
+    project(at, "configs")
+    config = "configs/checked_patch_gen_config.py"
+    with in_folder(at.tmp), importable(at.tmp / "lib"):
+        command("codegen", "--all")
+        for words, out in (
+            (("--list", "-v"), "-v"),
+            (("--check", "--dry-run"), "--dry-run"),
+            ((config, "--all"), config),
+            ((config, "--all"), "--all"),
+            ((config, "--dry-run", "--manifest"), "--manifest"),
+        ):
+            said = yield lambda words=words: command("codegen", *words)  # type: ignore[misc]
+            assert f"Leave {'CONFIG' if out == config else out} out" in said or f"or {out}." in said
+            assert "checked" in command("codegen", *(word for word in words if word != out))
+        other = at.tmp / "configs" / "other_patch_gen_config.py"
+        other.write_text(CONFIG)
+        yield lambda: command("codegen", "--all", "-o", "out")
+        other.unlink()
+        right = at.tmp / "configs" / "right_patch_gen_config.py"
+        right.write_text(CONFIG.replace("patched_modeling_checked.py", "right.py"))
+        assert command("codegen", "--all", "-o", "out").count("wrote") == 2
+
+
+@advice("{}: this file can't be read as Python, which finds {}. Save it as UTF-8.")
+def files_that_are_no_text(at: Place) -> Steps:
+    project(at, "configs")
+    path = at.tmp / "lib" / "modeling_checked.py"
+    with importable(at.tmp / "lib"):
+        for wrong in ("latin-1", "utf-16"):
+            path.write_text(f"# é\n{SOURCE}", wrong)
+            yield lambda: generate(PatchConfig("modeling_checked", "out.py"))
+            path.write_text(f"# é\n{SOURCE}", "utf-8")
+            assert "# é" in generate(PatchConfig("modeling_checked", "out.py"))
+
+
+@advice(
+    "{}: create_patch_from_external({}) can't do patch_type={}. Give the kind of the target: REPLACE_CLASS, "
+    "REPLACE_FUNCTION or OVERRIDE_METHOD.",
+    "Other arguments than the first ones have names here: write name_map=... or patch_type=...",
+)
+def arguments_as_another_generator_has_them(at: Place) -> Steps:
+    source = "class A:\n    def g(self): return 1\n\n\ndef f(): return A\n"
+    call = 'config.patches.append(create_patch_from_external("{}", "math", "gcd", {}))\n'
+    kinds = {"A": "REPLACE_CLASS", "f": "REPLACE_FUNCTION", "A.g": "OVERRIDE_METHOD"}
+    for target, kind in kinds.items():
+        imported = "from patcher.codegen import PatchType\n"
+        for wrong in ("patch_type=PatchType.INIT_MODIFICATION", "PatchType.CLASS_REPLACEMENT"):
+            case = a_case(source, imported + call.format(target, wrong))
+            yield lambda case=case: made(at, case)  # type: ignore[misc]
+        file = made(at, case, imported + call.format(target, f"patch_type=PatchType.{kind}"))
+        assert math.gcd in (file.A, file.f, getattr(file.A, "g", None))
+    replaced = 'config.replace_function("f", "def f(): return B", {}{{"B": "A"}})\n'
+    case = a_case(source, replaced.format(""))
+    yield lambda: made(at, case)
+    file = made(at, case, replaced.format("name_map="))
+    assert file.f() is file.A
