@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
-from patcher.codegen.spec import External, Patch, PatchKind, PatchSpec
+from patcher.codegen.spec import PatchSpec
 from patcher.construction.in_force import unpatched
 from patcher.display import Shown, Table
 from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
@@ -30,6 +29,7 @@ from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import Pair, UncheckedError, said
 from patcher.verification.inputs import NoInputsError, Pass, chosen_passes
 from patcher.verification.numerics import Difference, differences
+from patcher.verification.ran_patches import RanPatches
 from patcher.verification.saved import save_stage
 from patcher.verification.small_configs import small_configs
 from patcher.verification.training import learned
@@ -165,7 +165,7 @@ def verify(
     ):
         original = importlib.import_module(config.source_module)
         patcher, wrong = _patcher(config, generated)
-        ran = _Ran(generated, module)
+        ran = RanPatches(generated, module)
         for number, stock in enumerate(_candidates(config, original, module, model_class)):
             if models and not ran.missing() and model_class is None:
                 break
@@ -397,81 +397,3 @@ def _aligned(model: Any) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.eval()
-
-
-class _Ran:
-    """Which patches of a file have run: the code of each is known by its lines."""
-
-    def __init__(self, generated: Generated, module: ModuleType) -> None:
-        self.file = str(module.__file__)
-        nodes = _definitions(ast.parse(generated.text.removeprefix("\ufeff")).body)
-        self.left: dict[str, tuple[list[tuple[int, int]], set[CodeType]]] = {}
-        for patch in generated.patches:
-            if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
-                continue  # how the models of a file read and write, which isn't the author's
-            label = f"{patch.kind.value} {patch.target}"
-            lines = [
-                (min([node.lineno, *(part.lineno for part in node.decorator_list)]), node.end_lineno or node.lineno)
-                for node in nodes.get(_target(patch), ())
-            ]
-            codes = _codes(module, patch)
-            if lines or codes:
-                self.left[label] = lines, codes
-
-    def missing(self) -> list[str]:
-        """Those that haven't."""
-        return list(self.left)
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note what runs."""
-        seen: set[CodeType] = set()
-
-        def note(frame: Any, event: str, _: object) -> None:
-            if event == "call":
-                seen.add(frame.f_code)
-
-        before = sys.getprofile()
-        sys.setprofile(note)
-        try:
-            yield
-        finally:
-            sys.setprofile(before)
-            ran = {code.co_firstlineno for code in seen if code.co_filename == self.file}
-            for label, (lines, codes) in list(self.left.items()):
-                if seen & codes or any(first <= line <= last for first, last in lines for line in ran):
-                    del self.left[label]
-
-
-def _target(patch: Patch) -> str:
-    parts = patch.target.split(".")
-    if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
-        parts.pop()
-    return ".".join([*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts)
-
-
-def _definitions(body: list[ast.stmt], around: str = "") -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = f"{around}{node.name}"
-            found.setdefault(name, []).append(node)
-            inner = _definitions(node.body, f"{name}.") if isinstance(node, ast.ClassDef) else {}
-        else:
-            parts = (part for name in ("body", "orelse", "finalbody") for part in getattr(node, name, ()))
-            inner = _definitions([*parts, *(s for h in getattr(node, "handlers", ()) for s in h.body)], around)
-        for name, nodes in inner.items():
-            found.setdefault(name, []).extend(nodes)
-    return found
-
-
-def _codes(module: ModuleType, patch: Patch) -> set[CodeType]:
-    """The code of a replacement that the file imports."""
-    if not isinstance(patch.replacement, External):
-        return set()
-    value: Any = importlib.import_module(patch.replacement.module)
-    for part in patch.replacement.name.split("."):
-        value = getattr(value, part)
-    parts = list(vars(value).values()) if isinstance(value, type) else [value]
-    functions = (getattr(part, "__func__", part) for part in parts)
-    return {part.__code__ for part in functions if isinstance(part, FunctionType)}
