@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from patcher.codegen import PatchConfig, generate
 from patcher.codegen.generation.folding import Folded, fold
 from patcher.source.scopes import bound_names
-from tests.codegen.test_laws import modules
+from tests.codegen.random_modules import modules
 
 SHAPES = {
     "decorators and comments": "@a\n@b(\n    1\n)\nclass A:\n    x = 1\n    # last\n\n# of B\ndef B(): pass\n",
