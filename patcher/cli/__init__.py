@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from patcher.cli import commands
-from patcher.codegen.cli import app as codegen
+from patcher.cli.codegen import app as codegen
 
 __all__ = ["app", "main"]
 

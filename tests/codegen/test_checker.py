@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from patcher.cli.codegen import app, codegen
 from patcher.codegen import check
-from patcher.codegen.cli import app, codegen
 from patcher.codegen.files.projects import discover, load_configs, read_settings
 from patcher.errors import CodegenError
 from tests.codegen.checked import CONFIG, SOURCE
@@ -373,7 +373,7 @@ def test_as_a_module(project: Path) -> None:
 def shell(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = [str(Path(__file__).parents[2]), str(project / "lib"), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-m", "patcher.codegen", *arguments],
+        [sys.executable, "-c", "from patcher.cli import main; main()", "codegen", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "TERM": "dumb", "COLUMNS": "200"},
         capture_output=True,
         text=True,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from patcher.cli.codegen import app
 from patcher.codegen import PatchConfig, check, generate
-from patcher.codegen.cli import app
 from patcher.codegen.files.projects import read_settings
 from patcher.errors import CodegenError
 from tests.codegen.checked import CONFIG, SOURCE

@@ -28,11 +28,12 @@ def rotate(x):
     return x.roll(x.shape[-1] // 2, -1)
 """
 PROGRAM = """
-import runpy, sys
+import sys
 sys.path[:0] = [{packages!r}]
-sys.argv = ["codegen", *sys.argv[1:]]
+sys.argv = ["patcher", "codegen", *sys.argv[1:]]
 try:
-    runpy.run_module("patcher.codegen", run_name="__main__")
+    from patcher.cli import main
+    main()
 finally:
     found = {{name.partition(".")[0] for name in sys.modules}}
     assert found.isdisjoint({{"torch", "transformers", "safetensors", "accelerate", "numpy", "regex"}}), found

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from patcher.codegen import PatchConfig, generate
-from patcher.codegen.generation.folding import Folded, fold
+from patcher.source.folding import Folded, fold
 from patcher.source.scopes import bound_names
 from tests.codegen.random_modules import modules
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from typer.testing import CliRunner
 
-from patcher.codegen.cli import app
+from patcher.cli.codegen import app
 from tests.codegen.ported_kernels import ExternalMLP
 from tests.support import tiny
 

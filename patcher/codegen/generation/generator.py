@@ -12,7 +12,6 @@ import libcst as cst
 import libcst.matchers as m
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
-from patcher.codegen.generation.folding import fold
 from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_definitions import (
@@ -34,6 +33,7 @@ from patcher.codegen.generation.surroundings import (
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
+from patcher.source.folding import fold
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest

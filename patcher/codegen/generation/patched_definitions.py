@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import libcst as cst
 
-from patcher.codegen.generation.folding import Folded
 from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import External, Patch, PatchKind
 from patcher.errors import CodegenError
 from patcher.source import trees as tree
 from patcher.source.definitions import ACCESSORS
+from patcher.source.folding import Folded
 from patcher.source.indentation import dedented
 from patcher.source.modules import lines_of
 from patcher.source.reading import Source, own_decorators

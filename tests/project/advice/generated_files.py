@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from patcher.cli.codegen import app
 from patcher.codegen import CheckResult, PatchConfig, check, generate, write
-from patcher.codegen.cli import app
 from patcher.codegen.files.projects import load_configs
 from patcher.errors import CodegenError
 from tests.codegen import cases

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from patcher.codegen.verify_command import DEFAULT, WithDefault, verify
+from patcher.cli.codegen_verify import DEFAULT, WithDefault, verify
 from patcher.errors import CodegenError
 
 if TYPE_CHECKING:
