@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Sequence
 
 from patcher.source.reading import Definition, first_line
@@ -10,7 +11,7 @@ from patcher.source.scopes import bound_by, top_level
 
 #: of a property, the last part of "Class.name.setter"
 ACCESSORS = ("setter", "deleter", "getter")
-_BINDING = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
+_BINDING = (Definition, ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom)
 
 
 def find(tree: ast.Module, name: str) -> list[ast.stmt]:
@@ -20,23 +21,34 @@ def find(tree: ast.Module, name: str) -> list[ast.stmt]:
     [3]
     """
     *path, last = name.split(".")
-    body = _inside(tree.body, path)
+    if not path:
+        return list(_by_name(tree).get(last, []))
+    body = _inside(tree, path)
     if body is not None:
         return _named(body, last)
     if last in ACCESSORS and len(path) > 1:
-        body = _inside(tree.body, path[:-1])
-        return _named(body or [], path[-1], last)
+        return _named(_inside(tree, path[:-1]) or [], path[-1], last)
     return []
 
 
-def _inside(body: Sequence[ast.stmt], path: Sequence[str]) -> list[ast.stmt] | None:
+@functools.lru_cache(maxsize=8)
+def _by_name(tree: ast.Module) -> dict[str, list[ast.stmt]]:
+    """The definitions, assignments and imports of a module, by the names that they bind."""
+    found: dict[str, list[ast.stmt]] = {}
+    for node in top_level(tree.body):
+        if isinstance(node, _BINDING):
+            for name in bound_by(node):
+                found.setdefault(name, []).append(node)
+    return found
+
+
+def _inside(tree: ast.Module, path: Sequence[str]) -> list[ast.stmt] | None:
     """The bodies of the classes that a dotted name leads to, None where there is no such class."""
-    for name in path:
-        classes = [node for node in top_level(body) if isinstance(node, ast.ClassDef) and node.name == name]
-        if not classes:
-            return None
-        body = [statement for node in classes for statement in node.body]
-    return list(body)
+    found = _by_name(tree).get(path[0], [])
+    for name in path[1:]:
+        found = _named([part for node in found if isinstance(node, ast.ClassDef) for part in node.body], name)
+    classes = [node for node in found if isinstance(node, ast.ClassDef)]
+    return [part for node in classes for part in node.body] if classes else None
 
 
 def _named(body: Sequence[ast.stmt], name: str, accessor: str = "") -> list[ast.stmt]:

@@ -17,7 +17,7 @@ from patcher.codegen.generation.patched_definitions import Context, below
 from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
 from patcher.source import trees
-from patcher.source.definitions import find
+from patcher.source.definitions import find, span
 from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Location
 from patcher.source.scopes import (
@@ -134,7 +134,10 @@ def without_orphans(
         return text, ()
     gone = {patch.definition for patch in config.patches}.union(config.excluded)
     gone |= {name for name, _ in config.undecorated}
-    parts = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
+    known, asked = lines_of(source.text), re.compile("|".join(sorted({*itertools.chain(*unused.values())})))
+    nodes = [node for name in gone for node in find(original, name)]
+    nodes = [node for node in nodes if asked.search("".join(known[span(node)[0] - 1 : node.end_lineno]))]
+    parts = [part for node in nodes for part in ast.walk(node)]
     kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
     used = {part.id for part in parts if isinstance(part, ast.Name)} - kept_names
     for statement, names in unused.items():
