@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patcher.source.reading import Definition, first_line
-from patcher.source.scopes import bound_names, top_level
+from patcher.source.scopes import bound_by, top_level
 
 #: of a property, the last part of "Class.name.setter"
 ACCESSORS = ("setter", "deleter", "getter")
@@ -45,7 +45,7 @@ def _named(body: Sequence[ast.stmt], name: str, accessor: str = "") -> list[ast.
         if isinstance(node, Definition):
             if node.name == name and _accessor(node) == accessor:
                 found.append(node)
-        elif isinstance(node, _BINDING) and not accessor and name in bound_names(ast.Module([node], [])):
+        elif isinstance(node, _BINDING) and not accessor and name in bound_by(node):
             found.append(node)
     return found
 

@@ -8,7 +8,7 @@ import difflib
 import functools
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 _BUILTINS = frozenset(dir(builtins)) | {"__file__", "__name__", "__doc__", "__package__", "__spec__", "__path__"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -18,20 +18,14 @@ _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 N = TypeVar("N", bound=ast.AST)
 
 
-def nodes_of(tree: ast.Module, kind: type[N]) -> list[N]:
-    """All nodes of a syntax tree that are of a kind, in no order. A tree is walked once for all kinds."""
-    return cast("list[N]", _by_kind(tree).get(kind, []))
+def statements_of(tree: ast.Module, kind: type[N]) -> list[N]:
+    """All statements of a module that are of a kind, wherever they stand, in the order of the text."""
+    return [node for node in _statements(tree) if isinstance(node, kind)]
 
 
-@functools.lru_cache(maxsize=4)
-def _by_kind(tree: ast.Module) -> dict[type[ast.AST], list[ast.AST]]:
-    found: dict[type[ast.AST], list[ast.AST]] = {}
-    left: list[ast.AST] = [tree]
-    while left:
-        node = left.pop()
-        found.setdefault(type(node), []).append(node)
-        left += ast.iter_child_nodes(node)
-    return found
+@functools.lru_cache(maxsize=8)
+def _statements(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(every_statement(tree.body))
 
 
 def bound_names(tree: ast.Module) -> dict[str, int]:
@@ -39,10 +33,9 @@ def bound_names(tree: ast.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, line in _bound(tree.body):
         found.setdefault(name, line)
-    for node in every_statement(tree.body):
-        if isinstance(node, ast.Global):
-            for name in node.names:
-                found.setdefault(name, node.lineno)
+    for node in statements_of(tree, ast.Global):
+        for name in node.names:
+            found.setdefault(name, node.lineno)
     return found
 
 
@@ -189,6 +182,11 @@ def looks_misspelt(name: str, known: str) -> bool:
 
 def _alike(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def bound_by(node: ast.stmt) -> set[str]:
+    """The names that a statement binds."""
+    return {name for name, _ in _bound([node])}
 
 
 def _bound(body: Sequence[ast.stmt]) -> Iterator[tuple[str, int]]:

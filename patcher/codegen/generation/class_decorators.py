@@ -17,7 +17,7 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.modules import find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import ImportedName, imported_names, nearest, nodes_of, top_level
+from patcher.source.scopes import ImportedName, imported_names, nearest, statements_of, top_level
 
 #: What was said: a file that is generated several times is warned of once.
 _WARNED: dict[str | tuple[str, type[Warning], int], int] = {}
@@ -90,7 +90,7 @@ def warn_of_decorators(config: PatchSpec, text: str) -> None:
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
     found: dict[str, list[ast.FunctionDef]] = {}
-    for node in nodes_of(tree, ast.FunctionDef):
+    for node in statements_of(tree, ast.FunctionDef):
         found.setdefault(node.name, []).append(node)
     return found
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from patcher.codegen.spec import PatchSpec
 from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
-from patcher.source.scopes import imported_names, nodes_of, top_level
+from patcher.source.scopes import imported_names, statements_of, top_level
 
 #: The method, and the comment that says why it is there.
 METHOD = "is_custom_code"
@@ -91,7 +91,7 @@ def _concerns(source: SourceModule, own: ast.Module) -> bool:
     if any(node.name in known for node in top_level(own.body) if isinstance(node, ast.ClassDef)):
         return True
     homes = {source.path.parent.name: sorted(source.path.parent.glob("configuration_*.py"))}
-    for each in nodes_of(own, ast.ImportFrom):
+    for each in statements_of(own, ast.ImportFrom):
         if "configuration_" in (each.module or "") and each.level:
             package = source.package.split(".")
             module = ".".join([*package[: len(package) - each.level + 1], each.module or ""])
@@ -210,7 +210,7 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
 
 
 def _initialisers(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in nodes_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
+    return [node for node in statements_of(tree, ast.FunctionDef) if node.name == "_init_weights"]
 
 
 def _check_initialisation(config: PatchSpec, original: ast.Module, tree: ast.Module) -> None:

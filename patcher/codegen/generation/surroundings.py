@@ -23,9 +23,9 @@ from patcher.source.reading import Location
 from patcher.source.scopes import (
     ImportedName,
     bound_names,
-    every_statement,
     imported_names,
     nearest,
+    statements_of,
 )
 
 _WITH_STATEMENTS = (
@@ -50,7 +50,7 @@ def with_absolute_imports(source: SourceModule, tree: ast.Module, where: Locatio
         CodegenError: an import goes above the top package.
     """
     lines = lines_of(source.text)
-    relative = [node for node in every_statement(tree.body) if isinstance(node, ast.ImportFrom) and node.level]
+    relative = [node for node in statements_of(tree, ast.ImportFrom) if node.level]
     for node in reversed(relative):  # from the end: columns in front stay what they are
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         head = lines[first].encode()[: node.col_offset].decode()
@@ -115,22 +115,26 @@ def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Mod
         text: the text.
         original: the syntax tree of the source.
     """
+    words = Counter(re.findall(r"\w+", re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)))  # without descriptions
+    lines, unused = lines_of(folded), dict[str, set[str]]()
+    for node in ast.parse(folded).body:
+        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
+            continue
+        statement = "".join(lines[node.lineno - 1 : node.end_lineno])
+        own = Counter(re.findall(r"\w+", statement))
+        names = {part.asname or part.name.split(".")[0] for part in node.names}
+        names = {name for name in names if words[name] == own[name]}
+        if names and "noqa" not in statement and not node.col_offset and text.count(statement) == 1:
+            unused[statement] = names
+    if not unused:
+        return text, ()
     gone = {patch.definition for patch in config.patches}.union(config.excluded)
     gone |= {name for name, _ in config.undecorated}
     parts = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
     kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
     used = {part.id for part in parts if isinstance(part, ast.Name)} - kept_names
-    words = Counter(re.findall(r"\w+", re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)))  # without descriptions
-    lines, found = lines_of(folded), list[str]()
-    for node in ast.parse(folded).body:
-        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
-            continue
-        statement = "".join(lines[node.lineno - 1 : node.end_lineno])
-        bound = {part.asname or part.name.split(".")[0] for part in node.names}
-        if not bound & used or "noqa" in statement or node.col_offset or text.count(statement) != 1:
-            continue
-        own = Counter(re.findall(r"\w+", statement))
-        if orphans := {name for name in bound & used if words[name] == own[name]}:
+    for statement, names in unused.items():
+        if orphans := names & used:
             above, under = text.split(statement)
             kept = cst.parse_module(statement).visit(DropNames(orphans)).code
             if not kept.strip():  # of the blank lines above and below, the larger number stays
@@ -138,8 +142,7 @@ def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Mod
                 blank = [len(list(itertools.takewhile(str.isspace, each))) for each in (lines_of(above)[::-1], rest)]
                 under = "".join(rest[min(blank) :])
             text = above + kept + under
-            found += orphans
-    return text, tuple(sorted(found))
+    return text, tuple(sorted(name for names in unused.values() for name in names & used))
 
 
 def merge(imports: Iterable[Import]) -> list[Import]:
