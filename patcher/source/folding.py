@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from patcher.source.modules import lines_of
 from patcher.source.reading import Definition, first_line
-from patcher.source.scopes import blocks
+from patcher.source.scopes import blocks, every_statement
 
 _INDENTED = re.compile(r"[ \t\f]+[^\s]")
 _GLOBAL = re.compile(r"^[ \t\f]*global\b|[:;][ \t]*global\b", re.MULTILINE)
@@ -175,10 +175,12 @@ def _moves(run: Sequence[ast.stmt], lines: Sequence[str]) -> bool:
     first, last = _start(run[0]), run[-1].end_lineno or 0
     if any(line.strip("\r\n").isspace() for line in lines[first - 1 : last]):
         return False
-    nodes = [node for each in run for node in ast.walk(each)]
-    for part in (node for node in nodes if isinstance(node, ast.stmt)):
+    for part in (node for node in every_statement(run) if isinstance(node, ast.stmt)):
         if any(line.strip() and line[: part.col_offset].strip() for line in lines[part.lineno : part.end_lineno]):
             return False  # a line further to the left than its statement stays there
+    if not any(each in line for each in ('"""', "'''", "\\\n") for line in lines[first - 1 : last]):
+        return True  # no string goes over a line
+    nodes = [node for each in run for node in ast.walk(each)]
     docstrings = {
         id(node.body[0].value)
         for node in [*nodes, ast.Module([*run], [])]

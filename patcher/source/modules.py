@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -51,11 +52,15 @@ class SourceModule:
     @property
     def version(self) -> str:
         """`distribution version` of the top package, empty if it isn't installed as a distribution."""
-        top = self.name.split(".")[0]
-        try:
-            return f"{top} {importlib.metadata.version(top)}"
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+        return _version(self.name.split(".")[0])
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")

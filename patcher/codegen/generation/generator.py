@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from patcher.source.folding import fold
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
+
+#: white space that libcst is not known to give back: all but spaces and one kind of newline
+_UNUSUAL = re.compile(r"[^\S \n]|\\\n")
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def build(config: PatchSpec) -> Generated:
         raise config.error(
             f"{source.name} can't be patched, because {source.path} does not parse: {reason}."
         ) from error
-    if module.code != text:
+    if _UNUSUAL.search(text) and module.code != text:
         raise config.error(
             f"{source.name} can't be patched: the parser would not give every character of "
             f"{source.path} back. Look for form feeds and mixed newlines in it."
@@ -118,12 +122,13 @@ def build(config: PatchSpec) -> Generated:
     edits |= _edit(config, module, context, imported)
     module = insert(config, module, edits, added, context)
 
-    text = without_decorators(config, folded.unfold(module.code + tail))
-    warn_of_decorators(config, text)
+    code = module.code
+    text = without_decorators(config, folded.unfold(code + tail))
     orphans: tuple[str, ...] = ()
     if config.changes:
-        text, orphans = without_orphans(config, module.code, text, original)
+        text, orphans = without_orphans(config, source, code, text, original)
         check_names(config, source, text, original)
+    warn_of_decorators(config, text)
     text, methods = with_stock_conversions(config, source, original, text)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
     text = with_header(without_banner(text), header, source)

@@ -232,7 +232,8 @@ class _ClassEdit:
                 f"names no method of {self.where}, and one of nearly that name. {nearest(name, near_names)} "
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
-        for part in ast.walk(patch.source.tree()) if patch.source is not None else ():
+        own = patch.source if patch.source is not None and f".{name}" in patch.source.text else None
+        for part in ast.walk(own.tree()) if own is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(
                     f"calls {self.path}.{name}, which it replaces: it would call itself for ever. Write the "

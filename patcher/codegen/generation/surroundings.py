@@ -103,7 +103,9 @@ class DropNames(cst.CSTTransformer):
         return updated_node.with_changes(names=trees.without(original_node.names, removed))
 
 
-def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Module) -> tuple[str, tuple[str, ...]]:
+def without_orphans(
+    config: PatchSpec, source: SourceModule, folded: str, text: str, original: ast.Module
+) -> tuple[str, tuple[str, ...]]:
     """A generated text without the imports that only code used which is gone, and their names.
 
     What isn't known to be orphaned stays: an import that no code used which is gone, one in a guard, under `noqa` or
@@ -111,11 +113,13 @@ def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Mod
 
     Args:
         config: the description.
+        source: the module that was patched.
         folded: the text with the definitions that stay as one line each: its imports are found quickly.
         text: the text.
         original: the syntax tree of the source.
     """
     words = Counter(re.findall(r"\w+", re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)))  # without descriptions
+    before = Counter(re.findall(r"\w+", source.text))
     lines, unused = lines_of(folded), dict[str, set[str]]()
     for node in ast.parse(folded).body:
         if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
@@ -123,7 +127,7 @@ def without_orphans(config: PatchSpec, folded: str, text: str, original: ast.Mod
         statement = "".join(lines[node.lineno - 1 : node.end_lineno])
         own = Counter(re.findall(r"\w+", statement))
         names = {part.asname or part.name.split(".")[0] for part in node.names}
-        names = {name for name in names if words[name] == own[name]}
+        names = {name for name in names if words[name] == own[name] < before[name]}
         if names and "noqa" not in statement and not node.col_offset and text.count(statement) == 1:
             unused[statement] = names
     if not unused:
