@@ -25,6 +25,8 @@ from tests.project.advice import (
     generated_files,
     generated_models,
     generated_names,
+    generated_objects,
+    generated_projects,
     generated_sources,
     loads,
     models,
@@ -53,7 +55,9 @@ TABLES = (
     generated_files,
     generated_names,
     generated_sources,
+    generated_projects,
     generated_models,
+    generated_objects,
     training,
     adapters,
 )

@@ -37,7 +37,7 @@ from patcher.source import trees as tree
 from patcher.source.folding import fold
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
-from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest
+from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
 
 #: white space that libcst is not known to give back: all but spaces and one kind of newline
 _UNUSUAL = re.compile(r"[^\S \n]|\\\n")
@@ -107,8 +107,8 @@ def build(config: PatchSpec) -> Generated:
             # Not an error: a config serves several releases, and a later one needs the name no more.
             text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
             warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
-    module = module.visit(DropNames(config.dropped))
-    edits = _exclude(config, module) | _replaced_guards(config, module)
+    whole, module = module, module.visit(DropNames(config.dropped))
+    edits = _exclude(config, module) | _replaced_guards(config, whole, module)
 
     left = original  # what stays of it: other statements may bind what is left out as well
     if config.dropped or config.excluded:
@@ -258,16 +258,34 @@ def _is_kept(call: cst.Call, excluded: Collection[str]) -> bool:
     return not (isinstance(value, cst.SimpleString) and value.evaluated_value in excluded)
 
 
-def _replaced_guards(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
-    """The edits that leave out the guards of which only fallbacks are left, for names that the config binds itself."""
-    own = {helper.source.name for helper in config.helpers} | {
-        name for each in config.imports for name in each.bound()
-    }
+def _replaced_guards(config: PatchSpec, whole: cst.Module, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
+    """The edits that leave out the guards of which only fallbacks are left, for names that the config binds itself.
+
+    What falls back is told by `whole`, the module with the imports that are left out.
+    """
+    own = {helper.source.name for helper in config.helpers}
+    own.update(name for each in config.imports for name in each.bound())
     own.update(name for block in config.blocks for name in bound_names(ast.parse(block.code)))
     own &= config.dropped.keys()
-    guards = [node for node in module.body if own and isinstance(node, (cst.If, cst.Try))]
-    bound = {node: bound_names(ast.parse(tree.code_of(node))).keys() for node in guards}
-    return {node: () for node, names in bound.items() if names and names <= own}
+    edits: dict[cst.CSTNode, Sequence[Any]] = {}
+    guards = [[part for part in each.body if own and isinstance(part, cst.If | cst.Try)] for each in (whole, module)]
+    for guard, left in zip(*guards, strict=True):
+        body = ast.parse(tree.code_of(left))
+        names = bound_names(body).keys()
+        if names and names <= own & imported_names(ast.parse(tree.code_of(guard))).keys() and _only_binds(body):
+            edits[left] = ()
+    return edits
+
+
+def _only_binds(body: ast.Module) -> bool:
+    """Whether statements have no effect but on names."""
+    for node in top_level(body.body):
+        parts = list(ast.walk(node)) if isinstance(node, ast.Assign | ast.AnnAssign) else []
+        if not parts and not isinstance(node, ast.If | ast.Try | ast.Pass | ast.FunctionDef | ast.ClassDef):
+            return False
+        if any(isinstance(part, ast.Attribute | ast.Subscript) and isinstance(part.ctx, ast.Store) for part in parts):
+            return False
+    return True
 
 
 def _removable(module: cst.Module, imported: Collection[str], config: PatchSpec) -> dict[str, str]:

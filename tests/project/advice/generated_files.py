@@ -14,13 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from typer.testing import CliRunner
-
-from patcher.cli.codegen import app
-from patcher.codegen import CheckResult, PatchConfig, check, generate, write
+from patcher.codegen import PatchConfig, generate
 from patcher.codegen.files.projects import load_configs
-from patcher.errors import CodegenError
 from tests.codegen import cases
 from tests.project.advice import Place, Steps, advice
 from tests.support.written_modules import written_module
@@ -284,89 +279,3 @@ for _case, _call in (("passed_on", "print(original_init)"), ("without_self", "or
         "{} stands for super().__init__. Call it as {}({}, ...), and no other way.",
         ([(_call, "original_init(self)\n    self.mark = 1")], lambda file: file.A().mark == 1),
     )
-
-
-# --- files whose originals changed --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def drifted(at: Place) -> Iterator[Callable[..., CheckResult]]:
-    """A project with a file of a module that has changed since. Gives what checks it, and raises what is wrong."""
-    (at.tmp / "pyproject.toml").touch()
-    module, config = at.tmp / "modeling_drifted.py", at.tmp / "drifted_patch_gen_config.py"
-    module.write_text("def f(x):\n    a = 1\n    b = 2\n    c = 3\n    d = 4\n    return x\n")
-    patch = "def f(x):\\n    a = 1\\n    b = 2\\n    c = 3\\n    d = 4\\n    return x + 1"
-    config.write_text(
-        "from patcher.codegen import PatchConfig\n\nconfig = PatchConfig('modeling_drifted', 'out.py')\n"
-        f"config.replace_function('f', '{patch}')\n"
-    )
-
-    def checked(**options: bool) -> CheckResult:
-        sys.modules.pop("drifted_patch_gen_config", None)
-        (result,) = check([str(config)], **options)
-        if not result.ok and (result.error or not options.get("rebase")):
-            raise CodegenError(str(result))
-        return result
-
-    with importable(at.tmp), contextlib.chdir(at.tmp):
-        write(load_configs(str(config))[0], diff=True)
-        module.write_text(module.read_text().replace("a = 1", "a = 7"))
-        yield checked
-
-
-@advice("Change the patch if it must follow, then take the new original over by generating the file again: {}")
-def changed_original(at: Place) -> Steps:
-    with drifted(at) as checked:
-        said = yield lambda: checked(fix=True)
-        config = at.tmp / "drifted_patch_gen_config.py"
-        config.write_text(edited(config.read_text(), ("a = 1", "a = 7")))
-        sys.modules.pop("drifted_patch_gen_config", None)
-        (command,) = re.findall(r"generating the file again: patcher codegen (.*)", said)
-        done = CliRunner().invoke(app, command.split())
-        assert done.exit_code == 0, done.output
-        assert "a = 7" in (at.tmp / "generated" / "out.py").read_text()
-        assert checked().ok
-
-
-@advice("There is no {} beside the file to tell what it was; --diff writes it.")
-def unknown_original(at: Place) -> Steps:
-    with drifted(at) as checked:
-        (at.tmp / "generated" / "out.diff").unlink()
-        yield checked
-        module = at.tmp / "modeling_drifted.py"
-        module.write_text(edited(module.read_text(), ("a = 7", "a = 1")))
-        assert CliRunner().invoke(app, ["drifted_patch_gen_config.py", "--diff"]).exit_code == 0
-        module.write_text(edited(module.read_text(), ("a = 1", "a = 7")))
-        (change,) = checked(rebase=True).originals
-        assert "-    a = 1" in change.diff
-
-
-@advice(
-    "{} is there already, and differs from what --rebase would write: it may hold what was merged by hand. Take it "
-    "over into the config, or remove it."
-)
-def merged_by_hand(at: Place) -> Steps:
-    with drifted(at) as checked:
-        side = at.tmp / "generated" / "out.rebase"
-        checked(rebase=True)
-        side.write_text(side.read_text().replace("x + 1", "x + 2"))
-        yield lambda: checked(rebase=True)
-        text = side.read_text()
-        side.unlink()
-        assert "x + 1" in checked(rebase=True).merged[0].read_text()  # type: ignore[index]
-        merged = text[text.index("def f") :].rstrip().replace("\n", "\\n")
-        config = at.tmp / "drifted_patch_gen_config.py"
-        config.write_text(re.sub("'def f.*'", lambda _: f"'{merged}'", config.read_text()))
-        sys.modules.pop("drifted_patch_gen_config", None)
-        write(load_configs(str(config))[0], diff=True)
-        assert checked().ok
-        assert "return x + 2" in (at.tmp / "generated" / "out.py").read_text()
-
-
-@advice("--rebase merges with git, which is not installed. Install git.")
-def merged_without_git(at: Place) -> Steps:
-    with drifted(at) as checked, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", "")
-        yield lambda: checked(rebase=True)
-        patch.undo()
-        assert checked(rebase=True).merged == (at.tmp / "generated" / "out.rebase", 0)

@@ -9,8 +9,11 @@ import math
 import re
 from typing import Any
 
+import pytest
+
 from patcher.codegen import generate
 from patcher.codegen.files.projects import load_configs
+from patcher.errors import PatcherWarning
 from tests.codegen import cases
 from tests.project.advice import Place, Steps, advice
 from tests.project.advice.generated_files import a_case, calls, case_of, described, edited, importable, made
@@ -156,6 +159,39 @@ def a_name_that_is_left_out_in_part(at: Place) -> Steps:
                     assert file.pi == math.tau or file.pi() == "mine"
         right = edited(config, ("pi", "other"))
         assert hasattr(made(at, case, right), "other")
+
+
+@advice("{} already binds. Give it an alias{}.", "the name of something in {}. Rename it{}.")
+def a_name_whose_guard_does_more_than_import_it(at: Place) -> Steps:
+    """A guard goes with its import where nothing else is in it but another value of the name; what else it does stays.
+
+    A value that belongs to no import in that guard is no fallback, and stays as well until it is left out by its name.
+    """
+    added = 'config.add_import("cmath", names=["tau as pi"])\n', "config.add_helper(\"def pi(): return 'mine'\")\n"
+    guard = "import sys\n\nif not sys:\n    from math import pi\nelse:\n    pi = 3\n"
+    tried = "import sys\n\ntry:\n    from math import pi\nexcept ImportError:\n    sys.other = 1\n    pi = 3\n"
+    more = f"{guard}    sys.mark_of_a_guard = 1\n"
+    nested = f"{guard}    if sys:\n        setattr(sys, 'mark_of_a_guard', 1)\n"
+    last = f"{tried}finally:\n    sys.mark_of_a_guard = 1\n"
+    apart = "import sys\nfrom math import pi\n\nif not sys:\n    pi = 3\nelse:\n    sys.mark_of_a_guard = 1\n"
+    for text, source in itertools.product(added, (guard, tried, more, nested, last, apart)):
+        config = f"{text}config.drop_import_names('pi')\n"
+        case, left_out = a_case(source, config), ""
+        if source in (more, nested, apart):
+            said = yield lambda case=case: made(at, case)  # type: ignore[misc]
+            left_out = calls(said)
+        file = made(at, case, config + left_out)
+        assert file.pi == math.tau or file.pi() == "mine"
+        assert hasattr(file.sys, "mark_of_a_guard") == ("mark_of" in source)
+        vars(file.sys).pop("mark_of_a_guard", None)
+    unrelated = a_case("import sys\n\nif sys:\n    pi = 3\n", f"{added[0]}config.drop_import_names('pi')\n")
+
+    def warned(more: str) -> Any:
+        with pytest.warns(PatcherWarning, match="names nothing that"):
+            return made(at, unrelated, unrelated.config + more)
+
+    said = yield lambda: warned("")
+    assert warned(calls(said)).pi == math.tau
 
 
 @advice("imported {}; add config.add_import with the absolute name of its module")

@@ -1,23 +1,19 @@
-"""Where a generated file comes from: the text of a patch, the modeling module, the config; and where it goes."""
+"""Where a generated file comes from, the text of a patch and the modeling module; and where it goes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import re
 from typing import Any
 
 import pytest
 
 from patcher.codegen import PatchConfig, generate, write
-from patcher.codegen.files.projects import load_configs
-from patcher.errors import CodegenError
 from tests.codegen import cases
-from tests.codegen.checked import CONFIG, SOURCE
+from tests.codegen.checked import SOURCE
 from tests.project.advice import Place, Steps, advice
 from tests.project.advice.generated_files import a_case, case_of, described, edited, importable, made
-from tests.project.advice.models import command, in_folder
 from tests.support.written_modules import written_module
 
 case_of(
@@ -169,105 +165,10 @@ def a_patcher_of_a_config_that_has_none(at: Place) -> Steps:
             written_module(generate(config), at.tmp / "generated.py")
 
 
-# --- configs in files, and the command line ------------------------------------------------------------------------
-
-
-@advice(
-    "{}: there is no such config. Give the path of a file, or the name of a module.",
-    "{}: there is no module {}. Give the name of a config's module, or the path of its file, which ends in .py.",
-)
-def a_config_that_is_not_there(at: Place) -> Steps:
-    (at.tmp / "checked_patch_gen_config.py").write_text(CONFIG)
-    with in_folder(at.tmp):
-        for wrong in ("gone.py", "gone", "gone.config"):
-            yield lambda wrong=wrong: load_configs(wrong)  # type: ignore[misc]
-        for right in ("checked_patch_gen_config.py", "checked_patch_gen_config"):
-            with importable(at.tmp):
-                assert [config.target_file for config in load_configs(right)] == ["patched_modeling_checked.py"]
-
-
-@advice(
-    "{}: this module defines no PatchConfig. Write `config = PatchConfig(...)`.",
-    "Define one, `config = PatchConfig(...)`.",
-)
-def a_module_without_a_config(at: Place) -> Steps:
-    path = at.tmp / "empty_patch_gen_config.py"
-    path.write_text("from patcher.codegen import PatchConfig\n")
-    for name in (None, "config"):
-        with importable(at.tmp):
-            said = yield lambda name=name: load_configs(str(path), name)  # type: ignore[misc]
-        code = said.partition("`")[2].partition("`")[0].replace("...", "'json.decoder', 'out.py'")
-        right = at.tmp / "defined_patch_gen_config.py"
-        right.write_text(path.read_text() + code)
-        with importable(at.tmp):
-            assert [config.target_file for config in load_configs(str(right), name)] == ["out.py"]
-
-
-def project(at: Place, search_root: str) -> None:
-    (at.tmp / "pyproject.toml").write_text(f'[tool.patcher.codegen]\nsearch_root = "{search_root}"\n')
-    for folder in ("configs", "lib"):
-        (at.tmp / folder).mkdir(exist_ok=True)
-    (at.tmp / "configs" / "checked_patch_gen_config.py").write_text(CONFIG)
-    (at.tmp / "lib" / "modeling_checked.py").write_text(SOURCE)
-
-
-@advice(
-    "Name a config, or use --list, --all or --check.",
-    "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml",
-)
-def a_command_that_says_too_little(at: Place) -> Steps:
-    def listed() -> None:
-        raise CodegenError(command("codegen", "--list"))
-
-    project(at, "lib")
-    with in_folder(at.tmp), importable(at.tmp / "lib"):
-        yield listed
-        project(at, "configs")
-        assert "modeling_checked -> patched_modeling_checked.py" in command("codegen", "--list")
-        said = yield lambda: command("codegen")
-        for words in (["configs/checked_patch_gen_config.py"], *re.findall("--[a-z]+", said.partition("use")[2])):
-            asked = [words] if isinstance(words, str) else words
-            assert "checked" in command("codegen", *asked)
-    generated = at.tmp / "configs" / "generated" / "patched_modeling_checked.py"
-    assert "return x + 1" in generated.read_text()
-
-
-@advice(
-    "--list only names the configs of the project. Leave {} out.",
-    "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
-    "--all takes every config of the project. Leave {} out, or --all.",
-    "--dry-run writes nothing. Leave {} out.",
-    "{} is the file of {} already. Give one another target_file.",
-)
-def options_that_cannot_act_together(at: Place) -> Steps:
-    project(at, "configs")
-    config = "configs/checked_patch_gen_config.py"
-    with in_folder(at.tmp), importable(at.tmp / "lib"):
-        command("codegen", "--all")
-        for words, out in (
-            (("--list", "-v"), "-v"),
-            (("--check", "--dry-run"), "--dry-run"),
-            ((config, "--all"), config),
-            ((config, "--all"), "--all"),
-            ((config, "--dry-run", "--manifest"), "--manifest"),
-        ):
-            said = yield lambda words=words: command("codegen", *words)  # type: ignore[misc]
-            assert f"Leave {'CONFIG' if out == config else out} out" in said or f"or {out}." in said
-            assert "checked" in command("codegen", *(word for word in words if word != out))
-        other = at.tmp / "configs" / "other_patch_gen_config.py"
-        other.write_text(CONFIG)
-        yield lambda: command("codegen", "--all", "-o", "out")
-        other.unlink()
-        right = at.tmp / "configs" / "right_patch_gen_config.py"
-        right.write_text(CONFIG.replace("patched_modeling_checked.py", "right.py"))
-        assert command("codegen", "--all", "-o", "out").count("wrote") == 2
-
-
 @advice("{}: this file can't be read as Python, which finds {}. Save it as UTF-8.")
 def files_that_are_no_text(at: Place) -> Steps:
-    project(at, "configs")
-    path = at.tmp / "lib" / "modeling_checked.py"
-    with importable(at.tmp / "lib"):
+    path = at.tmp / "modeling_checked.py"
+    with importable(at.tmp):
         for wrong in ("latin-1", "utf-16"):
             path.write_text(f"# é\n{SOURCE}", wrong)
             yield lambda: generate(PatchConfig("modeling_checked", "out.py"))

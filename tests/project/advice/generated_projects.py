@@ -1,0 +1,198 @@
+"""Projects with generated files: configs in files, the command line, and files whose originals have changed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from patcher.codegen import CheckResult, check, write
+from patcher.codegen.files.projects import load_configs
+from patcher.errors import CodegenError
+from tests.codegen.checked import CONFIG, SOURCE
+from tests.project.advice import Place, Steps, advice
+from tests.project.advice.generated_files import edited, importable
+from tests.project.advice.models import command, in_folder
+
+
+@advice(
+    "{}: there is no such config. Give the path of a file, or the name of a module.",
+    "{}: there is no module {}. Give the name of a config's module, or the path of its file, which ends in .py.",
+)
+def a_config_that_is_not_there(at: Place) -> Steps:
+    (at.tmp / "checked_patch_gen_config.py").write_text(CONFIG)
+    with in_folder(at.tmp):
+        for wrong in ("gone.py", "gone", "gone.config"):
+            yield lambda wrong=wrong: load_configs(wrong)  # type: ignore[misc]
+        for right in ("checked_patch_gen_config.py", "checked_patch_gen_config"):
+            with importable(at.tmp):
+                assert [config.target_file for config in load_configs(right)] == ["patched_modeling_checked.py"]
+
+
+@advice(
+    "{}: this module defines no PatchConfig. Write `config = PatchConfig(...)`.",
+    "Define one, `config = PatchConfig(...)`.",
+)
+def a_module_without_a_config(at: Place) -> Steps:
+    path = at.tmp / "empty_patch_gen_config.py"
+    path.write_text("from patcher.codegen import PatchConfig\n")
+    for name in (None, "config"):
+        with importable(at.tmp):
+            said = yield lambda name=name: load_configs(str(path), name)  # type: ignore[misc]
+        code = said.partition("`")[2].partition("`")[0].replace("...", "'json.decoder', 'out.py'")
+        right = at.tmp / "defined_patch_gen_config.py"
+        right.write_text(path.read_text() + code)
+        with importable(at.tmp):
+            assert [config.target_file for config in load_configs(str(right), name)] == ["out.py"]
+
+
+def project(at: Place, search_root: str) -> None:
+    (at.tmp / "pyproject.toml").write_text(f'[tool.patcher.codegen]\nsearch_root = "{search_root}"\n')
+    for folder in ("configs", "lib"):
+        (at.tmp / folder).mkdir(exist_ok=True)
+    (at.tmp / "configs" / "checked_patch_gen_config.py").write_text(CONFIG)
+    (at.tmp / "lib" / "modeling_checked.py").write_text(SOURCE)
+
+
+@advice(
+    "Name a config, or use --list, --all or --check.",
+    "no *_patch_gen_config.py here; set search_root in [tool.patcher.codegen] of pyproject.toml",
+)
+def a_command_that_says_too_little(at: Place) -> Steps:
+    def listed() -> None:
+        raise CodegenError(command("codegen", "--list"))
+
+    project(at, "lib")
+    with in_folder(at.tmp), importable(at.tmp / "lib"):
+        yield listed
+        project(at, "configs")
+        assert "modeling_checked -> patched_modeling_checked.py" in command("codegen", "--list")
+        said = yield lambda: command("codegen")
+        for words in (["configs/checked_patch_gen_config.py"], *re.findall("--[a-z]+", said.partition("use")[2])):
+            asked = [words] if isinstance(words, str) else words
+            assert "checked" in command("codegen", *asked)
+    generated = at.tmp / "configs" / "generated" / "patched_modeling_checked.py"
+    assert "return x + 1" in generated.read_text()
+
+
+@advice(
+    "--list only names the configs of the project. Leave {} out.",
+    "--check compares what there is, of CONFIG or of all configs, and writes nothing. Leave {} out.",
+    "--all takes every config of the project. Leave {} out, or --all.",
+    "--dry-run writes nothing. Leave {} out.",
+    "{} belongs to --check.",
+    "{} is the file of {} already. Give one another target_file.",
+)
+def options_that_cannot_act_together(at: Place) -> Steps:
+    project(at, "configs")
+    config = "configs/checked_patch_gen_config.py"
+    with in_folder(at.tmp), importable(at.tmp / "lib"):
+        command("codegen", "--all")
+        for words, out in (
+            (("--list", "-v"), "-v"),
+            (("--check", "--dry-run"), "--dry-run"),
+            ((config, "--all"), config),
+            ((config, "--all"), "--all"),
+            ((config, "--dry-run", "--manifest"), "--manifest"),
+        ):
+            said = yield lambda words=words: command("codegen", *words)  # type: ignore[misc]
+            assert f"Leave {'CONFIG' if out == config else out} out" in said or f"or {out}." in said
+            assert "checked" in command("codegen", *(word for word in words if word != out))
+        for option in ("--fix", "--rebase"):
+            yield lambda option=option: command("codegen", config, option)  # type: ignore[misc]
+            assert "checked" in command("codegen", config, option, "--check")
+        other = at.tmp / "configs" / "other_patch_gen_config.py"
+        other.write_text(CONFIG)
+        yield lambda: command("codegen", "--all", "-o", "out")
+        other.unlink()
+        right = at.tmp / "configs" / "right_patch_gen_config.py"
+        right.write_text(CONFIG.replace("patched_modeling_checked.py", "right.py"))
+        assert command("codegen", "--all", "-o", "out").count("wrote") == 2
+
+
+# --- files whose originals changed --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def drifted(at: Place) -> Iterator[Callable[..., CheckResult]]:
+    """A project with a file of a module that has changed since. Gives what checks it, and raises what is wrong."""
+    (at.tmp / "pyproject.toml").touch()
+    module, config = at.tmp / "modeling_drifted.py", at.tmp / "drifted_patch_gen_config.py"
+    module.write_text("def f(x):\n    a = 1\n    b = 2\n    c = 3\n    d = 4\n    return x\n")
+    patch = "def f(x):\\n    a = 1\\n    b = 2\\n    c = 3\\n    d = 4\\n    return x + 1"
+    config.write_text(
+        "from patcher.codegen import PatchConfig\n\nconfig = PatchConfig('modeling_drifted', 'out.py')\n"
+        f"config.replace_function('f', '{patch}')\n"
+    )
+
+    def checked(**options: bool) -> CheckResult:
+        sys.modules.pop("drifted_patch_gen_config", None)
+        (result,) = check([str(config)], **options)
+        if not result.ok and (result.error or not options.get("rebase")):
+            raise CodegenError(str(result))
+        return result
+
+    with importable(at.tmp), contextlib.chdir(at.tmp):
+        write(load_configs(str(config))[0], diff=True)
+        module.write_text(module.read_text().replace("a = 1", "a = 7"))
+        yield checked
+
+
+@advice("Change the patch if it must follow, then take the new original over by generating the file again: {}")
+def changed_original(at: Place) -> Steps:
+    with drifted(at) as checked:
+        said = yield lambda: checked(fix=True)
+        config = at.tmp / "drifted_patch_gen_config.py"
+        config.write_text(edited(config.read_text(), ("a = 1", "a = 7")))
+        sys.modules.pop("drifted_patch_gen_config", None)
+        (words,) = re.findall(r"generating the file again: patcher codegen (.*)", said)
+        command("codegen", *words.split())
+        assert "a = 7" in (at.tmp / "generated" / "out.py").read_text()
+        assert checked().ok
+
+
+@advice("There is no {} beside the file to tell what it was; --diff writes it.")
+def unknown_original(at: Place) -> Steps:
+    with drifted(at) as checked:
+        (at.tmp / "generated" / "out.diff").unlink()
+        yield checked
+        module = at.tmp / "modeling_drifted.py"
+        module.write_text(edited(module.read_text(), ("a = 7", "a = 1")))
+        command("codegen", "drifted_patch_gen_config.py", "--diff")
+        module.write_text(edited(module.read_text(), ("a = 1", "a = 7")))
+        (change,) = checked(rebase=True).originals
+        assert "-    a = 1" in change.diff
+
+
+@advice(
+    "{} is there already, and differs from what --rebase would write: it may hold what was merged by hand. Take it "
+    "over into the config, or remove it."
+)
+def merged_by_hand(at: Place) -> Steps:
+    with drifted(at) as checked:
+        side = at.tmp / "generated" / "out.rebase"
+        checked(rebase=True)
+        side.write_text(side.read_text().replace("x + 1", "x + 2"))
+        yield lambda: checked(rebase=True)
+        text = side.read_text()
+        side.unlink()
+        assert "x + 1" in checked(rebase=True).merged[0].read_text()  # type: ignore[index]
+        merged = text[text.index("def f") :].rstrip().replace("\n", "\\n")
+        config = at.tmp / "drifted_patch_gen_config.py"
+        config.write_text(re.sub("'def f.*'", lambda _: f"'{merged}'", config.read_text()))
+        sys.modules.pop("drifted_patch_gen_config", None)
+        write(load_configs(str(config))[0], diff=True)
+        assert checked().ok
+        assert "return x + 2" in (at.tmp / "generated" / "out.py").read_text()
+
+
+@advice("--rebase merges with git, which is not installed. Install git.")
+def merged_without_git(at: Place) -> Steps:
+    with drifted(at) as checked, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        yield lambda: checked(rebase=True)
+        patch.undo()
+        assert checked(rebase=True).merged == (at.tmp / "generated" / "out.rebase", 0)
