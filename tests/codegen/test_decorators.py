@@ -14,7 +14,7 @@ import transformers
 
 from patcher import PatcherWarning
 from patcher.codegen import PatchConfig, generate
-from patcher.codegen.generation.class_decorators import _replaced_by
+from patcher.source.decorators import _replaced_by
 from tests.support import tiny
 from tests.support.comparing import logits
 

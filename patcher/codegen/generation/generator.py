@@ -15,10 +15,10 @@ import libcst.matchers as m
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
+from patcher.codegen.generation.patched_classes import edit_class
 from patcher.codegen.generation.patched_definitions import (
     Context,
     behind_overloads,
-    edit_class,
     is_overload,
     replace_definition,
 )
