@@ -295,3 +295,18 @@ def test_a_part_that_the_checkpoint_lacks_is_initialised(
     stock = transformers.CLIPModel.from_pretrained(folder)
     deviations = [float(one.state_dict()[lacking].std()) for one in (model, stock)]
     assert deviations[0] == pytest.approx(deviations[1], rel=0.1)
+
+
+def test_rows_of_padding_are_zero_where_stock_zeroes_them(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    """In new models, and where a checkpoint has no embeddings."""
+    model_class, config = transformers.XLMRobertaForMaskedLM, text_config("XLMRobertaConfig", pad_token_id=1)
+    module = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), model_class, config=config))
+    stock, own = (each(config) for each in (model_class, module.XLMRobertaForMaskedLM))
+    kept = {key: value for key, value in stock.state_dict().items() if "embeddings" not in key}
+    stock.save_pretrained(tmp_path / "whole", state_dict=kept)
+    for model in (own, module.XLMRobertaForMaskedLM.from_pretrained(tmp_path / "whole")):
+        weight = model.get_input_embeddings().weight
+        assert weight[1].count_nonzero() == 0
+        assert weight[0].count_nonzero() > 0
