@@ -3,7 +3,7 @@
 Where transformers converts checkpoints of its models, they have one method more, which says that they want that.
 
     python -m tests.identity              # every modeling file of the installed transformers
-    python -m tests.identity --sample 60  # the files that the tests look at
+    python -m tests.identity --sample 30  # the files that the tests look at
     python -m tests.identity llama xlstm  # some
 
 For each file it compares the text line by line, then imports the original and the generated file, each in a process of
