@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import io
-import multiprocessing
-import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -153,8 +148,7 @@ def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir
     from patcher.codegen.files.writer import output_folder
     from patcher.codegen.generation.header import config_path
 
-    failed: dict[str, list[str]] = {}
-    jobs: list[tuple[str, PatchSpec]] = []
+    failed: list[str] = []
     written: dict[Path, str] = {}
     for label, path in zip(map(config_path, paths), paths, strict=True):
         try:
@@ -162,57 +156,14 @@ def _generate_all(paths: list[str], how: Callable[[PatchSpec], None], output_dir
                 file = output_folder(config, output_dir) / config.target_file
                 if file in written:
                     raise config.error(f"{file} is the file of {written[file]} already. Give one another target_file.")
-                jobs.append((label, config))
+                how(config)
                 written[file] = label
         except CodegenError as error:
-            failed.setdefault(label, []).append(str(error))
-    for (label, _), (told, warned, problem) in zip(jobs, _each([config for _, config in jobs], how), strict=True):
-        typer.echo(told, nl=False)
-        typer.echo(warned, nl=False, err=True)
-        if problem:
-            failed.setdefault(label, []).append(problem)
-    for label, errors in failed.items():
-        typer.echo("\n".join(f"error: {label}: {each}" for each in errors), err=True)
+            typer.echo(f"error: {label}: {error}", err=True)
+            failed.append(label)
     if failed:
         typer.echo(f"{len(failed)} of {len(paths)} configs failed: {', '.join(failed)}", err=True)
         raise typer.Exit(1)
-
-
-#: So many configs for each process are worth it.
-_MANY = 3
-#: The configs that processes share out, and what is done with each: functions that a config has can't be sent.
-_SHARED: list[tuple[Sequence[PatchSpec], Callable[[PatchSpec], None]]] = []
-
-
-def _each(configs: Sequence[PatchSpec], how: Callable[[PatchSpec], None]) -> Iterator[tuple[str, str, str]]:
-    """What is said on stdout and on stderr of each config, and its error, in their order.
-
-    Many are shared out to a process for each core, where a process can be forked from this one, which has imported
-    the configs.
-    """
-    _SHARED[:] = [(configs, how)]
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
-    if min(cores, len(configs) // _MANY) < 2:
-        yield from map(_one, range(len(configs)))
-        return
-    gc.freeze()  # what was imported stays shared, and is gone through by none of them
-    try:
-        with multiprocessing.get_context("fork").Pool(cores) as pool:
-            # Beside each other stand configs of one model, which read the same source.
-            yield from pool.imap(_one, range(len(configs)), max(1, len(configs) // (4 * cores)))
-    finally:
-        gc.unfreeze()
-
-
-def _one(number: int) -> tuple[str, str, str]:
-    configs, how = _SHARED[0]
-    told, warned = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(warned):
-            how(configs[number])
-    except CodegenError as error:
-        return told.getvalue(), warned.getvalue(), str(error)
-    return told.getvalue(), warned.getvalue(), ""
 
 
 def _list(paths: list[Path]) -> None:

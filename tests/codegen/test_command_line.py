@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +15,6 @@ from patcher.codegen import PatchConfig, check, generate
 from patcher.codegen.files.projects import read_settings
 from patcher.errors import CodegenError
 from tests.codegen.checked import CONFIG, SOURCE
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -53,46 +49,6 @@ def test_a_config_that_fails_keeps_no_other_from_its_file(project: Path) -> None
     assert "No module named 'nothing_of_this_name'" in output
     assert output.endswith("1 of 3 configs failed: b/b_patch_gen_config.py")
     assert [(project / name / "generated").is_dir() for name in "abc"] == [True, False, True]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere one process does all")
-def test_many_configs_are_shared_out_and_told_in_order(project: Path) -> None:
-    for number, name in enumerate("defghij"):
-        text = CONFIG.replace("patched_modeling_checked.py", f"{name}.py")
-        if number % 3 == 1:  # can't be generated
-            text = text.replace('"f", desc', '"no_such_function", desc')
-        if number % 3 == 2:  # warns
-            text += '\nconfig.drop_import_names("nothing_of_this_name")\n'
-        (project / name).mkdir()
-        (project / name / f"{name}_patch_gen_config.py").write_text(text)
-
-    def generated(cores: int) -> tuple[int, str, list[str], dict[str, str]]:
-        """What is told on so many cores, the warnings without what warnings have in front, and the files."""
-        program = f"import os; os.sched_setaffinity(0, range({cores})); from patcher.cli import main; main()"
-        path = os.pathsep.join([str(ROOT), str(project)])
-        done = subprocess.run(
-            [sys.executable, "-c", program, "codegen", "--all", "-v"],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        files = {str(file): file.read_text() for file in sorted(project.glob("*/generated/*.py"))}
-        for file in files:
-            Path(file).unlink()
-        return done.returncode, done.stdout, done.stderr.splitlines(), files
-
-    alone, shared = generated(1), generated(2)
-    assert alone == shared
-    code, told, warned, files = shared
-    assert code == 1
-    assert [Path(line.split()[1]).name for line in told.splitlines() if line.startswith("wrote")] == [
-        *["patched_modeling_checked.py"] * 2,
-        *("d.py", "f.py", "g.py", "i.py", "j.py"),
-    ]
-    assert len(files) == 7
-    assert sum("drop_import_names" in line and "PatcherWarning" in line for line in warned) == 2
-    assert warned[-1] == "2 of 9 configs failed: e/e_patch_gen_config.py, h/h_patch_gen_config.py"
 
 
 def test_two_configs_of_one_file(project: Path) -> None:
