@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import io
 import warnings
 
 from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.decorators import replaced_methods
+from patcher.source.definitions import find
+from patcher.source.modules import lines_of
 from patcher.source.reading import Definition, parsed
 from patcher.source.scopes import nearest, top_level
 
@@ -20,8 +21,9 @@ def without_decorators(config: PatchSpec, text: str) -> str:
     """The text of a file without the decorators that its config drops."""
     if not config.undecorated:
         return text
-    lines = list(io.StringIO(text, newline=""))  # as Python counts them
-    found = _definitions(ast.parse(text))
+    lines = lines_of(text)
+    tree = ast.parse(text)
+    known = {node.name for node in top_level(tree.body) if isinstance(node, Definition)}
     whole = {patch.target: patch for patch in config.patches if patch.kind is not PatchKind.MODIFY_INIT}
     gone: set[int] = set()
     for (target, name), where in config.undecorated.items():
@@ -31,24 +33,20 @@ def without_decorators(config: PatchSpec, text: str) -> str:
                 f"{asked} is of no use: {whole[target].asked} at {whole[target].where} replaces {target!r} with its "
                 "decorators. Remove one."
             )
-        if target not in found:
-            known = nearest(target, found)
-            raise CodegenError(f"{asked} names no class or function of {config.source_module}. {known}")
-        decorators = [(each, part) for each in found[target] for part in each.decorator_list]
-        matched = [part for _, part in decorators if _name(part) == name]
+        if target not in known:
+            near = nearest(target, known)
+            raise CodegenError(f"{asked} names no class or function of {config.source_module}. {near}")
+        decorators = _decorators(tree, target)
+        matched = [part for part in decorators if _name(part) == name]
         if not matched:
-            known = nearest(name, (_name(part) for _, part in decorators))
-            raise CodegenError(f"{asked} names no decorator of {target!r} in {config.source_module}. {known}")
+            near = nearest(name, map(_name, decorators))
+            raise CodegenError(f"{asked} names no decorator of {target!r} in {config.source_module}. {near}")
         gone.update(line for part in matched for line in range(part.lineno - 1, part.end_lineno or part.lineno))
     return "".join(line for number, line in enumerate(lines) if number not in gone)
 
 
-def _definitions(tree: ast.Module) -> dict[str, list[Definition]]:
-    found: dict[str, list[Definition]] = {}
-    for node in top_level(tree.body):
-        if isinstance(node, Definition):
-            found.setdefault(node.name, []).append(node)
-    return found
+def _decorators(tree: ast.Module, name: str) -> list[ast.expr]:
+    return [part for node in find(tree, name) if isinstance(node, Definition) for part in node.decorator_list]
 
 
 def _name(decorator: ast.expr) -> str:
@@ -62,10 +60,9 @@ def warn_of_decorators(config: PatchSpec, text: str) -> None:
     if not patched:
         return
     tree = parsed(text)
-    found = _definitions(tree)
     for patch in patched:
         owner, _, method = patch.target.partition(".")
-        for decorator in (part for node in found.get(owner, ()) for part in node.decorator_list):
+        for decorator in _decorators(tree, owner):
             name = _name(decorator)
             if method in replaced_methods(name, tree):
                 warnings.warn_explicit(

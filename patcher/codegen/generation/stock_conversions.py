@@ -9,12 +9,11 @@ those are is read from the sources: transformers looks its conversions up by the
 from __future__ import annotations
 
 import ast
-import io
 from functools import cache
 from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
-from patcher.source.modules import SourceModule, find_spec
+from patcher.source.modules import SourceModule, find_spec, lines_of
 from patcher.source.reading import parsed
 from patcher.source.scopes import imported_names, statements_of, top_level
 
@@ -49,7 +48,7 @@ def with_stock_conversions(
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}
     _check_names(config, original, classes)
     _check_initialisation(config, original, tree)
-    lines = list(io.StringIO(text, newline=""))  # as Python counts them
+    lines = lines_of(text)
     added = []
     for node in sorted(_first_models(tree), key=lambda node: -node.lineno):
         if not any(METHOD in _bound(statement) for statement in node.body):
