@@ -28,7 +28,7 @@ def test_candidates_take_turns_and_are_compared_turn_by_turn() -> None:
     assert ratio({"a": [1.0, 2.0, 9.0], "b": [1.0, 1.0, 3.0]}, "a", "b") == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_patch_embeddings() -> None:
     # In a process of its own: transformers' `fusion_config` stays in force for the process.
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.bench_patch_embeddings", "1", "16"]
@@ -51,7 +51,7 @@ def test_cross_attention(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"Whisper tiny, {dtype}, {what}, with kv / stock" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_projections(smollm2_small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_projections.main(1, smollm2_small)
 

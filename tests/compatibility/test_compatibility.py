@@ -11,11 +11,19 @@ from tests.compatibility.outcomes import EXACT, ROUNDING
 from tests.compatibility.page import PAGE, cells_of, page
 from tests.compatibility.rows import ROWS, Row
 
+#: what depends on torch, not on the release of transformers
+OF_TORCH = ("`torch.compile`", "`torch.export`")
 PAGE_CELLS = cells_of(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("column", columns(), ids=lambda column: column.name)
+@pytest.mark.parametrize(
+    "column",
+    [
+        pytest.param(column, id=column.name, marks=pytest.mark.slow if column.name in OF_TORCH else ())
+        for column in columns()
+    ],
+)
 def test_the_cell_is_what_happens(column: Column, row: Row, tmp_path: Path) -> None:
     if column.needs:
         pytest.importorskip(column.needs)

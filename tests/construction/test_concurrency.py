@@ -156,7 +156,7 @@ def run_in_threads(work: Callable[[random.Random], None], threads: int, rounds: 
         raise errors[0]
 
 
-@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [15, pytest.param(60, marks=pytest.mark.nightly)])
 def test_hundreds_of_loads_in_threads_with_failures_leave_nothing(rounds: int, checkpoint: Path) -> None:
     load(checkpoint, "joined")  # whatever is imported or made once is there now
     before = snapshot()

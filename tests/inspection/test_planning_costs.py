@@ -149,9 +149,9 @@ def write_headers(folder: Path, config: DeepseekV3Config, names: list[str]) -> d
     ("kind", "scaled", "headers"),
     [
         ("mapping", True, False),
-        ("mapping", False, False),
-        ("sequential_experts", False, False),
-        ("sequential_experts", False, True),
+        pytest.param("mapping", False, False, marks=pytest.mark.nightly),
+        pytest.param("sequential_experts", False, False, marks=pytest.mark.nightly),
+        pytest.param("sequential_experts", False, True, marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_of_671_billion_parameters_is_planned_in_seconds(

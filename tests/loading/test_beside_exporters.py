@@ -127,7 +127,7 @@ def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("all_tokens", [False, True])
+@pytest.mark.parametrize("all_tokens", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     config = tiny_mixtral_config(num_hidden_layers=1)

@@ -79,8 +79,14 @@ assert type(made.model.layers[0].self_attn).__name__ == "FusedLlamaAttention"
     [
         ("from transformers import pipeline\nfrom patcher import Patcher", "pipeline"),
         ("from patcher import Patcher\nfrom transformers import pipeline", "pipeline"),
-        ("import transformers.pipelines\nfrom patcher import Patcher", "transformers.pipelines.pipeline"),
-        ("from patcher import Patcher\nimport transformers", "transformers.pipeline"),
+        pytest.param(
+            "import transformers.pipelines\nfrom patcher import Patcher",
+            "transformers.pipelines.pipeline",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            "from patcher import Patcher\nimport transformers", "transformers.pipeline", marks=pytest.mark.nightly
+        ),
         (
             "from patcher import Patcher\nfrom transformers.pipelines.base import Pipeline\nimport transformers",
             "transformers.pipeline",

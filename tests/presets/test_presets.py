@@ -247,7 +247,7 @@ def test_the_vision_tower_of_gemma3_is_fused_and_pinned(tmp_path: Path) -> None:
     torch.testing.assert_close(ours.pooler_output, theirs.pooler_output, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_presets_are_verified_on_real_models(smollm2_small: Path, minilm: Path, smollm2_moe: Path) -> None:
     found = {
         "llama": verify(smollm2_small, presets.LLAMA_FUSED_PROJECTIONS),

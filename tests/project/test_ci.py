@@ -22,18 +22,31 @@ def test_a_command_can_be_run(command: Path) -> None:
 def test_a_command_says_what_it_lacks() -> None:
     done = subprocess.run([str(ROOT / ".ci" / "suite")], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "which transformers: a version, oldest, or main" in done.stderr
+    assert "which transformers: a version, newest, oldest, or main" in done.stderr
+
+
+def workflow(name: str) -> tuple[str, list[str]]:
+    """What a workflow runs, and the five fields of when it does."""
+    read = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8"))
+    (when,) = read[True]["schedule"]  # `on` is a word for true
+    (job,) = read["jobs"].values()
+    (command,) = (step["run"] for step in job["steps"] if "run" in step)
+    return command, when["cron"].split()
+
+
+def test_what_ci_leaves_out_is_run_every_night(pytestconfig: pytest.Config) -> None:
+    assert "not nightly" in pytestconfig.getini("addopts")
+    command, when = workflow("nightly")
+    assert when[2:] == ["*", "*", "*"]
+    assert command == ".ci/suite newest -m nightly"
 
 
 def test_the_main_branch_of_transformers_is_tried_every_week() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "transformers-main.yml").read_text(encoding="utf-8"))
-    (when,) = workflow[True]["schedule"]  # `on` is a word for true
-    assert when["cron"].split()[2:4] == ["*", "*"]
-    assert when["cron"].split()[4].isdigit()
-    (job,) = workflow["jobs"].values()
-    (command,) = (step["run"] for step in job["steps"] if "run" in step)
+    command, when = workflow("transformers-main")
+    assert when[2:4] == ["*", "*"]
+    assert when[4].isdigit()
     assert command == ".ci/suite main"
     (branch,) = (
-        line for line in (ROOT / ".ci" / "suite").read_text().splitlines() if line.strip().startswith("main)")
+        line for line in (ROOT / ".ci" / "install").read_text().splitlines() if line.strip().startswith("main)")
     )
     assert "git+https://github.com/huggingface/transformers'" in branch

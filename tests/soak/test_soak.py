@@ -29,12 +29,13 @@ from tests.soak.stock import write
 from tests.soak.subjects import Subjects
 from tests.soak.worker import Result
 from tests.support.replacements import OwnMLP
+from tests.support.sampling import sampled
 from tests.support.tiny import tiny_llama_config
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_minute_of_it() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.soak", "--seconds", "60", "--processes", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -109,7 +110,7 @@ def test_every_kind_is_tried() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LEAKS)
+@pytest.mark.parametrize("kind", sampled(LEAKS, {"attribute", "thread", "object"}))
 def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> None:
     with ExitStack() as stack:
         LEAKS[kind](stack, tmp_path)
@@ -120,8 +121,13 @@ def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> Non
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("leak", [lambda: bytearray(100_000), lambda: torch.zeros(25_000)], ids=["bytes", "tensor"])
+@pytest.mark.parametrize(
+    "leak",
+    [
+        pytest.param(lambda: bytearray(100_000), id="bytes", marks=pytest.mark.nightly),
+        pytest.param(lambda: torch.zeros(25_000), id="tensor", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_leak_of_100_kilobytes_a_load_is_seen(leak: Callable[[], object], times: int, subjects: Subjects) -> None:
     kept: list[object] = []

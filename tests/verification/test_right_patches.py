@@ -10,7 +10,7 @@ from tests.verification.right_patches import RIGHT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_patch_passes(name: str, dtype: torch.dtype) -> None:
     found = verify(*RIGHT[name], dtype=dtype)
