@@ -18,9 +18,9 @@ from patcher.source.scopes import ImportedName, imported_names, statements_of
 _FROM_HUB = {"use_kernel_forward_from_hub": frozenset({"forward"})}
 
 
-def replaced_methods(name: str, tree: ast.Module) -> frozenset[str]:
+def replaced_methods(name: str, tree: ast.Module, package: str) -> frozenset[str]:
     """The methods of a class that a decorator, by its name in a module, replaces by code that doesn't call them."""
-    return _replaced(name, _functions(tree), imported_names(tree))
+    return _replaced(name, _functions(tree), imported_names(tree), package)
 
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
@@ -31,7 +31,7 @@ def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
 
 
 def _replaced(
-    name: str, functions: dict[str, list[ast.FunctionDef]], imported: dict[str, ImportedName]
+    name: str, functions: dict[str, list[ast.FunctionDef]], imported: dict[str, ImportedName], package: str
 ) -> frozenset[str]:
     """The methods of a class that a decorator replaces, by other code than one that calls them."""
     if name in _FROM_HUB:
@@ -39,9 +39,9 @@ def _replaced(
     if name in functions:
         return frozenset(method for node in functions[name] for method in _dispatched(node))
     origin = imported.get(name)
-    if origin is None or not origin.attribute or origin.level:
+    if origin is None or not origin.attribute:
         return frozenset()
-    return _replaced_by(origin.module, origin.attribute)
+    return _replaced_by(origin.module_in(package), origin.attribute)
 
 
 @cache
@@ -50,14 +50,7 @@ def _replaced_by(module: str, name: str) -> frozenset[str]:
     if name in _FROM_HUB or spec is None or not (spec.origin or "").endswith(".py"):
         return _FROM_HUB.get(name, frozenset())
     tree = ast.parse(Path(spec.origin or "").read_bytes())
-    package = module.split(".")
-    is_package = spec.submodule_search_locations is not None
-    imported = {}
-    for bound, origin in imported_names(tree).items():
-        around = package[: len(package) - origin.level + is_package]
-        full = ".".join([*around, origin.module]) if origin.level else origin.module
-        imported[bound] = origin._replace(module=full, level=0)
-    return _replaced(name, _functions(tree), imported)
+    return _replaced(name, _functions(tree), imported_names(tree), spec.parent or "")
 
 
 def _dispatched(decorator: ast.FunctionDef) -> Iterator[str]:

@@ -6,6 +6,7 @@ import ast
 import builtins
 import difflib
 import functools
+import importlib.util
 import symtable
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -57,6 +58,14 @@ class ImportedName(NamedTuple):
     alias: str
     line: int
     guarded: bool
+
+    def module_in(self, package: str) -> str:
+        """The absolute name of the module, imported by a module of a package.
+
+        Raises:
+            ImportError: that is above the top package.
+        """
+        return importlib.util.resolve_name("." * self.level + self.module, package)
 
 
 def imported_names(tree: ast.Module) -> dict[str, ImportedName]:

@@ -144,6 +144,10 @@ def _is_outermost(scope: Any) -> bool:
     return isinstance(scope, (GlobalScope, BuiltinScope))
 
 
+#: how a string begins, or goes on, that may have several lines
+_GOES_OVER_LINES = re.compile(r"\"\"\"|'''|\\\n")
+
+
 class _Reindent(cst.CSTTransformer):
     """Moves docstrings along with the code that they stand in. Other strings keep every character."""
 
@@ -208,7 +212,7 @@ def read_definition(
         except CodegenError as error:
             raise CodegenError(f"{Location(source.file or source.name, source.line)}: {error}") from None
     old = (source.indent, "    " if source.indent else module.default_indent)
-    if old != (indent, unit):
+    if old != (indent, unit) and _GOES_OVER_LINES.search(source.text):
         node = cast(Definition, node.visit(_Reindent(old, (indent, unit), newline)))
     return node
 

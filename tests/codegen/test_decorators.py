@@ -87,3 +87,15 @@ def test_what_another_config_drops_is_taken_over() -> None:
     left = PatchConfig(MIXTRAL, "out.py")
     left.include(other, without=["MixtralExperts"])
     assert "@use_experts_implementation" in generate(left)
+
+
+def test_a_decorator_that_the_config_binds_anew_is_read_where_it_is_bound() -> None:
+    config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
+    config.drop_import_names("use_experts_implementation")
+    config.add_helper("def use_experts_implementation(cls=None, **kwargs):\n    return cls or (lambda cls: cls)\n")
+    config.override_method(
+        "MixtralExperts.forward", "def forward(self, hidden_states, *args):\n    return hidden_states\n"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(config)

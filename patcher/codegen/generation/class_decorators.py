@@ -9,7 +9,7 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.decorators import replaced_methods
 from patcher.source.definitions import find
-from patcher.source.modules import lines_of
+from patcher.source.modules import SourceModule, lines_of
 from patcher.source.reading import Definition, parsed
 from patcher.source.scopes import nearest, top_level
 
@@ -54,17 +54,14 @@ def _name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
-def warn_of_decorators(config: PatchSpec, text: str) -> None:
+def warn_of_decorators(config: PatchSpec, source: SourceModule, original: ast.Module, text: str) -> None:
     """Issue a warning for each patched method that a decorator of its class may keep from running."""
-    patched = [patch for patch in config.patches if patch.target.count(".") == 1]
-    if not patched:
-        return
-    tree = parsed(text)
-    for patch in patched:
+    own = {*config.dropped, *config.excluded}  # what may have been bound anew
+    for patch in (patch for patch in config.patches if patch.target.count(".") == 1):
         owner, _, method = patch.target.partition(".")
-        for decorator in _decorators(tree, owner):
-            name = _name(decorator)
-            if method in replaced_methods(name, tree):
+        for name in map(_name, _decorators(original, owner)):
+            tree = parsed(text) if name.partition(".")[0] in own else original
+            if (owner, name) not in config.undecorated and method in replaced_methods(name, tree, source.package):
                 warnings.warn_explicit(
                     f"{patch.asked} may never run: @{name} of {owner} puts another {method} in the place of the "
                     f"class's own. Leave the decorator out with config.drop_decorators({owner!r}, {name!r}).",

@@ -34,6 +34,7 @@ from patcher.codegen.generation.surroundings import (
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source import trees as tree
+from patcher.source.collecting import without_collections
 from patcher.source.folding import fold
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
@@ -79,6 +80,7 @@ def generate(config: PatchSpec) -> str:
     return build(config).text
 
 
+@without_collections()
 def build(config: PatchSpec) -> Generated:
     """Like `generate`, with what the text was made from."""
     for index, patch in enumerate(config.patches):
@@ -128,7 +130,7 @@ def build(config: PatchSpec) -> Generated:
     if config.changes:
         text, orphans = without_orphans(config, source, code, text, original)
         check_names(config, source, text, original)
-    warn_of_decorators(config, text)
+    warn_of_decorators(config, source, original, text)
     text, methods = with_stock_conversions(config, source, original, text)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
     text = with_header(without_banner(text), header, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -108,7 +109,7 @@ class _ClassEdit:
                 f"names no method of {self.where}, and one of nearly that name. {nearest(name, near_names)} "
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
-        says = patch.source is not None and self.node.name.value in patch.source.text
+        says = patch.source is not None and re.search(rf"\.[\s\\]*{name}\b", patch.source.text)
         for part in ast.walk(patch.source.tree()) if says and patch.source is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(

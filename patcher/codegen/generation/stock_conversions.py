@@ -9,6 +9,7 @@ those are is read from the sources: transformers looks its conversions up by the
 from __future__ import annotations
 
 import ast
+import importlib.util
 from functools import cache
 from pathlib import Path
 
@@ -92,8 +93,7 @@ def _concerns(source: SourceModule, own: ast.Module) -> bool:
     homes = {source.path.parent.name: sorted(source.path.parent.glob("configuration_*.py"))}
     for each in statements_of(own, ast.ImportFrom):
         if "configuration_" in (each.module or "") and each.level:
-            package = source.package.split(".")
-            module = ".".join([*package[: len(package) - each.level + 1], each.module or ""])
+            module = importlib.util.resolve_name("." * each.level + (each.module or ""), source.package)
             spec = find_spec(module)
             if spec is not None and spec.origin:
                 homes.setdefault(module, []).append(Path(spec.origin))
@@ -152,7 +152,7 @@ def _is_typing(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
-def _models(tree: ast.Module, module: str) -> set[str]:
+def _models(tree: ast.Module, package: str) -> set[str]:
     """The names of the classes of a file that are models; of those of other packages than transformers by its name."""
     imported, found = imported_names(tree), set[str]()
     bases: dict[str, list[str]] = {}  # of a class, or what a name is another name for
@@ -168,8 +168,7 @@ def _models(tree: ast.Module, module: str) -> set[str]:
             return True
         if origin is None:
             return False
-        around = module.split(".")[: -origin.level] if origin.level else []
-        home = ".".join([*around, origin.module])
+        home = origin.module_in(package)
         return origin.attribute.endswith("PreTrainedModel") or origin.attribute in _models_of(home)
 
     while more := {name for name, each in bases.items() if name not in found and any(map(is_model, each))}:
@@ -182,7 +181,7 @@ def _models_of(module: str) -> frozenset[str]:
     spec = find_spec(module) if module.startswith("transformers.") else None
     if spec is None or not (spec.origin or "").endswith(".py"):
         return frozenset()
-    return frozenset(_models(ast.parse(Path(spec.origin or "").read_bytes()), module))
+    return frozenset(_models(ast.parse(Path(spec.origin or "").read_bytes()), spec.parent or ""))
 
 
 # --- what it can't be right for -------------------------------------------------------------------------------------
