@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -109,7 +108,10 @@ class _ClassEdit:
                 f"names no method of {self.where}, and one of nearly that name. {nearest(name, near_names)} "
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
-        says = patch.source is not None and re.search(rf"\.[\s\\]*{name}\b", patch.source.text)
+        text = patch.source.text if patch.source is not None else ""
+        says = self.node.name.value in text and text.count(name) > (
+            patch.source is not None and patch.source.name == name
+        )
         for part in ast.walk(patch.source.tree()) if says and patch.source is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(
