@@ -1,4 +1,4 @@
-r"""A file while it is edited: each definition that no edit touches is one line, which is parsed in no time.
+r"""A file while it is edited: each definition or assignment that no edit touches is one line, parsed in no time.
 
 In those that are touched, statements of functions that hold none of the names that are looked for are one line too.
 
@@ -56,10 +56,15 @@ class Folded:
         self.hidden.append(text)
         return len(self.hidden) - 1
 
+    def stub(self, head: str, segment: str) -> str:
+        """The line of the top level that stands for some."""
+        code = segment.rstrip("\r\n")
+        return f"{head} ...  {self.mark} {self.hide(code)}{segment[len(code) :]}"
+
     def unfold(self, text: str) -> str:
         """A text made from the folded one, with what its lines stand for where they are left as they were."""
-        definition = rf"(?:class|def) \w+[^\r\n]*{re.escape(self.mark)} (\d+)"
-        line = re.compile(rf"(?:\A|(?<=[\r\n]))(?:{definition}|[ \t\f]*{self.name}(\d+))(?=[\r\n]|\Z)")
+        outermost = rf"(?:(?:class|def) \w+[^\r\n]*|\w+ = \.\.\.  ){re.escape(self.mark)} (\d+)"
+        line = re.compile(rf"(?:\A|(?<=[\r\n]))(?:{outermost}|[ \t\f]*{self.name}(\d+))(?=[\r\n]|\Z)")
         return line.sub(lambda match: self.hidden[int(match[1] or match[2])], text)
 
     def fold_statements(
@@ -111,18 +116,22 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
         folded.fold_statements(lines, body, {name, f"Original{name}", f"original_{name}"})
     ends = [*(_start(node) for node in tree.body[1:]), len(lines) + 1]
     for node, after in zip(tree.body, ends, strict=False):
-        if not isinstance(node, Definition) or node.name in touched:
+        name = node.name if isinstance(node, Definition) else _assigned(node)
+        if not name or name in touched:
             continue
-        start, end = first_line(node), node.end_lineno or node.lineno
+        start, end = _start(node), node.end_lineno or node.lineno
+        if not isinstance(node, Definition):
+            segment = "".join(lines[start - 1 : end])
+            if not node.col_offset and start < end < after and ":=" not in segment:
+                lines[start - 1 : end] = [folded.stub(f"{name} =", segment), *[""] * (end - start)]
+            continue
         # Comments behind the last statement that are indented are part of it.
         end = max([end, *(n for n in range(end + 1, after) if _INDENTED.match(lines[n - 1]))])
         segment = "".join(lines[start - 1 : end])
         if _GLOBAL.search(segment):
             continue  # binds names of the module
-        code = segment.rstrip("\r\n")
         head = f"class {node.name}:" if isinstance(node, ast.ClassDef) else f"def {node.name}():"
-        stub = f"{head} ...  {mark} {folded.hide(code)}{segment[len(code) :]}"
-        lines[start - 1 : end] = [stub, *[""] * (end - start)]
+        lines[start - 1 : end] = [folded.stub(head, segment), *[""] * (end - start)]
     folded.text = "".join(lines)
     return folded
 
@@ -157,6 +166,12 @@ def _runs_in(body: Sequence[ast.stmt], lines: Sequence[str], said: re.Pattern[st
 
 def _start(node: ast.stmt) -> int:
     return first_line(node) if isinstance(node, Definition) else node.lineno
+
+
+def _assigned(node: ast.stmt) -> str:
+    """The one name that a statement assigns to, but for `__all__`, whose value is looked at."""
+    target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+    return target.id if isinstance(target, ast.Name) and target.id != "__all__" else ""
 
 
 def _indent(body: Sequence[ast.stmt], text: str) -> str:

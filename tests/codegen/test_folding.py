@@ -58,6 +58,27 @@ def test_what_binds_names_of_the_module_stays_in_sight() -> None:
     assert bound_names(ast.parse(folded.text)).keys() == {"f", "g", "found"}
 
 
+ASSIGNMENTS = {
+    "a table": ("TABLE = {\n    1: 2,\n}  # of numbers\nx = 1\n", ["TABLE"]),
+    "windows": ("TABLE = [\r\n    1,\r\n]\r\nx = 1\r\n", ["TABLE"]),
+    "on one line": ("TABLE = {1: 2}\n", []),
+    "beside another": ("x = 1; A = [\n]\nB = [\n]; y = 2\n", []),
+    "no newline at the end": ('A = """\nB = ...  # folded 0\n"""', ["A"]),
+    "what is looked at": ("__all__ = [\n    'A',\n]\n", []),
+    "what binds another name": ("A = [\n    B := 1,\n]\n", []),
+    "several names": ("A = B = [\n]\nC, D = [\n1, 2]\nE.f = [\n]\nG: list = [\n]\n", []),
+    "what is edited": ("touched = [\n    1,\n]\n", []),
+}
+
+
+@pytest.mark.parametrize(("text", "names"), ASSIGNMENTS.values(), ids=ASSIGNMENTS)
+def test_an_assignment_over_several_lines_is_one_line(text: str, names: list[str]) -> None:
+    folded = fold(text, ast.parse(text), {"touched"})
+    assert [part.split()[0] for part in folded.hidden] == names
+    assert bound_names(ast.parse(folded.text)).keys() == bound_names(ast.parse(text)).keys()
+    assert folded.unfold(folded.text) == text
+
+
 def test_a_comment_that_ends_a_body_is_folded_with_it() -> None:
     text = "class A:\n    x = 1\n    # still A\n# of B\nB = 1\n"
     assert fold(text, ast.parse(text), set()).hidden == ["class A:\n    x = 1\n    # still A"]
