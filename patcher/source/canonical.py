@@ -9,6 +9,7 @@ from typing import Any
 
 #: the fingerprint of what isn't there
 NOTHING = "none"
+_LEFT_OUT = frozenset({"ctx", "type_comment", "kind"})
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -27,16 +28,19 @@ def canonical(node: Any, *, annotations: bool = True) -> Any:
         return [canonical(item, annotations=annotations) for item in node]
     if not isinstance(node, ast.AST):
         return node
-    left_out = {"ctx", "type_comment", "kind"}
-    if not annotations:
-        left_out |= {"returns"} if isinstance(node, _FUNCTIONS) else set()
-        left_out |= {"annotation"} if isinstance(node, ast.arg) else set()
+    left_out = _LEFT_OUT
+    if not annotations and isinstance(node, (*_FUNCTIONS, ast.arg)):
+        left_out |= {"returns", "annotation"}
     fields = {}
-    for name, value in ast.iter_fields(node):
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if value is None or value == [] or name in left_out:
+            continue
         if name == "body" and isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-        if name not in left_out and value not in (None, []):
-            fields[name] = canonical(value, annotations=annotations)
+            if not value:
+                continue
+        fields[name] = canonical(value, annotations=annotations)
     return (type(node).__name__, sorted(fields.items()))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from patcher.source.modules import find_spec
@@ -23,6 +23,7 @@ def replaced_methods(name: str, tree: ast.Module, package: str) -> frozenset[str
     return _replaced(name, _functions(tree), imported_names(tree), package)
 
 
+@lru_cache(maxsize=8)
 def _functions(tree: ast.Module) -> dict[str, list[ast.FunctionDef]]:
     found: dict[str, list[ast.FunctionDef]] = {}
     for node in statements_of(tree, ast.FunctionDef):

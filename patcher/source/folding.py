@@ -1,6 +1,7 @@
 r"""A file while it is edited: each definition or assignment that no edit touches is one line, parsed in no time.
 
-In those that are touched, statements of functions that hold none of the names that are looked for are one line too.
+In a class that is touched so are its other methods; in a function, statements that hold none of the names that are
+looked for.
 
 >>> text = "class A:\n    x = 1\n\n\ndef f(x):\n    return x\n"
 >>> folded = fold(text, ast.parse(text), touched={"f"})
@@ -26,8 +27,9 @@ from patcher.source.modules import lines_of
 from patcher.source.reading import Definition, first_line
 from patcher.source.scopes import blocks, every_statement
 
-_INDENTED = re.compile(r"[ \t\f]+[^\s]")
+# How code binds names of the module around it.
 _GLOBAL = re.compile(r"^[ \t\f]*global\b|[:;][ \t]*global\b", re.MULTILINE)
+_WALRUS = re.compile(":=")
 
 
 @dataclass
@@ -56,16 +58,56 @@ class Folded:
         self.hidden.append(text)
         return len(self.hidden) - 1
 
-    def stub(self, head: str, segment: str) -> str:
-        """The line of the top level that stands for some."""
-        code = segment.rstrip("\r\n")
-        return f"{head} ...  {self.mark} {self.hide(code)}{segment[len(code) :]}"
-
     def unfold(self, text: str) -> str:
         """A text made from the folded one, with what its lines stand for where they are left as they were."""
-        outermost = rf"(?:(?:class|def) \w+[^\r\n]*|\w+ = \.\.\.  ){re.escape(self.mark)} (\d+)"
-        line = re.compile(rf"(?:\A|(?<=[\r\n]))(?:{outermost}|[ \t\f]*{self.name}(\d+))(?=[\r\n]|\Z)")
+        definition = rf"(?:(?:class|def) \w+[^\r\n]*|\w+ = \.\.\.  ){re.escape(self.mark)} (\d+)"
+        line = re.compile(rf"(?:\A|(?<=[\r\n]))[ \t\f]*(?:{definition}|{self.name}(\d+))(?=[\r\n]|\Z)")
         return line.sub(lambda match: self.hidden[int(match[1] or match[2])], text)
+
+    def fold_definitions(
+        self,
+        lines: list[str],
+        body: Sequence[ast.stmt],
+        after: int,
+        kept: Collection[str],
+        words: Collection[str] = (),
+    ) -> list[ast.stmt]:
+        """Fold the definitions of a body, and its assignments over several lines if it is that of the module.
+
+        Args:
+            lines: what the body is part of, by the numbers of the syntax tree; a line that is folded away is empty.
+            body: statements.
+            after: the line behind the last.
+            kept: what is not folded, by name.
+            words: names that must stay in sight.
+
+        Returns:
+            The statements that are left.
+        """
+        said, left = _said(words), list[ast.stmt]()
+        for node, next_one in zip(body, _ends(body, after), strict=True):
+            start, end = _start(node), node.end_lineno or node.lineno
+            line = lines[start - 1]
+            indent = line[: len(line) - len(line.lstrip())]
+            if isinstance(node, Definition):
+                name, binds = node.name, _GLOBAL
+                head = f"class {name}:" if isinstance(node, ast.ClassDef) else f"def {name}():"
+                # Comments behind the last statement that are indented are part of it.
+                inner = re.compile(rf"{re.escape(indent)}[ \t\f]+[^\s]")
+                end = max([end, *(n for n in range(end + 1, next_one) if inner.match(lines[n - 1]))])
+            else:
+                name, binds = _assigned(node), _WALRUS
+                head = f"{name} ="
+                if node.col_offset or not start < end < next_one:
+                    name = ""
+            segment = "".join(lines[start - 1 : end])
+            if not name or name in kept or binds.search(segment) or (said and said.search(segment)):
+                left.append(node)
+                continue
+            code = segment.rstrip("\r\n")
+            stub = f"{indent}{head} ...  {self.mark} {self.hide(code)}{segment[len(code) :]}"
+            lines[start - 1 : end] = [stub, *[""] * (end - start)]
+        return left
 
     def fold_statements(
         self,
@@ -84,7 +126,7 @@ class Folded:
             indent: what every line gets in front in the file.
             newline: that of the file.
         """
-        said = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b") if words else None
+        said = _said(words)
         for run in _runs(body, lines, said):
             start, end = _start(run[0]), run[-1].end_lineno or 0
             segment = "".join(lines[start - 1 : end])
@@ -104,36 +146,37 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
     Args:
         text: the source, with whatever newlines it has.
         tree: its syntax tree.
-        touched: the names of what is edited.
+        touched: the names of what is edited: of definitions of the top level, and dotted ones of what is in them.
     """
     mark = "# folded"
     while mark[2:] in text:
         mark += "_"
     folded, lines = Folded(text, _indent(tree.body, text), mark), lines_of(text)
-    for name in touched:
-        # A class that is replaced may stay under another name, and has its own renamed then.
-        body = [node for node in tree.body if isinstance(node, Definition) and node.name == name]
-        folded.fold_statements(lines, body, {name, f"Original{name}", f"original_{name}"})
-    ends = [*(_start(node) for node in tree.body[1:]), len(lines) + 1]
-    for node, after in zip(tree.body, ends, strict=False):
-        name = node.name if isinstance(node, Definition) else _assigned(node)
-        if not name or name in touched:
-            continue
-        start, end = _start(node), node.end_lineno or node.lineno
-        if not isinstance(node, Definition):
-            segment = "".join(lines[start - 1 : end])
-            if not node.col_offset and start < end < after and ":=" not in segment:
-                lines[start - 1 : end] = [folded.stub(f"{name} =", segment), *[""] * (end - start)]
-            continue
-        # Comments behind the last statement that are indented are part of it.
-        end = max([end, *(n for n in range(end + 1, after) if _INDENTED.match(lines[n - 1]))])
-        segment = "".join(lines[start - 1 : end])
-        if _GLOBAL.search(segment):
-            continue  # binds names of the module
-        head = f"class {node.name}:" if isinstance(node, ast.ClassDef) else f"def {node.name}():"
-        lines[start - 1 : end] = [folded.stub(head, segment), *[""] * (end - start)]
+    edited = {name: {"__init__"} for name in (each.partition(".")[0] for each in touched)}
+    for each in touched:
+        name, *members = each.split(".")
+        edited[name].update(members)
+    ends = _ends(tree.body, len(lines) + 1)
+    for node, after in zip(tree.body, ends, strict=True):
+        if isinstance(node, Definition) and node.name in edited:
+            # A class that is replaced may stay under another name, and has its own renamed then.
+            words = {node.name, f"Original{node.name}", f"original_{node.name}"}
+            body: list[ast.stmt] = [node]
+            if isinstance(node, ast.ClassDef):
+                body = folded.fold_definitions(lines, node.body, after, edited[node.name], words)
+            folded.fold_statements(lines, body, words)
+    folded.fold_definitions(lines, tree.body, len(lines) + 1, edited)
     folded.text = "".join(lines)
     return folded
+
+
+def _ends(body: Sequence[ast.stmt], after: int) -> list[int]:
+    """The line that is behind each statement and what may belong to it."""
+    return [*(_start(node) for node in body[1:]), after][: len(body)]
+
+
+def _said(words: Collection[str]) -> re.Pattern[str] | None:
+    return re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b") if words else None
 
 
 def _runs(body: Sequence[ast.stmt], lines: Sequence[str], said: re.Pattern[str] | None) -> Iterator[list[ast.stmt]]:

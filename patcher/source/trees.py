@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import symtable
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -84,14 +85,30 @@ def renamed(node: Any, names: Mapping[str, str], *, parameters: bool = False) ->
     Raises:
         CodegenError: a local variable has the new name where the code would use it for the one of the module.
     """
-    is_statement = isinstance(node, cst.BaseStatement)
-    module = cst.Module([node if is_statement else cst.SimpleStatementLine([cst.Expr(node)])])
-    scopes = MetadataWrapper(module, unsafe_skip_copy=True).resolve(ScopeProvider)
+    words = {*names, *(new.partition(".")[0] for new in names.values())}
+    scopes: Mapping[Any, Any] | None = None
+    # Where nothing in it binds such a name, each is the module's. To resolve scopes takes most of the time.
+    if parameters or _binds(symtable.symtable(code_of(node), "<patch>", "exec"), words):
+        is_statement = isinstance(node, cst.BaseStatement)
+        module = cst.Module([node if is_statement else cst.SimpleStatementLine([cst.Expr(node)])])
+        scopes = MetadataWrapper(module, unsafe_skip_copy=True).resolve(ScopeProvider)
     return node.visit(_Rename(names, scopes, node if parameters else None))
 
 
+def _binds(table: symtable.SymbolTable, words: Collection[str]) -> bool:
+    """Whether a scope below that of the module may have one of these names for itself."""
+    if table.get_type() != "module":
+        for symbol in table.get_symbols():
+            is_meant = symbol.get_name() in words or symbol.get_name().startswith("_")  # may be a mangled one
+            if is_meant and (symbol.is_local() or symbol.is_declared_global() or symbol.is_nonlocal()):
+                return True
+    return any(_binds(each, words) for each in table.get_children())
+
+
 class _Rename(cst.CSTTransformer):
-    def __init__(self, names: Mapping[str, str], scopes: Mapping[Any, Any], function: cst.CSTNode | None) -> None:
+    def __init__(
+        self, names: Mapping[str, str], scopes: Mapping[Any, Any] | None, function: cst.CSTNode | None
+    ) -> None:
         super().__init__()
         self.names, self.scopes, self.function = names, scopes, function
         self._annotations = 0  # how many annotations what is visited stands in
@@ -104,7 +121,8 @@ class _Rename(cst.CSTTransformer):
         if isinstance(original_node, cst.Name) and original_node.value in self.names and self._is_meant(original_node):
             new = self.names[original_node.value]
             owner = new.partition(".")[0]
-            if not all(_is_outermost(each.scope) for each in self.scopes[original_node][owner]):
+            found = self.scopes[original_node][owner] if self.scopes is not None else ()
+            if not all(_is_outermost(each.scope) for each in found):
                 raise CodegenError(
                     f"{original_node.value!r} has to be written {new!r} in a place where a variable of the patch is "
                     f"called {owner!r}. Give that variable another name."
@@ -112,6 +130,10 @@ class _Rename(cst.CSTTransformer):
             return cst.parse_expression(new) if "." in new else updated_node.with_changes(value=new)
         if isinstance(original_node, cst.Param):
             return updated_node.with_changes(name=original_node.name)
+        if isinstance(original_node, cst.Attribute):
+            return updated_node.with_changes(attr=original_node.attr)
+        if isinstance(original_node, cst.Arg):
+            return updated_node.with_changes(keyword=original_node.keyword)
         if isinstance(original_node, cst.Global) and self.function is None:
             for name in {item.name.value for item in original_node.names} & self.names.keys():
                 raise CodegenError(f"{name!r} is assigned by a `global` statement. Only what is read can be renamed.")
@@ -122,6 +144,8 @@ class _Rename(cst.CSTTransformer):
         return updated_node
 
     def _is_meant(self, name: cst.Name) -> bool:
+        if self.scopes is None:
+            return True
         scope = self.scopes.get(name)  # None of attributes and keywords
         if scope is None:
             return False

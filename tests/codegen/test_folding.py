@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,58 @@ def test_what_binds_names_of_the_module_stays_in_sight() -> None:
     folded = fold(text, ast.parse(text), set())
     assert len(folded.hidden) == 1
     assert bound_names(ast.parse(folded.text)).keys() == {"f", "g", "found"}
+
+
+MEMBERS = """\
+class A(Base):
+    x = (
+        1,
+    )
+
+    def __init__(self):
+        pass
+
+    @deco
+    def f(self):
+        y = 1
+        return y
+        # last
+
+    # of g
+    @property
+    def g(self): return 1
+
+    @g.setter
+    def g(self, value):
+        self.y = value
+
+    class B:
+        def f(self):
+            return 1
+
+    def h(self):
+        return A(
+            1,
+        )
+
+    def i(self):
+        global found
+        found = 1
+"""
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("indent", ["    ", "\t"])
+def test_methods_that_no_edit_touches_are_one_line(newline: str, indent: str) -> None:
+    text = MEMBERS.replace("    ", indent).replace("\n", newline)
+    hidden = {}
+    for touched in ("A", "A.f", "A.g.setter", "A.B.f"):
+        folded = fold(text, ast.parse(text), {touched})
+        assert folded.unfold(folded.text) == text
+        assert ("# last" in folded.text) == (touched in ("A.f", "A.B.f"))
+        found = [re.search(r"(?:class|def) (\w+)", part) for part in folded.hidden]
+        hidden[touched] = " ".join(match[1] for match in found if match)
+    assert hidden == {"A": "f g g B", "A.f": "g g B", "A.g.setter": "f B", "A.B.f": "g g"}
 
 
 ASSIGNMENTS = {

@@ -21,6 +21,7 @@ FRAGMENTS = [
     "out.append((lambda old: old)(3))",
     "out.append((lambda x=old: x)())",
     "out.append(dict(old=old, new=1))",
+    "out.append(type('T', (), dict(old=1, new=2)).old)",
     "out.append([new for new in x])",
     "def g(old=old): return old\nout.append(g())",
     "def g(old): return old\nout.append(g(1))",

@@ -90,7 +90,7 @@ def build(config: PatchSpec) -> Generated:
     try:
         original = parsed(source.text)
         text = with_absolute_imports(source, original, config.where)
-        folded = fold(text, original, {patch.target.split(".")[0] for patch in config.patches})
+        folded = fold(text, original, {patch.target for patch in config.patches})
         text, tail = _split_tail(folded.text)
         module = cst.parse_module(text, cst.PartialParserConfig(default_indent=folded.indent))
     except (SyntaxError, cst.ParserSyntaxError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -108,11 +109,9 @@ class _ClassEdit:
                 f"names no method of {self.where}, and one of nearly that name. {nearest(name, near_names)} "
                 f"If {name!r} is to be a new method, write override_method(..., new=True)."
             )
-        text = patch.source.text if patch.source is not None else ""
-        says = self.node.name.value in text and text.count(name) > (
-            patch.source is not None and patch.source.name == name
-        )
-        for part in ast.walk(patch.source.tree()) if says and patch.source is not None else ():
+        says = rf"\b{self.node.name.value}\b(?s:.*)\b{name}\b"
+        source = patch.source if patch.source is not None and re.search(says, patch.source.text) else None
+        for part in ast.walk(source.tree()) if source is not None else ():
             if isinstance(part, ast.Attribute) and part.attr == name and ast.unparse(part) == f"{self.path}.{name}":
                 raise patch.error(
                     f"calls {self.path}.{name}, which it replaces: it would call itself for ever. Write the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -61,8 +62,9 @@ class Context:
     ) -> Definition:
         """The code of a patch or a helper, renamed and indented for its place."""
         own, indent = own_decorators(given, source), self.unit * depth
-        if re.findall(r"[^\W\d]\w*", source.text).count(source.name) == 1:  # nothing but its definition says it
-            names = {name: new for name, new in names.items() if name != source.name}
+        said = Counter(re.findall(r"[^\W\d]\w*", source.text))
+        # But for its definition: that is called what it takes the place of.
+        names = {name: new for name, new in names.items() if said[name] > (name == source.name)}
         if not whole:
             source = self._folded(source, names, indent)
         return tree.read_definition(source, own, names, self.newline, indent, self.unit)

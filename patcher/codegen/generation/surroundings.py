@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -118,16 +117,16 @@ def without_orphans(
         text: the text.
         original: the syntax tree of the source.
     """
-    words = Counter(re.findall(r"\w+", re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)))  # without descriptions
-    before = Counter(re.findall(r"\w+", source.text))
+    said = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
     lines, unused = lines_of(folded), dict[str, set[str]]()
     for node in ast.parse(folded).body:
         if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
             continue
         statement = "".join(lines[node.lineno - 1 : node.end_lineno])
-        own = Counter(re.findall(r"\w+", statement))
-        names = {part.asname or part.name.split(".")[0] for part in node.names}
-        names = {name for name in names if words[name] == own[name] < before[name]}
+        rest = said.replace(statement, "", 1)
+        names = {part.asname or part.name.split(".")[0] for part in node.names} - {"*"}
+        # The word, written so that it is searched for as fast as any characters are.
+        names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
         if names and "noqa" not in statement and not node.col_offset and text.count(statement) == 1:
             unused[statement] = names
     if not unused:
@@ -145,9 +144,9 @@ def without_orphans(
             above, under = text.split(statement)
             kept = cst.parse_module(statement).visit(DropNames(orphans)).code
             if not kept.strip():  # of the blank lines above and below, the larger number stays
-                kept, rest = "", lines_of(under)
-                blank = [len(list(itertools.takewhile(str.isspace, each))) for each in (lines_of(above)[::-1], rest)]
-                under = "".join(rest[min(blank) :])
+                kept, behind = "", lines_of(under)
+                blank = [len(list(itertools.takewhile(str.isspace, e))) for e in (lines_of(above)[::-1], behind)]
+                under = "".join(behind[min(blank) :])
             text = above + kept + under
     return text, tuple(sorted(name for names in unused.values() for name in names & used))
 
