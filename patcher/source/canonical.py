@@ -32,8 +32,7 @@ def canonical(node: Any, *, annotations: bool = True) -> Any:
     if not annotations and isinstance(node, (*_FUNCTIONS, ast.arg)):
         left_out |= {"returns", "annotation"}
     fields = {}
-    for name in node._fields:
-        value = getattr(node, name, None)
+    for name, value in ast.iter_fields(node):
         if value is None or value == [] or name in left_out:
             continue
         if name == "body" and isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
