@@ -184,7 +184,11 @@ IMPORTS = ("from patcher.codegen import PatchConfig\n", "from transformers impor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("imports", [IMPORTS, IMPORTS[::-1]], ids=["before transformers", "after it"])
+@pytest.mark.parametrize(
+    "imports",
+    [IMPORTS, pytest.param(IMPORTS[::-1], marks=pytest.mark.nightly)],
+    ids=["before transformers", "after it"],
+)
 def test_a_process_that_has_only_the_config_can_load_with_its_patcher(
     imports: tuple[str, str], folders: dict[str, Path]
 ) -> None:

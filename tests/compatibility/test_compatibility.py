@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,17 +15,37 @@ from tests.compatibility.rows import ROWS, Row
 
 #: what depends on torch, not on the release of transformers
 OF_TORCH = ("`torch.compile`", "`torch.export`")
+#: columns that train, compile or start processes: of their cells CI runs every third, in another row of each
+LONG = (
+    *OF_TORCH,
+    "`OnnxExporter`, ONNX Runtime",
+    "`DynamoExporter`",
+    "continuous batching",
+    "TRL's `SFTTrainer`, resumed",
+    "`Trainer`, resumed",
+    "`load_best_model_at_end`",
+    "resumed from shards",
+    "FSDP2 by `DistributedConfig`: `save_pretrained`, trained",
+    "FSDP2 by `fully_shard`: `save_pretrained`, trained",
+    "`DistributedConfig(tp_size=2)`: `save_pretrained`, trained",
+)
 PAGE_CELLS = cells_of(PAGE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize(
-    "column",
-    [
-        pytest.param(column, id=column.name, marks=pytest.mark.slow if column.name in OF_TORCH else ())
-        for column in columns()
-    ],
-)
+def cells() -> Iterator[Any]:
+    """Each column with each row, and whether CI runs it."""
+    for number, column in enumerate(columns()):
+        for shift, row in enumerate(ROWS):
+            marks = [pytest.mark.slow] if column.name in OF_TORCH else []
+            marks += [pytest.mark.nightly] if column.name in LONG and (number + shift) % 3 else []
+            yield pytest.param(column, row, id=f"{column.name}-{row.name}", marks=marks)
+
+
+def test_the_long_columns_are_columns() -> None:
+    assert {*LONG} <= {column.name for column in columns()}
+
+
+@pytest.mark.parametrize(("column", "row"), list(cells()))
 def test_the_cell_is_what_happens(column: Column, row: Row, tmp_path: Path) -> None:
     if column.needs:
         pytest.importorskip(column.needs)

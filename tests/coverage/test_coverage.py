@@ -18,6 +18,7 @@ from patcher.conversions.sources import JoinedRows
 from tests.coverage.checks import FAMILIES, examine
 from tests.coverage.models import architectures
 from tests.coverage.table import summary
+from tests.support.sampling import thinned
 
 PAGE = Path(__file__).with_name("coverage_fusions.md")
 
@@ -50,7 +51,7 @@ HERE = [name for name in REPRESENTATIVES if name in KNOWN or name not in LATER]
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # whatever an architecture of transformers has to say
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", thinned({name: name for name in HERE}, 2))
 def test_an_architecture_is_fused_and_stays_what_it_is(name: str) -> None:
     result = examine(name)
 
@@ -119,7 +120,7 @@ def test_what_is_fused_without_need_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 # --- the command and its page --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     command = [sys.executable, "-m", "tests.coverage", "--results", str(results), "--page", str(page)]

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from patcher import Patcher, original_optimizer_state_dict, original_state_dict
 from tests.compatibility.outcomes import compared
 from tests.support.processes import two_processes
+from tests.support.sampling import sampled
 from tests.support.split_replacements import NotSaved
 from tests.support.splitting import ROUNDING, adamw, all_whole
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
@@ -122,7 +123,7 @@ def _prepared(folder: Path, state_dict_type: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("state_dict_type", sampled(["FULL_STATE_DICT", "SHARDED_STATE_DICT"], {"SHARDED_STATE_DICT"}))
 def test_a_run_is_that_of_stock_and_is_resumed(state_dict_type: str, tmp_path: Path) -> None:
     for name, config in CONFIGS.items():
         (tmp_path / name).mkdir()

@@ -129,7 +129,7 @@ def _trainers(folder: Path, rank: int) -> None:
     compared(dict(saved[0].state_dict()), dict(saved[1].state_dict()), rounding=ROUNDING)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_of_two_processes(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     save_tiny(tiny_llama_config(), tmp_path / "llama")

@@ -22,10 +22,18 @@ EXPECTED = {
 }
 
 
-LONG = ("BambaForCausalLM", "BartForConditionalGeneration", "CohereForCausalLM", "GPT2LMHeadModel")
+LONG = ("BartForConditionalGeneration", "CohereForCausalLM", "GPT2LMHeadModel")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in EXPECTED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name in LONG) + [pytest.mark.nightly] * (name == "BambaForCausalLM")
+        )
+        for name in EXPECTED
+    ],
+)
 def test_each_function_is_replaced_wherever_it_is_called(name: str) -> None:
     works, refused = EXPECTED[name]
     result = examine(name)

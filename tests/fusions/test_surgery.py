@@ -281,7 +281,9 @@ model.save_pretrained(sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["a fused model", "a stock model with a fused layer"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("a fused model", marks=pytest.mark.nightly), "a stock model with a fused layer"]
+)
 def test_a_pickle_saves_right_where_nobody_has_imported_the_package(
     what: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

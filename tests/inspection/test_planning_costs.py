@@ -43,7 +43,7 @@ def run(code: str, *arguments: str, **environment: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tmp_path: Path) -> None:
     config = tiny_llama_config(hidden_size=256, intermediate_size=1024, vocab_size=4096)  # 4 MB, a header is 3 kB
     folder = save_tiny(config, tmp_path / "repo", max_shard_size="1MB" if sharded else "5GB")

@@ -79,7 +79,13 @@ def run(file: Path, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("config", "patcher", "rows"),
     [
-        pytest.param(tiny_bert_config(num_hidden_layers=1), Patcher(fusions="qkv"), [3 * 64], id="encoder"),
+        pytest.param(
+            tiny_bert_config(num_hidden_layers=1),
+            Patcher(fusions="qkv"),
+            [3 * 64],
+            id="encoder",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(tiny_llama_config(num_hidden_layers=1), FUSED, [64 + 2 * 32, 2 * 96], id="decoder"),
     ],
 )
@@ -150,7 +156,7 @@ def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path
         pytest.param(tiny_gpt_oss_config(num_hidden_layers=1), id="gpt-oss"),
         pytest.param(tiny_llama4_config(), id="Llama 4"),
         pytest.param(tiny_nemotron_h_config(), id="Nemotron-H"),
-        pytest.param(tiny_jetmoe_config(), id="JetMoE"),
+        pytest.param(tiny_jetmoe_config(), id="JetMoE", marks=pytest.mark.nightly),
     ],
 )
 def test_listed_experts_are_exported_on_their_own_tokens(config: PretrainedConfig) -> None:
@@ -165,7 +171,7 @@ def test_listed_experts_are_exported_on_their_own_tokens(config: PretrainedConfi
             torch.testing.assert_close(found, stock(ids, use_cache=False).logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at it where a graph breaks
 def test_experts_in_training_break_no_more_graphs_than_stock() -> None:
     models = eager_and_listed(tiny_mixtral_config(num_hidden_layers=1), Patcher(fusions="sequential_experts"))
@@ -263,7 +269,7 @@ def test_decoding_with_a_static_cache_is_exported() -> None:
     torch.testing.assert_close(found[0, -1], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # what ExecuTorch's own code does
 def test_executorch_runs_a_fused_model() -> None:
     pytest.importorskip("executorch")

@@ -86,8 +86,11 @@ def case(request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path:
     return Case(checkpoints[model], PATCHERS[patcher], tmp_path)
 
 
-def each(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, indirect=True, ids=[" ".join(names) for names in cases])
+def each(cases: list[tuple[str, str]], ci: list[tuple[str, str]] = FEW) -> pytest.MarkDecorator:
+    """One run of a test for each case; those that CI leaves out are run at night."""
+    marks = [() if case in ci else pytest.mark.nightly for case in cases]
+    params = [pytest.param(case, id=" ".join(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize("case", params, indirect=True)
 
 
 @contextmanager
@@ -260,7 +263,7 @@ def test_shards_are_loaded_strictly(case: Case) -> None:
     assert compared(original_state_dict(model), original_state_dict(other), rounding=0) == EXACT
 
 
-@each(FEW)
+@each(FEW, ci=FEW[:1])
 def test_what_shards_lack_is_named_as_in_the_checkpoint(case: Case) -> None:
     case.load().save_pretrained(case.folder / "one")
     shards = in_shards(case.folder / "one", case.folder / "shards")

@@ -21,7 +21,7 @@ def test_notebook_is_committed_without_outputs(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sampled(NOTEBOOKS, {"01_quickstart", "02_fusions"}))
+@pytest.mark.parametrize("path", sampled(NOTEBOOKS, {"01_quickstart"}))
 def test_notebook_runs(path: Path) -> None:
     from nbclient import NotebookClient
 

@@ -56,7 +56,7 @@ def test_it_imports_nothing_heavy(statement: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_name_that_loads_models_installs_the_hook() -> None:
     code = (
         "import transformers\nbefore = transformers.PreTrainedModel.from_pretrained\nfrom patcher import {name}\n"
