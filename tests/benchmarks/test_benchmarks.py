@@ -41,7 +41,7 @@ def test_patch_embeddings() -> None:
     assert "transformers' own fusion_config" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cross_attention(capsys: pytest.CaptureFixture[str]) -> None:
     bench_cross_attention.main(1, "Whisper")
 

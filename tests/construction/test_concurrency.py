@@ -402,7 +402,7 @@ raise SystemExit(os.waitstatus_to_exitcode(done[1]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_forked_in_the_middle_of_a_load_can_load(checkpoint: Path) -> None:
     """The lock that the load in the other thread holds has no owner in the child."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, checkpoint], capture_output=True, text=True)

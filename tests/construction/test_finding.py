@@ -305,7 +305,7 @@ def in_new_process(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_modeling_module_that_is_first_imported_during_the_construction_is_covered(tmp_path: Path) -> None:
     folder = save_tiny(tiny_llava_config(), tmp_path)
     code = f"""

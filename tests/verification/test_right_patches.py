@@ -12,7 +12,7 @@ from tests.verification.right_patches import RIGHT
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", thinned({name: name for name in RIGHT}, 2))
+@pytest.mark.parametrize("name", thinned({name: name for name in RIGHT}, 3))
 def test_a_right_patch_passes(name: str, dtype: torch.dtype) -> None:
     found = verify(*RIGHT[name], dtype=dtype)
 
