@@ -73,7 +73,9 @@ class FileVerification(Shown):
         return super().to_dict() | {"models": [dict(vars(model)) for model in self.models], "passed": self.passed}
 
     def _headline(self) -> str:
-        return f"{self.file}, of {self.source}: {'right' if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
+        apart = max((model.outputs[1] for model in self.models), default=0.0)
+        right = f"as its config says, outputs {apart:.2g} (relative) from stock's"
+        return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
     def _tables(self) -> Iterator[Table]:
         rows: list[tuple[str, ...]] = []
