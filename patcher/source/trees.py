@@ -88,11 +88,19 @@ def renamed(node: Any, names: Mapping[str, str], *, parameters: bool = False) ->
     words = {*names, *(new.partition(".")[0] for new in names.values())}
     scopes: Mapping[Any, Any] | None = None
     # Where nothing in it binds such a name, each is the module's. To resolve scopes takes most of the time.
-    if parameters or _binds(symtable.symtable(code_of(node), "<patch>", "exec"), words):
+    if parameters or _may_bind(code_of(node), words):
         is_statement = isinstance(node, cst.BaseStatement)
         module = cst.Module([node if is_statement else cst.SimpleStatementLine([cst.Expr(node)])])
         scopes = MetadataWrapper(module, unsafe_skip_copy=True).resolve(ScopeProvider)
     return node.visit(_Rename(names, scopes, node if parameters else None))
+
+
+def _may_bind(code: str, words: Collection[str]) -> bool:
+    """Whether some scope of a piece of code has one of these names for itself. True where that can't be told."""
+    try:
+        return _binds(symtable.symtable(code, "<patch>", "exec"), words)
+    except SyntaxError:  # such as a `nonlocal` of what a folded statement binds
+        return True
 
 
 def _binds(table: symtable.SymbolTable, words: Collection[str]) -> bool:
@@ -103,6 +111,10 @@ def _binds(table: symtable.SymbolTable, words: Collection[str]) -> bool:
             if is_meant and (symbol.is_local() or symbol.is_declared_global() or symbol.is_nonlocal()):
                 return True
     return any(_binds(each, words) for each in table.get_children())
+
+
+#: Where a name stands that is looked up in no scope, or is that of a parameter, which keeps it.
+_NO_VARIABLE = {cst.Param: "name", cst.Attribute: "attr", cst.Arg: "keyword", cst.MatchKeywordElement: "key"}
 
 
 class _Rename(cst.CSTTransformer):
@@ -128,12 +140,8 @@ class _Rename(cst.CSTTransformer):
                     f"called {owner!r}. Give that variable another name."
                 )
             return cst.parse_expression(new) if "." in new else updated_node.with_changes(value=new)
-        if isinstance(original_node, cst.Param):
-            return updated_node.with_changes(name=original_node.name)
-        if isinstance(original_node, cst.Attribute):
-            return updated_node.with_changes(attr=original_node.attr)
-        if isinstance(original_node, cst.Arg):
-            return updated_node.with_changes(keyword=original_node.keyword)
+        if field := _NO_VARIABLE.get(type(original_node)):
+            return updated_node.with_changes(**{field: getattr(original_node, field)})
         if isinstance(original_node, cst.Global) and self.function is None:
             for name in {item.name.value for item in original_node.names} & self.names.keys():
                 raise CodegenError(f"{name!r} is assigned by a `global` statement. Only what is read can be renamed.")

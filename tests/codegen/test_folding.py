@@ -197,6 +197,18 @@ def forward(self, x):
     )
     # behind
 """,
+    "a variable of the function around": """
+def forward(self, x):
+    y = 1
+    z = 2
+
+    def inner():
+        nonlocal y
+        y = Old(x)
+
+    inner()
+    return y, z
+""",
     "names of the file": """
 def forward(self, x):
     global found

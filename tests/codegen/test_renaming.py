@@ -22,6 +22,7 @@ FRAGMENTS = [
     "out.append((lambda x=old: x)())",
     "out.append(dict(old=old, new=1))",
     "out.append(type('T', (), dict(old=1, new=2)).old)",
+    "match type('T', (), dict(old=1, new=2))():\n    case object(old=y): out.append(y)",
     "out.append([new for new in x])",
     "def g(old=old): return old\nout.append(g())",
     "def g(old): return old\nout.append(g(1))",
