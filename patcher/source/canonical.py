@@ -33,13 +33,10 @@ def canonical(node: Any, *, annotations: bool = True) -> Any:
         left_out |= {"returns", "annotation"}
     fields = {}
     for name, value in ast.iter_fields(node):
-        if value is None or value == [] or name in left_out:
-            continue
         if name == "body" and isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
-            if not value:
-                continue
-        fields[name] = canonical(value, annotations=annotations)
+        if value is not None and value != [] and name not in left_out:
+            fields[name] = canonical(value, annotations=annotations)
     return (type(node).__name__, sorted(fields.items()))
 
 

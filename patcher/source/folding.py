@@ -152,10 +152,10 @@ def fold(text: str, tree: ast.Module, touched: Collection[str]) -> Folded:
     while mark[2:] in text:
         mark += "_"
     folded, lines = Folded(text, _indent(tree.body, text), mark), lines_of(text)
-    edited = {name: {"__init__"} for name in (each.partition(".")[0] for each in touched)}
+    edited: dict[str, set[str]] = {}
     for each in touched:
         name, *members = each.split(".")
-        edited[name].update(members)
+        edited.setdefault(name, {"__init__"}).update(members)
     ends = _ends(tree.body, len(lines) + 1)
     for node, after in zip(tree.body, ends, strict=True):
         if isinstance(node, Definition) and node.name in edited:

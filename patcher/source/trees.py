@@ -114,7 +114,12 @@ def _binds(table: symtable.SymbolTable, words: Collection[str]) -> bool:
 
 
 #: Where a name stands that is looked up in no scope, or is that of a parameter, which keeps it.
-_NO_VARIABLE = {cst.Param: "name", cst.Attribute: "attr", cst.Arg: "keyword", cst.MatchKeywordElement: "key"}
+_NO_VARIABLE: dict[type, str] = {
+    cst.Param: "name",
+    cst.Attribute: "attr",
+    cst.Arg: "keyword",
+    cst.MatchKeywordElement: "key",
+}
 
 
 class _Rename(cst.CSTTransformer):

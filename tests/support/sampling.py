@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-
-
-def thinned(cases: Mapping[str, Any], step: int) -> list[Any]:
-    """Arguments for `pytest.mark.parametrize`: by their names, and one of so many runs in CI."""
-    marks = [() if number % step == 0 else pytest.mark.nightly for number in range(len(cases))]
-    return [pytest.param(case, id=name, marks=mark) for (name, case), mark in zip(cases.items(), marks, strict=True)]
 
 
 def sampled(cases: Iterable[Any], ci: Collection[str]) -> list[Any]:
