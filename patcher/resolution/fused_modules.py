@@ -92,7 +92,13 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
                 f"{_ADVICE}"
             )
         key, entry = _fusion_of(construction, path)
-        fused = fuse(fusion_named(key), module, cls, is_dry_run=construction.on_meta)
+        fused = fuse(
+            fusion_named(key),
+            module,
+            cls,
+            resolution.fusion_plan.layouts.get(path, ()),
+            is_dry_run=construction.on_meta,
+        )
         mark_original_class(fused, original)
         if fused is not module:
             parent_path, _, name = path.rpartition(".")

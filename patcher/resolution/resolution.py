@@ -224,7 +224,7 @@ def resolve_standing(
         by_fusion[named] = tuple(found.matches)
         for path, module in found.matches.items():
             fused[path] = fused_class_of(fusion, module)
-            layouts[path] = tuple(layout.of(module) for layout in fusion.layouts(module))
+            layouts[path] = found.layouts[path]
         if found.matches:
             transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
 
