@@ -20,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.models import make_from_config
 from patcher.construction.in_force import unpatched
-from patcher.display import Shown, Table
+from patcher.display.parts import Table
+from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.loading.hooks.install import install
 from patcher.spec.patcher import Patcher
@@ -85,7 +86,7 @@ class Verification(Shown):
         count = f"{self.replaced} module{'' if self.replaced == 1 else 's'} replaced"
         return f"{self.model}: {count}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
-    def _tables(self) -> Iterator[Table]:
+    def _parts(self) -> Iterator[Table]:
         rows: list[tuple[str, ...]] = []
         for stage in self.stages:
             figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
