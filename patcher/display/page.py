@@ -10,12 +10,16 @@ from functools import cache
 from html import escape
 from pathlib import Path
 
-from patcher.display.parts import Cell, Chart, Code, Notes, Part, Table
+from patcher.display.parts import Bar, Cell, Chart, Code, Notes, Part, Table
 from patcher.display.side_by_side import Line, Row, rows_of
 from patcher.display.terminal import blocks
 from patcher.display.tree import ModuleNode, Weights, in_rows
 from patcher.display.visible import visible
 from patcher.patterns import inside
+
+
+#: A text of a table that isn't wrapped, in letters.
+_SHORT = 24
 
 
 @cache
@@ -50,7 +54,9 @@ def _part(part: Part) -> str:
         return f'<ul class="tree">{_item(part, "")}</ul>'
     if isinstance(part, Table):
         if part.is_long:
-            return f"<section><details><summary>{_element('b', part.title)}</summary>{_table(part)}</details></section>"
+            return (
+                f"<section><details><summary>{_element('b', part.title)}</summary>{_table(part)}</details></section>"
+            )
         return _titled(part.title, _table(part))
     if isinstance(part, Notes):
         notes = "".join(f"<li><pre>{_escaped(note)}</pre></li>" for note in part.texts)
@@ -83,13 +89,13 @@ def _row(row: list[ModuleNode], path: str) -> str:
 
 
 def _label(node: ModuleNode, path: str) -> str:
-    name, was = _element("code", node.name), _element("span", node.was, "class")
+    name, was = _element("code", node.name, "name"), _element("span", node.was, "class")
     if node.stands_out:
         name = f"<b>{name}</b>"
     if node.becomes:
         was += f' <span class="arrow">→</span> {_element("strong", node.becomes, "changed")}'
     kind = "module" if node.stands_out or node.is_open else "module quiet"
-    return f'<span class="{kind}" title="{_escaped(path)}">{name if node.name else ""} {was}</span>'
+    return f'<span class="{kind}" title="{_escaped(path)}">{f"{name} " if node.name else ""}{was}</span>'
 
 
 def _notes(node: ModuleNode) -> Iterator[str]:
@@ -128,35 +134,43 @@ def _table(part: Table) -> str:
 
 
 def _cell(cell: str | Cell) -> str:
-    if isinstance(cell, Cell) and cell.tone:
-        return f"<td>{_element('b', cell.text, cell.tone)}</td>"
-    return _element("td", cell.text if isinstance(cell, Cell) else cell)
+    text, tone = cell if isinstance(cell, Cell) else (cell, "")
+    kind = ' class="short"' if len(text) <= _SHORT else ""
+    return f"<td{kind}>{_element('b', text, tone) if tone else _escaped(text)}</td>"
 
 
 def _chart(chart: Chart) -> str:
-    rows = []
-    allowed = f'<i class="allowed" style="left:{chart.share(chart.allowed):.1%}"></i>'
-    for bar in chart.bars:
-        share, tone = chart.share(bar.value), chart.tone(bar)
-        # The blocks are seen where styles are dropped.
-        drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
-        drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
-        name = _element("code", bar.label, "inside" if bar.inside else "")
-        note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
-        number = _element("b" if tone == "bad" else "span", f"{bar.value:.2g}", tone if tone == "bad" else "")
-        rows.append(f"<tr><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>")
-    return f'<table class="chart"><tbody>{"".join(rows)}</tbody></table>'
+    left = f'style="left:{chart.share(chart.allowed):.1%}"'
+    axis = f'<span class="axis"><span {left}>{chart.allowed:.2g} allowed</span></span>'
+    rows = "".join(_bar(chart, bar, f'<i class="allowed" {left}></i>') for bar in chart.bars)
+    heads = f"<tr><th></th><th>{axis}</th><th></th></tr>"
+    return f'<table class="chart"><thead>{heads}</thead><tbody>{rows}</tbody></table>'
+
+
+def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
+    share, tone = chart.share(bar.value), chart.tone(bar)
+    # The blocks are seen where styles are dropped.
+    drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
+    drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
+    number = _element("span", f"{bar.value:.2g}" if bar.value else "the same", "number", tone)
+    note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
+    title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
+    name = f'<code class="{kind}" title="{title}">{title}</code>'
+    begins = ' class="marked"' if bar.note else ""
+    return f"<tr{begins}><td>{name}</td><td>{drawn}</td><td>{number}{note}</td></tr>"
 
 
 def _code(part: Code) -> str:
     where = _element("p", part.where, "where")
     if not part.diff:
         return f"<section>{where}<p>{_escaped(f'{part.was} → {part.becomes}: the same code')}</p></section>"
-    heads = f"<tr>{_element('th', part.was)}{_element('th', part.becomes)}</tr>"
+    heads = f"<tr>{_head(part.was)}{_head(part.becomes)}</tr>"
     rows = "".join(_code_row(row) for row in rows_of(part.diff))
-    return (
-        f'<section>{where}<table class="code"><thead>{heads}</thead><tbody>{rows}</tbody></table></section>'
-    )
+    return f'<section>{where}<table class="code"><thead>{heads}</thead><tbody>{rows}</tbody></table></section>'
+
+
+def _head(text: str) -> str:
+    return f"<th>{_element('code', text)}</th>"
 
 
 def _code_row(row: Row | str) -> str:
@@ -169,8 +183,6 @@ def _code_row(row: Row | str) -> str:
 def _side(line: Line | None, tag: str, same: bool) -> str:
     if line is None:
         return '<td class="none"></td>'
-    text = "".join(
-        f"<{tag}>{_escaped(text)}</{tag}>" if changed and text.strip() else _escaped(text) for text, changed in line
-    )
-    kind = "" if same else f' class="{tag}"'
-    return f"<td{kind}><pre>{text or ' '}</pre></td>"
+    pieces = [_element(tag, text) if changed and text.strip() else _escaped(text) for text, changed in line]
+    kind = "" if same else f' class="{tag} {"whole" if len(line) == 1 else ""}"'
+    return f"<td{kind}><pre>{''.join(pieces) or ' '}</pre></td>"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
-from itertools import groupby, zip_longest
+from itertools import groupby, product, zip_longest
 from typing import NamedTuple
 
 _WORDS = re.compile(r"\w+|\s+|.")
-#: How far to look for the line that another one became.
-_AHEAD = 12
+_NAMES = re.compile(r"\w+")
+#: Of more pairs of lines none is looked at: what has changed that much is another text.
+_MOST = 40_000
 
 #: A line in pieces: (text, whether the other side has another there).
 Line = tuple[tuple[str, bool], ...]
@@ -35,7 +36,8 @@ def rows_of(diff: str) -> Iterator[Row | str]:
     for changed, lines in groupby(diff.splitlines()[2:], lambda line: line[:1] in ("-", "+")):
         if changed:
             found = list(lines)
-            yield from _paired([line[1:] for line in found if line[0] == "-"], [line[1:] for line in found if line[0] == "+"])
+            removed, added = ([line[1:] for line in found if line[0] == sign] for sign in "-+")
+            yield from _paired(removed, added)
         else:
             for line in lines:
                 same: Line = ((line[1:], False),)
@@ -45,14 +47,32 @@ def rows_of(diff: str) -> Iterator[Row | str]:
 def _paired(removed: Sequence[str], added: Sequence[str]) -> Iterator[Row]:
     """Each line beside the one that it became; those between are all new, or gone."""
     old = new = 0
-    for place, line in enumerate(removed):
-        ahead = range(new, min(new + _AHEAD, len(added)))
-        best = max(ahead, key=lambda other: _likeness(line, added[other]), default=new)
-        if ahead and _likeness(line, added[best]) > 0.5:
-            yield from _apart(removed[old:place], added[new:best])
-            yield _marked(line, added[best])
-            old, new = place + 1, best + 1
+    for before, after in _alike(removed, added):
+        yield from _apart(removed[old:before], added[new:after])
+        yield _marked(removed[before], added[after])
+        old, new = before + 1, after + 1
     yield from _apart(removed[old:], added[new:])
+
+
+def _alike(removed: Sequence[str], added: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Which lines became which: those that have most words in common altogether, in one order on both sides."""
+    if len(removed) * len(added) > _MOST:
+        return
+    words = [[set(_NAMES.findall(line)) for line in lines] for lines in (removed, added)]
+    best = [[0.0] * (len(added) + 1) for _ in range(len(removed) + 1)]  # of the lines from there on
+    for old, new in product(reversed(range(len(removed))), reversed(range(len(added)))):
+        best[old][new] = max(best[old + 1][new], best[old][new + 1])
+        if (likeness := _likeness(words[0][old], words[1][new])) >= 0.5:
+            best[old][new] = max(best[old][new], likeness + best[old + 1][new + 1])
+    old = new = 0
+    while old < len(removed) and new < len(added):
+        if best[old][new] == best[old + 1][new]:
+            old += 1
+        elif best[old][new] == best[old][new + 1]:
+            new += 1
+        else:
+            yield old, new
+            old, new = old + 1, new + 1
 
 
 def _apart(removed: Sequence[str], added: Sequence[str]) -> Iterator[Row]:
@@ -60,9 +80,8 @@ def _apart(removed: Sequence[str], added: Sequence[str]) -> Iterator[Row]:
         yield Row(*(None if line is None else ((line, True),) for line in (before, after)))
 
 
-def _likeness(one: str, other: str) -> float:
-    mine, theirs = set(_WORDS.findall(one)), set(_WORDS.findall(other))
-    return len(mine & theirs) / max(len(mine), len(theirs), 1)
+def _likeness(one: set[str], other: set[str]) -> float:
+    return len(one & other) / max(len(one), len(other), 1)
 
 
 def _marked(before: str, after: str) -> Row:

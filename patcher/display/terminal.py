@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from functools import partial
+from itertools import groupby
 from typing import IO, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -11,9 +13,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 from rich.tree import Tree
 
-from patcher.display.parts import Cell, Chart, Code, Notes, Part, Table, Tone
+from patcher.display.parts import Bar, Cell, Chart, Code, Notes, Part, Table, Tone
 from patcher.display.tree import ModuleNode, Weights, in_rows
 from patcher.display.visible import visible
+from patcher.patterns import compress, without_numbers
 
 if TYPE_CHECKING:
     from patcher.display.shown import Shown
@@ -29,6 +32,7 @@ _STYLES: dict[Tone, str] = {
     "dim": "dim",
 }
 _BAR = 40
+_LIMIT = "┊"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -69,7 +73,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
             first, *rest = visible(note).splitlines() or [""]
             yield Text("\n".join([f" - {first}", *(f"   {line}" for line in rest)]), _STYLES[part.tone])
     elif isinstance(part, Chart):
-        yield Text(part.title, "italic")
+        yield Text(f"{part.title} ({_LIMIT} {part.allowed:.2g} allowed)", "italic")
         yield from _bars(part)
     else:
         yield unified([part])
@@ -129,16 +133,25 @@ def _table(part: Table) -> RichTable:
     return table
 
 
-def _bars(chart: Chart) -> Iterable[RenderableType]:
-    names = [visible(f"{'  ' if bar.inside else ''}{bar.label}") for bar in chart.bars]
+def _bars(chart: Chart) -> Iterable[Text]:
+    runs = [(list(run), key) for key, run in groupby(chart.bars, partial(_seen, chart))]
+    names = [visible(("  " if run[0].inside else "") + compress(bar.label for bar in run)[0]) for run, _ in runs]
     width = max(map(len, names))
     allowed = round(chart.share(chart.allowed) * _BAR)
-    for name, bar in zip(names, chart.bars, strict=True):
-        drawn = blocks(chart.share(bar.value), _BAR).ljust(_BAR)
-        if drawn[allowed] == " ":
-            drawn = f"{drawn[:allowed]}┊{drawn[allowed + 1 :]}"
-        note = _text(f" <- {bar.note}" if bar.note else "", "bad")
-        yield Text.assemble(f" {name:<{width}}  ", _text(drawn, chart.tone(bar)), f" {bar.value:<8.2g}", note)
+    for name, (run, (drawn, *_)) in zip(names, runs, strict=True):
+        worst = max(run, key=lambda bar: bar.value)
+        line = drawn.ljust(_BAR + 1)
+        if line[allowed] == " ":
+            line = f"{line[:allowed]}{_LIMIT}{line[allowed + 1 :]}"
+        note = _text(f" <- {worst.note}" if worst.note else "", "bad")
+        number = "the same" if not worst.value else f"{worst.value:.2g}"
+        yield Text.assemble(f" {name:<{width}}  ", _text(line, chart.tone(worst)), f"{number:<8}", note)
+
+
+def _seen(chart: Chart, bar: Bar) -> tuple[str, Tone, str, bool, str]:
+    """What is seen of a bar, but for the number of its layer: those in a row that look alike are one."""
+    drawn = blocks(round(chart.share(bar.value) * _BAR) / _BAR, _BAR)
+    return drawn, chart.tone(bar), without_numbers(bar.label), bar.inside, bar.note
 
 
 def blocks(share: float, length: int) -> str:

@@ -16,7 +16,14 @@ from patcher.display.parts import Part, Table
 from patcher.display.shown import Shown
 from patcher.display.tree import ModuleNode, Weights
 from patcher.errors import InvalidPatcherError
-from patcher.inspection.parts import converted_by_layouts, converted_in_load, counted, patched_parts, rows_of_classes, tree_of
+from patcher.inspection.parts import (
+    converted_by_layouts,
+    converted_in_load,
+    counted,
+    patched_parts,
+    rows_of_classes,
+    tree_of,
+)
 from patcher.loading.record import PatchRecord, record_of
 
 if TYPE_CHECKING:
