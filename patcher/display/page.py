@@ -17,7 +17,6 @@ from patcher.display.tree import ModuleNode, Weights, in_rows
 from patcher.display.visible import visible
 from patcher.patterns import inside
 
-
 #: A text of a table that isn't wrapped, in letters.
 _SHORT = 24
 
@@ -54,9 +53,7 @@ def _part(part: Part) -> str:
         return f'<ul class="tree">{_item(part, "")}</ul>'
     if isinstance(part, Table):
         if part.is_long:
-            return (
-                f"<section><details><summary>{_element('b', part.title)}</summary>{_table(part)}</details></section>"
-            )
+            return _titled("", f"<details><summary>{_element('b', part.title)}</summary>{_table(part)}</details>")
         return _titled(part.title, _table(part))
     if isinstance(part, Notes):
         notes = "".join(f"<li><pre>{_escaped(note)}</pre></li>" for note in part.texts)

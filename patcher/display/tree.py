@@ -211,12 +211,7 @@ def _folded(name: str, place: _Place) -> ModuleNode:
         numbered = is_number(called)
         alike.setdefault(("" if numbered else called, found._replace(name="")), []).append(found.name)
     children = tuple(child._replace(name=compress(names)[0]) for (_, child), names in alike.items())
-    if (
-        len(children) == 1
-        and name
-        and not is_number(name)
-        and not node.stands_out
-        and _NUMBERS.match(children[0].name)
-    ):
+    is_plain = name and not is_number(name) and not node.stands_out
+    if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list, of which nothing else is said
         return children[0]._replace(name=f"{name}.{children[0].name}")
     return node._replace(children=children)

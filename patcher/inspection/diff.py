@@ -30,7 +30,7 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import RenderableType
 
 
 class ClassDiff(NamedTuple):
@@ -86,14 +86,17 @@ class Diff(Shown):
         return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
-        return self.__rich__().plain
+        from patcher.display.terminal import unified
 
-    def __rich__(self) -> Text:
+        return unified(self._parts()).plain or f"# {self._headline()}"
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
         from rich.text import Text
 
         from patcher.display.terminal import unified
 
-        return unified(self._parts()) or Text(f"# {self._headline()}", "dim")
+        return Group(unified(self._parts()) or Text(f"# {self._headline()}"))
 
     def _headline(self) -> str:
         classes, functions = len(self.classes), len(self.functions)

@@ -104,11 +104,13 @@ def report(model: PreTrainedModel) -> Report:
     >>> model = AutoModelForCausalLM.from_config(config, patcher=Patcher(fusions="qkv"))
     >>> print(patcher.report(model))
     LlamaForCausalLM: 2 modules replaced
-    Fused
-     module                        ┃ was            ┃ is
-    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━
-     model.layers.{0..1}.self_attn │ LlamaAttention │ FusedLlamaAttention
-    Conversions
+    LlamaForCausalLM
+    ├── model  LlamaModel
+    │   ├── embed_tokens  Embedding
+    │   ├── layers.{0..1}  LlamaDecoderLayer
+    │   │   ├── self_attn  LlamaAttention -> FusedLlamaAttention
+    │   │   │   └── q_proj.weight, k_proj.weight, v_proj.weight -> qkv_proj.weight  Rows
+    │   │   ├── mlp  LlamaMLP
     ...
 
     A model that no patcher has touched has a report that says so.

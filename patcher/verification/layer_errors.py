@@ -50,22 +50,18 @@ def layer_errors(gaps: Iterable[CallGap], inputs: str, allowed: float, begins: s
     for path in _layers(list(worst)):
         rows.append(path)
         if begins is not None and begins.startswith(inside(path)) and path:
-            rows += [
-                each for each in worst if each.startswith(inside(path)) and each.count(".") == path.count(".") + 1
-            ]
+            rows += [each for each in worst if each.rpartition(".")[0] == path]
     return LayerErrors(inputs, allowed, tuple((path, worst[path]) for path in rows), begins)
 
 
 def _layers(paths: Sequence[str]) -> list[str]:
     """The outermost numbered modules, and of the others the outermost that have none of these in them."""
-    numbered = {
-        path for path in paths if is_number(path.rpartition(".")[2]) and not _is_numbered(path.rpartition(".")[0])
-    }
+    numbered = {path for path in paths if is_number(path.rpartition(".")[2]) and _numbers(path) == 1}
     around = {path[:place] for path in numbered for place, letter in enumerate(path) if letter == "."} | {""}
-    others = [path for path in paths if path not in around and not _is_numbered(path)]
+    others = [path for path in paths if path not in around and not _numbers(path)]
     outermost = {path for path in others if not any(path.startswith(inside(other)) for other in others)}
     return [path for path in paths if path in numbered or path in outermost]
 
 
-def _is_numbered(path: str) -> bool:
-    return any(map(is_number, path.split(".")))
+def _numbers(path: str) -> int:
+    return sum(map(is_number, path.split(".")))
