@@ -210,7 +210,10 @@ def _folded(name: str, place: _Place) -> ModuleNode:
         found = _folded(called, child)
         numbered = is_number(called)
         alike.setdefault(("" if numbered else called, found._replace(name="")), []).append(found.name)
-    children = tuple(child._replace(name=compress(names)[0]) for (_, child), names in alike.items())
+    children = tuple(
+        child._replace(name=compress(names)[0] if len(names) > 1 else names[0])  # most: of one name nothing is folded
+        for (_, child), names in alike.items()
+    )
     is_plain = name and not is_number(name) and not node.stands_out
     if is_plain and len(children) == 1 and _NUMBERS.match(children[0].name):  # a list, of which nothing else is said
         return children[0]._replace(name=f"{name}.{children[0].name}")
