@@ -73,7 +73,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
             first, *rest = visible(note).splitlines() or [""]
             yield Text("\n".join([f" - {first}", *(f"   {line}" for line in rest)]), _STYLES[part.tone])
     elif isinstance(part, Chart):
-        yield Text(f"{part.title} ({_LIMIT} {part.allowed:.2g} allowed)", "italic")
+        yield Text(visible(f"{part.title} ({_LIMIT} {part.allowed:.2g} allowed)"), "italic")
         yield from _bars(part)
     else:
         yield unified([part])

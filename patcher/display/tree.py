@@ -148,7 +148,7 @@ def module_tree(
         refused: (path, reason) of what fusions leave alone.
         functions: (function, what is called in its place, the classes that call it).
         weights: those that aren't read as they are, by their whole names. `kept` ones are conversions of stock, which
-            are told of replaced modules only; what is of no module is left out.
+            are told of replaced modules only. What is of no module is told of the model.
     """
     root = _Place(model)
     for path, name in modules:
@@ -174,7 +174,7 @@ def _note_functions(root: _Place, functions: list[tuple[str, str, tuple[str, ...
 
 def _note_weights(root: _Place, weights: Weights) -> None:
     path, owner = root.owner((weights.parameters or weights.keys)[0])
-    if not owner.becomes and (weights.what == "kept" or owner is root):
+    if weights.what == "kept" and not owner.becomes:
         return
     keys, parameters = ([_below(name, path) for name in names] for names in weights[1:3])
     what = "converted" if weights.what == "kept" else weights.what
@@ -185,12 +185,19 @@ def _note_weights(root: _Place, weights: Weights) -> None:
 
 
 def _below(name: str, path: str) -> str:
-    """A name as it is in the module; one that is elsewhere has `*` for its numbers, which alike modules differ in."""
-    while path and not name.startswith(inside(path)):  # a checkpoint of the base model has fewer names in front
-        path = path.partition(".")[2]
-    if path:
-        return name.removeprefix(inside(path))
-    return ".".join("*" if is_number(segment) else segment for segment in name.split("."))
+    """A name as it is in the module; one that is elsewhere has `*` for the numbers of the module, to be alike."""
+    end = path
+    while end and not name.startswith(inside(end)):  # a checkpoint of the base model has fewer names in front
+        end = end.partition(".")[2]
+    if end:
+        return name.removeprefix(inside(end))
+    numbers = [segment for segment in path.split(".") if is_number(segment)]
+    segments = name.split(".")
+    for place, segment in enumerate(segments):
+        if numbers and segment == numbers[0]:
+            segments[place] = "*"
+            del numbers[0]
+    return ".".join(segments)
 
 
 def _folded(name: str, place: _Place) -> ModuleNode:
