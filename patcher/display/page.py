@@ -45,7 +45,8 @@ def _element(tag: str, text: str, *classes: str) -> str:
 
 
 def _titled(title: str, body: str) -> str:
-    return f"<section>{_element('p', title, 'title') if title else ''}{body}</section>"
+    head = f'<p class="title">{_element("b", title)}</p>' if title else ""
+    return f"<section>{head}{body}</section>"
 
 
 def _part(part: Part) -> str:

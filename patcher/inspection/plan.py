@@ -301,23 +301,26 @@ def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iter
     """What becomes of the tensors that aren't read as they are."""
     if isinstance(load, Loaded):
         for route in load.outcome.routes:
-            if route.conversion is None:
-                continue
-            trace = None if isinstance(route.conversion, Layout) else trace_of(route.conversion)
-            text = describe(route.conversion if trace is None else trace.transform)
-            what = "kept" if trace is None and not isinstance(route.conversion, Layout) else "converted"
-            yield Weights(what, route.keys, route.parameters, text)
+            text, is_ours = _conversion(route)
+            if text:
+                yield Weights("converted" if is_ours else "kept", route.keys, route.parameters, text)
     elif isinstance(load, Constructed):
         yield from converted_by_layouts(load.record)
-    declared = {*fields.get("new_weights", ()), *fields.get("dropped_weights", ())}
-    for what, name in (("missing", "missing"), ("new", "new_weights")):
-        names = fields.get(name, ())
-        yield from (Weights(what, (), (each,)) for each in names if what == "new" or each not in declared)
-    for what, name in (("left over", "left_over"), ("dropped", "dropped_weights")):
-        keys = fields.get(name, ())
-        yield from (Weights(what, (each,)) for each in keys if what == "dropped" or each not in declared)
+    new, dropped = (set(fields.get(name, ())) for name in ("new_weights", "dropped_weights"))
+    for name in fields.get("missing", ()):
+        yield Weights("new" if name in new else "missing", (), (name,))
+    for key in fields.get("left_over", ()):
+        yield Weights("dropped" if key in dropped else "left over", (key,))
     for name, found, wanted in fields.get("wrong_shape", ()):
         yield Weights("wrong shape", (), (name,), f"{found}, not {wanted}")
+
+
+def _conversion(route: Route) -> tuple[str, bool]:
+    """The conversion of a route, "" if there is none, and whether it is none of stock's."""
+    if route.conversion is None or isinstance(route.conversion, Layout):
+        return (describe(route.conversion), True) if route.conversion is not None else ("", False)
+    trace = trace_of(route.conversion)
+    return describe(route.conversion if trace is None else trace.transform), trace is not None
 
 
 def _judgement(
@@ -364,10 +367,7 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
     """(checkpoint keys, parameters, conversion), with those as one that differ in numbers alone."""
     groups: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}
     for route in routes:
-        text = ""
-        if route.conversion is not None:
-            trace = None if isinstance(route.conversion, Layout) else trace_of(route.conversion)
-            text = describe(route.conversion if trace is None else trace.transform)
+        text, _ = _conversion(route)
         alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
         keys, parameters = groups.setdefault((*alike, text), ([], []))
         keys += route.keys

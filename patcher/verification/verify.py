@@ -170,6 +170,8 @@ def verify(
       of stock over 48 draws, within six standard errors. So a patch may draw in another order, or other numbers.
     - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
 
+    `Stage.layers` of `outputs`, and of what failed as they did, has the error of each layer, and where it begins.
+
     Where layers are alike in class, shapes and settings, most of it is run on a few of each kind: the first two, the
     middle and the last. Three texts, a prompt in chunks, generation, gradients, a pass in training, what is saved and
     reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
