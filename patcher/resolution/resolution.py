@@ -24,7 +24,7 @@ from patcher.construction.lock import construction_lock
 from patcher.conversions.layouts import Layout
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
-from patcher.display import folded
+from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
 from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
 from patcher.fusions.base import Fusion
