@@ -5,8 +5,8 @@
 First the modules alone, forward and in training, in float32 and bfloat16. Patches that were cut before, as the Qwen-VL
 family has them (budget, forward in float32: 3 times as fast as Conv3d, twice as fast as Conv2d), and whole images
 (budget: never slower). Beside them the bare matrix product of the same size, which nothing is faster than.
-Then Qwen3-VL's patch embedding: stock, transformers' own `fusion_config`, and ours. With SHARE the modules have that
-share of their features only: quick, and no measurement.
+Then Qwen3-VL's patch embedding: stock, transformers' own `fusion_config`, and ours. With SHARE all sizes are smaller:
+quick, and no measurement.
 """
 
 from __future__ import annotations
@@ -58,21 +58,29 @@ def budget(name: str, dtype: torch.dtype) -> float | None:
 def modules(repetitions: int, share: int) -> None:
     for name, (features, kernel, shape) in (CUT | WHOLE).items():
         for dtype in DTYPES:
-            measure(
-                name, convolution(features // share, kernel).to(dtype), torch.randn(shape, dtype=dtype), repetitions
-            )
+            stock = convolution(features // share, kernel).to(dtype)
+            measure(name, stock, torch.randn(smaller(shape, share), dtype=dtype), repetitions)
+
+
+def smaller(shape: tuple[int, ...], share: int) -> tuple[int, ...]:
+    return tuple(min(size, 1024 // share) for size in shape)
 
 
 def convolution(features: int, kernel: tuple[int, ...]) -> nn.Conv2d | nn.Conv3d:
     return {2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)](3, features, kernel, kernel)
 
 
-def measure(name: str, stock: nn.Conv2d | nn.Conv3d, image: torch.Tensor, repetitions: int) -> None:
+def linear_form(stock: nn.Conv2d | nn.Conv3d) -> Any:
+    """As `patch_embeddings` puts it into a model, with the same weights."""
     from patcher.fusions import PatchEmbeddings
     from patcher.fusions.fused_module import fuse
     from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 
-    linear: Any = fuse(PatchEmbeddings(), stock, LinearPatchEmbedding)
+    return fuse(PatchEmbeddings(), stock, LinearPatchEmbedding)
+
+
+def measure(name: str, stock: nn.Conv2d | nn.Conv3d, image: torch.Tensor, repetitions: int) -> None:
+    linear = linear_form(stock)
     found = {"stock": stock, "linear": linear}
     with torch.no_grad():
         output = stock(image)

@@ -8,7 +8,7 @@ of it. Each candidate is a process of its own and does what its documentation sa
 processes take turns with one that loads without any of it. Then, each in another process:
 
 - names rebound: attributes of modules, classes and tables in transformers, torch, accelerate and safetensors that are
-  another object after one load, where a plain load has gone before;
+  other objects once it is imported (a hook, that is), and those that are after one load with the effect;
 - whether the next plain load builds the stock classes again, and one in another thread that begins while the first
   model is built;
 - whether the model saves the file that it was loaded from, byte for byte.
@@ -35,7 +35,7 @@ from tests.benchmarks.measuring import Times, Worker, ratio, table, workers_taki
 from tests.benchmarks.models import write_checkpoint
 from tests.benchmarks.peers import EFFECTS, PLAIN
 
-COLUMNS = ("effect", "by", "load / plain", "peak memory / plain", "names rebound")
+COLUMNS = ("effect", "by", "load / plain", "peak memory / plain", "names rebound by its import; by a load")
 COLUMNS += ("next load is stock", "load in another thread is stock", "saves the original")
 
 
@@ -47,12 +47,12 @@ def main(repetitions: int = 3, is_small: bool = False) -> None:
     for name, effect in EFFECTS.items():
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(effect.tiny_config() if is_small else effect.config, Path(folder), torch.float32)
-            here = [each for each, candidate in effect.candidates.items() if candidate.is_installed]
-            left_out |= {candidate.module for candidate in effect.candidates.values() if not candidate.is_installed}
+            here = [each for each, candidate in effect.candidates.items() if not candidate.missing]
+            left_out |= {package for candidate in effect.candidates.values() for package in candidate.missing}
             rows += rows_of(name, here, folder, repetitions) if here != [PLAIN] else []
     table(COLUMNS, rows)
-    for module in sorted(left_out):
-        print(f"{module}: not installed")
+    for package in sorted(left_out):
+        print(f"{package}: not installed")
 
 
 def rows_of(effect: str, candidates: list[str], folder: str, repetitions: int) -> Iterator[tuple[str, ...]]:
@@ -67,13 +67,13 @@ def rows_of(effect: str, candidates: list[str], folder: str, repetitions: int) -
         for worker in workers.values():
             worker.close()
     for each in candidates:
-        found = answer(effect, each, folder, "traces") | answer(effect, each, folder, "beside")
+        found = answer(effect, each, folder, "traces")
         yield (
             effect,
             each,
             f"{ratio(times, each, PLAIN):.2f}",
             f"{ratio(peaks, each, PLAIN):.2f}",
-            str(len(found["rebound"])),
+            f"{found['imported']}; {found['rebound']}",
             *("yes" if found[what] else "no" for what in ("next", "beside", "saved")),
         )
 

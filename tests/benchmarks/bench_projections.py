@@ -102,8 +102,8 @@ def forwards(subject: Subject, repetitions: int) -> None:
     families |= {"qkv and gate_up": FUSIONS}
     models: dict[str, Any] = {"stock": stock}
     models |= {name: Patcher(fusions=fusions).apply(stock) for name, fusions in families.items()}
-    kinds = [(f"a step of decoding, {rows} rows", decode_step, rows, CACHED) for rows in subject.decoded_rows]
-    kinds += [(f"a prompt of {PROMPT} tokens, {rows} rows", prefill, rows, PROMPT) for rows in subject.prompt_rows]
+    kinds = [(f"a step of decoding, batch {rows}", decode_step, rows, CACHED) for rows in subject.decoded_rows]
+    kinds += [(f"a prompt of {PROMPT} tokens, batch {rows}", prefill, rows, PROMPT) for rows in subject.prompt_rows]
     for what, make, rows, length in kinds:
         runs = {name: make(model, rows, length) for name, model in models.items()}
         times = taking_turns(runs, 20 * repetitions, warm_up=1, limit=SECONDS)

@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import transformers
@@ -46,11 +47,17 @@ class Candidate:
     """All that one load takes, what is written before and after it included."""
 
     load: Callable[[Load], nn.Module]
-    module: str  # that has to be importable
+    modules: str  # what it takes, imported beforehand
 
     @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.module.split(".")[0]) is not None
+    def missing(self) -> set[str]:
+        """Packages that are not installed."""
+        packages = {name.split(".")[0] for name in self.modules.split()}
+        return {package for package in packages if importlib.util.find_spec(package) is None}
+
+    def prepare(self) -> None:
+        for name in self.modules.split():
+            importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,7 @@ def has_no_convolution(model: nn.Module) -> bool:
     return not any(isinstance(module, nn.Conv3d) for module in model.modules())
 
 
+PATCHER, LIGER = "patcher.monkey_patching", "liger_kernel.transformers"
 STOCK = Candidate(plain, "transformers")
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -177,7 +185,7 @@ EFFECTS: dict[str, Effect] = {
         has("OtherNorm", "OtherMLP"),
         {
             PLAIN: STOCK,
-            "patcher": Candidate(partial(patched, class_mapping=OTHER_CLASSES), "patcher"),
+            "patcher": Candidate(partial(patched, class_mapping=OTHER_CLASSES), PATCHER),
             "transformers' registry": Candidate(partial(registered, is_cleared=False), "transformers"),
             "the same, cleared after the load": Candidate(partial(registered, is_cleared=True), "transformers"),
         },
@@ -188,8 +196,8 @@ EFFECTS: dict[str, Effect] = {
         has("LigerRMSNorm", "LigerSwiGLUMLP"),
         {
             PLAIN: STOCK,
-            "patcher": Candidate(lambda load: patched(load, class_mapping=liger_classes()), "liger_kernel"),
-            "Liger": Candidate(liger, "liger_kernel"),
+            "patcher": Candidate(lambda load: patched(load, class_mapping=liger_classes()), f"{PATCHER} {LIGER}"),
+            "Liger": Candidate(liger, LIGER),
         },
     ),
     "experts as linear layers, Mixtral": Effect(
@@ -198,7 +206,7 @@ EFFECTS: dict[str, Effect] = {
         has_linear_experts,
         {
             PLAIN: STOCK,
-            "patcher": Candidate(partial(preset, name="MIXTRAL_LINEAR_EXPERTS"), "patcher"),
+            "patcher": Candidate(partial(preset, name="MIXTRAL_LINEAR_EXPERTS"), PATCHER),
             "Defuser": Candidate(defused_before, "defuser"),
         },
     ),
@@ -208,7 +216,7 @@ EFFECTS: dict[str, Effect] = {
         has_linear_experts,
         {
             PLAIN: STOCK,
-            "patcher": Candidate(partial(preset, name="OLMOE_LINEAR_EXPERTS"), "patcher"),
+            "patcher": Candidate(partial(preset, name="OLMOE_LINEAR_EXPERTS"), PATCHER),
             "Defuser": Candidate(defused_after, "defuser"),
         },
     ),
@@ -218,7 +226,7 @@ EFFECTS: dict[str, Effect] = {
         has_no_convolution,
         {
             PLAIN: STOCK,
-            "patcher": Candidate(partial(patched, fusions="patch_embeddings"), "patcher"),
+            "patcher": Candidate(partial(patched, fusions="patch_embeddings"), PATCHER),
             "transformers' fusion_config": Candidate(fused_by_config, "transformers"),
         },
     ),
@@ -229,41 +237,43 @@ def classes(model: nn.Module) -> dict[str, str]:
     return {path: f"{type(module).__module__}.{type(module).__qualname__}" for path, module in model.named_modules()}
 
 
-def loads(effect: Effect, candidate: Candidate, load: Load) -> None:
+def loads(effect: Effect, candidate: Candidate, load: Load, answers: TextIO) -> None:
     """The bytes that the first load holds at its peak, and then the seconds of each."""
     load = partial(load, dtype=torch.bfloat16)  # of a file in float32: everything is read
-    importlib.import_module(candidate.module)
+    candidate.prepare()
     sys.stdin.readline()
     before = peak()
     assert effect.is_shown(candidate.load(load)) or candidate is STOCK
-    print(peak() - before, flush=True)
+    print(peak() - before, file=answers, flush=True)
     for _ in sys.stdin:
         started = time.perf_counter()
         model = candidate.load(load)
         seconds = time.perf_counter() - started
         del model
         gc.collect()  # before it is the turn of others
-        print(seconds, flush=True)
+        print(seconds, file=answers, flush=True)
 
 
 def traces(candidate: Candidate, load: Load, folder: Path, scratch: Path) -> dict[str, Any]:
     """What one load with the effect leaves behind."""
     stock = classes(load())  # what any load does once has been done
-    importlib.import_module(candidate.module)
+    before = snapshot()
+    candidate.prepare()
+    imported = len(changes(before))
     before = snapshot()
     model: Any = candidate.load(load)
-    rebound = [".".join(key) for key in changes(before)]
+    rebound = len(changes(before))
     try:
         model.save_pretrained(scratch)
         saved = same_checkpoint(folder, scratch)
     except Exception:
         saved = False
-    return {"rebound": rebound, "saved": saved, "next": _is_stock(load, stock)}
+    found = {"imported": imported, "rebound": rebound, "saved": saved, "next": _is_stock(load, stock)}
+    return found | {"beside": is_alone(candidate, load, stock)}
 
 
-def beside(candidate: Candidate, load: Load) -> dict[str, Any]:
-    """Whether a plain load in another thread, begun while the first model is built, is stock."""
-    stock = classes(load())
+def is_alone(candidate: Candidate, load: Load, stock: dict[str, str]) -> bool:
+    """Whether a plain load in another thread, begun while the model of this one is built, is stock."""
     found: list[bool] = []
     other = threading.Thread(target=lambda: found.append(_is_stock(load, stock)))
     mine = threading.current_thread()
@@ -279,7 +289,7 @@ def beside(candidate: Candidate, load: Load) -> dict[str, Any]:
     finally:
         handle.remove()
     other.join()
-    return {"beside": found == [True]}
+    return found == [True]
 
 
 def _is_stock(load: Load, stock: dict[str, str]) -> bool:
@@ -301,13 +311,12 @@ def main(effect_name: str, name: str, folder: str, task: str) -> None:
         loaded: nn.Module = model_class.from_pretrained(folder, **options)
         return loaded
 
-    if task == "loads":
-        loads(effect, candidate, load)
-    elif task == "traces":
-        with tempfile.TemporaryDirectory() as scratch:
-            print(json.dumps(traces(candidate, load, Path(folder), Path(scratch))))
-    else:
-        print(json.dumps(beside(candidate, load)))
+    with os.fdopen(os.dup(1), "w") as answers, tempfile.TemporaryDirectory() as scratch:
+        os.dup2(2, 1)  # what peers print is no answer
+        if task == "loads":
+            loads(effect, candidate, load, answers)
+        else:
+            print(json.dumps(traces(candidate, load, Path(folder), Path(scratch))), file=answers)
 
 
 if __name__ == "__main__":
