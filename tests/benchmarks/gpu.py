@@ -161,6 +161,13 @@ def verdict(name: str, patcher: Patcher, folder: Path, device: torch.device) -> 
         yield f"- `verify` of {name}, {str(dtype).removeprefix('torch.')}: {what}"
 
 
+def kernel_config(name: str, changes: Mapping[str, Any]) -> PretrainedConfig:
+    """Two layers of the model that a preset is for, as wide as the Llama of 1 B."""
+    sizes = {key: getattr(LLAMA_1B, key) for key in SMALL} | {"num_hidden_layers": 2, "vocab_size": 1024}
+    architecture = KERNELS[name].__name__.replace("Config", "ForCausalLM")
+    return KERNELS[name](**sizes | changes, architectures=[architecture])
+
+
 def kernel_presets() -> Iterator[tuple[str, Patcher]]:
     for name in KERNELS:
         try:
@@ -183,10 +190,7 @@ def main(device: torch.device, is_small: bool, scratch: Path) -> None:
     patch_embeddings(device, size)
     rows, verdicts = [], []
     for name, patcher in kernels.items():
-        architecture = KERNELS[name].__name__.replace("Config", "ForCausalLM")
-        sizes = LLAMA_1B.to_dict() | {"num_hidden_layers": 2, "vocab_size": 1024, "architectures": [architecture]}
-        sizes = {key: value for key, value in sizes.items() if key != "model_type"} | changes
-        folder = write_checkpoint(KERNELS[name](**sizes), scratch / name, torch.float32)
+        folder = write_checkpoint(kernel_config(name, changes), scratch / name, torch.float32)
         rows += numerics(name, patcher, folder, device, LENGTH // size)
         verdicts += verdict(name, patcher, folder, device)
     if rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from patcher import Patcher
+from patcher.presets.kernels import _MODELS
 from tests.benchmarks import bench_cross_attention, bench_peers, bench_projections, gpu
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.bench_patch_embeddings import CUT, WHOLE
@@ -73,21 +75,32 @@ def test_a_step_of_decoding_can_be_repeated() -> None:
     assert lengths == [6, 6]
 
 
-class RoundedNorm(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        rounded: torch.Tensor = super().forward(hidden_states.bfloat16().to(hidden_states.dtype))
-        return rounded
+def rounded(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        return cls.forward(self, states.bfloat16().to(states.dtype))
+
+    return type(f"Rounded{cls.__name__}", (cls,), {"forward": forward})
 
 
-def test_errors_of_kernels_are_those_against_float64(tmp_path: Path) -> None:
-    write_checkpoint(tiny_llama_config(architectures=["LlamaForCausalLM"]), tmp_path, torch.float32)
-    patcher = Patcher(class_mapping={"LlamaRMSNorm": RoundedNorm})
-    found, _ = gpu.numerics("rounded", patcher, tmp_path, torch.device("cpu"), length=8)
+@pytest.mark.parametrize("name", gpu.KERNELS)
+def test_errors_of_kernels_are_those_against_float64(name: str, tmp_path: Path) -> None:
+    """With the classes that the preset replaces, and inexact ones in the place of Liger's."""
+    config = gpu.kernel_config(name, gpu.SMALL)
+    write_checkpoint(config, tmp_path, torch.float32)
+    family = importlib.import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
+    replaced = _MODELS[name.removesuffix("_LIGER")]
+    patcher = Patcher(class_mapping={each: rounded(getattr(family, each)) for each in replaced})
+    rows = [*gpu.numerics(name, patcher, tmp_path, torch.device("cpu"), length=8)]
 
-    assert found[:3] == ["rounded", "RoundedNorm", "float32"]
-    stock, patched, *gradients = map(float, found[3:])
-    assert 0 < stock < 1e-6 < 1e-3 < patched < 1e-2
-    assert len(gradients) == 2
+    assert {module for _, module, *_ in rows} == {f"Rounded{each}" for each in replaced}
+    for _, _, dtype, *errors in rows:
+        stock, patched, gradient, patched_gradient = map(float, errors)
+        if dtype == "float32":
+            assert 0 < stock < 1e-6 < 1e-3 < patched < 3e-2
+            assert 0 < gradient < 1e-5 < patched_gradient < 3e-2
+        else:  # rounded twice is rounded once
+            assert 1e-4 < stock == patched < 3e-2
+            assert gradient == patched_gradient
 
 
 def test_without_a_gpu_the_way_to_try_it_is_told(
