@@ -37,6 +37,7 @@ from tests.support.snapshot import Snapshot, changes, snapshot
 
 __all__ = ["EFFECTS", "PLAIN", "Candidate", "Effect"]
 
+THREADS = 2
 PLAIN = "plain"
 #: a load of the model; its keyword arguments are those of `from_pretrained`
 Load = Callable[..., nn.Module]
@@ -275,9 +276,8 @@ def traces(candidate: Candidate, load: Load, folder: Path, scratch: Path) -> dic
 def new_entries(before: Snapshot) -> int:
     """How many entries tables of modules and classes have got: what is registered there is in force for all."""
     tables = [each for each in before.contents if issubclass(type(each.container), dict)]
-    return sum(
-        max(0, dict.__len__(each.container) - len(each.keys)) for each in tables
-    )  # lazy ones have other lengths
+    # Some tables are lazy, and have another length than what is in them.
+    return sum(max(0, dict.__len__(each.container) - len(each.keys)) for each in tables)
 
 
 def is_alone(candidate: Candidate, load: Load, stock: dict[str, str]) -> bool:
@@ -310,6 +310,7 @@ def _is_stock(load: Load, stock: dict[str, str]) -> bool:
 def main(effect_name: str, name: str, folder: str, task: str) -> None:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     effect = EFFECTS[effect_name]
     candidate = effect.candidates[name]
     assert effect.config.architectures
