@@ -170,7 +170,8 @@ def test_cross_attention(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_projections(smollm2_small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_projections(smollm2_small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_projections, "SECONDS", 1.0)
     small = bench_projections.Subject("small", smollm2_small, torch.float32, 2, (1, 2), (1,))
     bench_projections.main(1, (small,))
 
