@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
@@ -156,6 +157,28 @@ def no_meta_init() -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+class NoValues(TorchFunctionMode):
+    """Leaves out the initialisation of tensors on the meta device, which have no values.
+
+    >>> with torch.device("meta"), NoValues():
+    ...     layer = nn.Linear(2, 3)
+
+    For each layer it takes torch a tenth of a millisecond to do nothing.
+    """
+
+    _LEFT_OUT = frozenset(
+        {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._LEFT_OUT:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_):  # which raises
+                return tensor
+        return func(*args, **kwargs)
 
 
 class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -11,19 +11,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
 
-from patcher.compat.models import is_initialized, mark_initialized
+from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
 from patcher.conversions.either_layout import read_either_layout
 from patcher.conversions.fused_weights import FUSED, FusedWeights
 from patcher.conversions.layouts import Layout, Rows, named_parameter
 from patcher.conversions.transforms import is_alone
 from patcher.errors import PatchConstructionError
-from patcher.fusions.families import shortest
+from patcher.fusions.families import is_our_own, shortest
 
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion
@@ -139,7 +140,9 @@ def fuse(
     if not issubclass(cls, FusedModule):
         return put_in_place(module, cls, layouts, shortest(fusion))
     module.__class__ = cls
-    fuse_in_place(module, layouts, original, shortest(fusion), is_dry_run=is_dry_run)
+    # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
+    with DisableTorchFunction() if is_our_own(fusion) else nullcontext():
+        fuse_in_place(module, layouts, original, shortest(fusion), is_dry_run=is_dry_run)
     return module
 
 

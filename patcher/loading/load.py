@@ -28,6 +28,7 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
+from patcher.construction.meta_init import NoValues
 from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
@@ -190,7 +191,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     started = time.perf_counter()
     rules = ClassRules(asked.in_force)
     construction = Construction(rules, on_meta=asked.dry_run is not None)
-    with building(construction):
+    with building(construction), NoValues():
         yield
     model = construction.root
     if model is None:

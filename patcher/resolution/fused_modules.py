@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import mark_original_class
+from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce, Matched, tell_blocks
@@ -72,7 +72,8 @@ def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> N
         return
     entries = construction.rules.entries
     if any(entry.patcher.fusions for entry in entries):
-        construction.resolution = resolve_standing(entries, model)
+        with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
+            construction.resolution = resolve_standing(entries, model)
         fuse_standing_modules(construction, model)
 
 

@@ -21,6 +21,7 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import building
 from patcher.construction.lock import construction_lock
+from patcher.construction.meta_init import NoValues
 from patcher.conversions.layouts import Layout
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
@@ -147,7 +148,7 @@ def _built_on_meta(
         config.dtype = getattr(torch, config.dtype)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
-    with alone, building(construction), init_empty_weights(include_buffers=True):
+    with alone, building(construction), init_empty_weights(include_buffers=True), NoValues():
         prepare_functions(construction, functions)
         return model_class(config)
 
