@@ -185,10 +185,10 @@ def _over_any(segments: tuple[_Segment, ...], reached: set[int]) -> set[int]:
 def _fits(segment: _Segment, name: str) -> bool:
     if isinstance(segment, str):
         return segment in (name, _ONE, _ANY)
-    return _is_number(name) and any(first <= int(name) <= last for first, last in segment)
+    return is_number(name) and any(first <= int(name) <= last for first, last in segment)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     """Whether a segment is a number as lists count: `00` is a name."""
     return text.isascii() and text.isdigit() and (text == "0" or text[0] != "0") and len(text) < 20
 
@@ -215,7 +215,7 @@ def _segment(pattern: str, text: str) -> _Segment:
     runs = text[1:-1].split(",") if text.startswith("{") and text.endswith("}") else None
     if runs is not None:
         bounds = [(first, last if dots else first) for first, dots, last in (run.partition("..") for run in runs)]
-        if all(_is_number(first) and _is_number(last) and int(first) <= int(last) for first, last in bounds):
+        if all(is_number(first) and is_number(last) and int(first) <= int(last) for first, last in bounds):
             return tuple((int(first), int(last)) for first, last in bounds)
         problem, instead = f"{text} holds no numbers in ascending order", "{0..3} or {0,2..5}"
     elif not text:
@@ -238,7 +238,7 @@ def compress(keys: Iterable[str]) -> list[str]:
     ['model.layers.{0..1}.mlp.x', 'model.norm.w']
     """
     current = [tuple(key.split(".")) for key in dict.fromkeys(keys)]
-    digits = {part for part in set(chain.from_iterable(current)) if _is_number(part)}
+    digits = {part for part in set(chain.from_iterable(current)) if is_number(part)}
     # One number position at a time, from the right, so that `layers.0.experts.3` folds in both places.
     positions = {place for parts in current for place, part in enumerate(parts) if part in digits}
     for position in sorted(positions, reverse=True):

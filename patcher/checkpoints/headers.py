@@ -199,8 +199,9 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
                     raise ValueError("a part of it is compressed, as torch writes none")
                 if any(item.file_size > _LARGEST for item in members if item.filename.endswith(".pkl")):
                     raise ValueError("its pickle is larger than any model needs")
-        # What was written before torch 1.6 is no archive, and can't be mapped.
-        held = torch.load(path, map_location="meta", mmap=zipped, weights_only=True)
+        # What was written before torch 1.6 is no archive, and can't be mapped. What can is mapped: on the meta device
+        # a tensor that goes beyond the data which the file has for it would pass.
+        held = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
         if others := [key for key, value in held.items() if not isinstance(key, str) or not torch.is_tensor(value)]:
             raise TypeError(f"a state dict maps names to tensors, and {_reason(others[0])} isn't so")
         return {key: value.to("meta") for key, value in held.items()}

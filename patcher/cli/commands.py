@@ -177,7 +177,7 @@ def fingerprint(
         options = _options(revision, remote)
         config_of(model, options)
         verified = verify(model, without_pins(named(preset)), **options)
-        typer.echo(str(verified), err=True)
+        verified.show(sys.stderr)
         if not verified.passed:
             raise typer.Exit(1)
     return pin, bool(model) or pin.holds

@@ -20,7 +20,8 @@ import transformers
 from torch import nn
 
 from patcher.checkpoints.model_classes import config_of
-from patcher.display import Shown, Table
+from patcher.display.parts import Table
+from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.patterns import nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
@@ -127,7 +128,7 @@ class Listing(Shown):
         text = f"{count} preset{'' if count == 1 else 's'}{f' for {self.model}' if self.model else ''}"
         return f"{text}, the recommended first" if self.model and count > 1 else text
 
-    def _tables(self) -> Iterable[Table]:
+    def _parts(self) -> Iterable[Table]:
         rows = [
             (row["name"], row["description"].partition("\n")[0], row["transformers"], row["missing"])
             for row in self.presets

@@ -39,6 +39,7 @@ HOOKED: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "construction contexts": (PreTrainedModel, "get_init_context", ()),
     "construct": (PreTrainedModel, "__init__", ("config",)),
     "constructed": (PreTrainedModel, "post_init", ()),
+    "stands": (modeling_utils, "patch_output_recorders", ("model",)),
     "quantize": (HfQuantizer, "preprocess_model", ("model",)),
     "conversions": (modeling_utils, "get_model_conversion_mapping", ("model", "key_mapping", "hf_quantizer")),
     "conversions of others": (conversion_mapping, "get_model_conversion_mapping", ("model",)),

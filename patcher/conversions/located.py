@@ -148,6 +148,8 @@ def located(
         kept: the conversions that are asked after these.
     """
     added, kept = list(added), list(kept)
+    if not added:
+        return []
     tensors = state_tensors(model)
     joined = (
         f"{inside(path)}{name}"

@@ -63,6 +63,13 @@ def shortest(fusion: Any) -> str | Fusion:
         return found
 
 
+def is_our_own(fusion: Any) -> bool:
+    """Whether a fusion, named or an object, is of a family of ours, of which none builds a module again."""
+    if isinstance(fusion, str):
+        return fusion in FAMILIES
+    return f"{type(fusion).__module__}:{type(fusion).__qualname__}" in FAMILIES.values()
+
+
 def name_in_config(name: str) -> str:
     """The name of a family as a `config.json` has it: with the package that registers it, if that isn't this one."""
     if name in FAMILIES:

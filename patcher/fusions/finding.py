@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tie_partners
-from patcher.conversions.layouts import named_parameter
+from patcher.conversions.layouts import Layout, named_parameter
 from patcher.fusions.base import Fusion
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a fusion has found in a model: path -> module, and path -> why a module is left alone.
+    """What a fusion has found in a model: path -> module, its layouts, and path -> why a module is left alone.
 
     Where it has found nothing else, every module that was looked at is told.
     """
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
+    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,6 +59,7 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.
     """
     matches: dict[str, nn.Module] = {}
+    layouts: dict[str, tuple[Layout, ...]] = {}
     refused: dict[str, str] = {}
     untold: dict[str, str] = {}
     surroundings = Surroundings(model)
@@ -66,19 +68,20 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
             continue
         reason = fusion.obstacle(path, module, surroundings)
         if reason is None:
-            reason = _unlike_parts(fusion, module)
+            asked = tuple(fusion.layouts(module))
+            reason = _unlike_parts(asked, module)
         if reason is None:
-            matches[path] = module
+            matches[path], layouts[path] = module, tuple(layout.of(module) for layout in asked)
         elif fusion.is_told(path, module):
             refused[path] = reason
         elif reason:
             untold[path] = reason
-    return Findings(matches, refused or ({} if matches else untold))
+    return Findings(matches, layouts, refused or ({} if matches else untold))
 
 
-def _unlike_parts(fusion: Fusion, module: nn.Module) -> str | None:
+def _unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str | None:
     """Why parameters can't become one, which has one type and trains or doesn't; None if they can."""
-    for layout in fusion.layouts(module):
+    for layout in layouts:
         parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
         if len({part.dtype for part in parts.values()}) > 1:
             return f"{', '.join(parts)} have different types"

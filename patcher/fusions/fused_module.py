@@ -118,16 +118,24 @@ class FusedModule:
         return _reduce(self, protocol)
 
 
-def fuse(fusion: Fusion, module: nn.Module, cls: type[nn.Module], *, is_dry_run: bool = False) -> nn.Module:
+def fuse(
+    fusion: Fusion,
+    module: nn.Module,
+    cls: type[nn.Module],
+    layouts: Iterable[Layout] | None = None,
+    *,
+    is_dry_run: bool = False,
+) -> nn.Module:
     """Make a module that stands one of the fused class, with its values.
 
     Args:
+        layouts: what becomes of its parameters, where that is known; the family is asked otherwise.
         is_dry_run: whether the model will be looked at and thrown away.
 
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
     """
-    layouts, original = tuple(fusion.layouts(module)), type(module)
+    layouts, original = fusion.layouts(module) if layouts is None else layouts, type(module)
     if not issubclass(cls, FusedModule):
         return put_in_place(module, cls, layouts, shortest(fusion))
     module.__class__ = cls
@@ -233,8 +241,12 @@ def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str,
     result = {}
     for layout in layouts:
         parameters: list[Any] = [named_parameter(module, name) for name in layout.stock]
-        with torch.no_grad():
-            tensors = layout.fuse([parameter.detach() for parameter in parameters])
+        if type(layout) is Rows and {each.device.type for each in parameters} == {"meta"}:
+            # To join rows that have no values takes torch a millisecond, and a load does it for each layer.
+            tensors = [parameters[0].detach().new_empty(shape) for shape in layout.fused_shapes()]
+        else:
+            with torch.no_grad():
+                tensors = layout.fuse([parameter.detach() for parameter in parameters])
         for name, tensor in zip(layout.fused, tensors, strict=True):
             new = nn.Parameter(_alone(tensor), requires_grad=any(each.requires_grad for each in parameters))
             if all(is_initialized(each) for each in parameters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import nn
@@ -178,12 +179,8 @@ class Projections(Fusion):
 
     def _group_of(self, module: nn.Module) -> tuple[str, ...] | None:
         """The children that play this family's roles: those that are alike, before those of which one is a Linear."""
-        groups = list(self.groups(module._modules))
-        for enough in (all, any):
-            for group in groups:
-                if enough(isinstance(module._modules[name], nn.Linear) for name in group):
-                    return group
-        return None
+        children = module._modules.items()
+        return _group(self, tuple(module._modules), tuple(isinstance(child, nn.Linear) for _, child in children))
 
     def _plan(
         self,
@@ -204,6 +201,17 @@ class Projections(Fusion):
                 plans[key] = None, str(error)
         plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
         return plan
+
+
+@lru_cache(maxsize=4096)
+def _group(family: Projections, names: tuple[str, ...], are_linear: tuple[bool, ...]) -> tuple[str, ...] | None:
+    linear = dict(zip(names, are_linear, strict=True))
+    groups = list(family.groups(names))
+    for enough in (all, any):
+        for group in groups:
+            if enough(linear[name] for name in group):
+                return group
+    return None
 
 
 def _called_alone(cls: type[nn.Module], group: tuple[str, ...]) -> str:

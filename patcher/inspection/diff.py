@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import html
 import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -17,7 +16,8 @@ from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.modeling_code import unrebound
 from patcher.construction.in_force import InForce
-from patcher.display import Shown
+from patcher.display.parts import Code
+from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
@@ -30,7 +30,7 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.console import RenderableType
 
 
 class ClassDiff(NamedTuple):
@@ -69,7 +69,7 @@ class FunctionDiff(NamedTuple):
 class Diff(Shown):
     """The code of a model as patched against as shipped, as a value.
 
-    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and Jupyter shows it in colours.
+    `str` is a unified diff; `show()` prints it in colours where that is a terminal, and Jupyter shows it side by side.
 
     Attributes:
         model: the class of the model.
@@ -81,63 +81,34 @@ class Diff(Shown):
     classes: tuple[ClassDiff, ...] = ()
     functions: tuple[FunctionDiff, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists and texts, for JSON."""
-        classes = [entry._asdict() | {"modules": list(entry.modules)} for entry in self.classes]
-        functions = [entry._asdict() | {"callers": list(entry.callers)} for entry in self.functions]
-        return {"model": self.model, "classes": classes, "functions": functions}
-
     def __bool__(self) -> bool:
         """Whether any code differs."""
         return any(entry.text for entry in self.classes) or any(entry.text for entry in self.functions)
 
     def __str__(self) -> str:
-        return "\n".join(line for line, _ in self._lines())
+        from patcher.display.terminal import unified
 
-    def __rich__(self) -> Text:
+        return unified(self._parts()).plain or f"# {self._headline()}"
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
         from rich.text import Text
 
-        return Text("\n").join(Text(line, _STYLES[kind][0]) for line, kind in self._lines())
+        from patcher.display.terminal import unified
 
-    def show(self, file: IO[str] | None = None) -> None:
-        """Print it: in colours in a terminal, as plain text elsewhere; no line is cut or wrapped."""
-        from rich.console import Console
+        return Group(unified(self._parts()) or Text(f"# {self._headline()}"))
 
-        Console(file=file).print(self, soft_wrap=True)
+    def _headline(self) -> str:
+        classes, functions = len(self.classes), len(self.functions)
+        parts = [f"{classes} class{'' if classes == 1 else 'es'}"] if classes else []
+        parts += [f"{functions} function{'' if functions == 1 else 's'}"] if functions else []
+        return f"{self.model}: {' and '.join(parts) or 'no class is'} replaced"
 
-    def _repr_html_(self) -> str:
-        spans = (f'<span style="{_STYLES[kind][1]}">{html.escape(line)}</span>' for line, kind in self._lines())
-        return '<pre style="line-height: 1.3">' + "\n".join(spans) + "</pre>"
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        """Each line, and what it is."""
-        if not self.classes and not self.functions:
-            yield f"# {self.model}: no class is replaced", "note"
-        entries: list[ClassDiff | FunctionDiff] = [*self.classes, *self.functions]
-        for number, entry in enumerate(entries):
-            if number:
-                yield "", "same"
-            if isinstance(entry, FunctionDiff):
-                yield f"# called by {', '.join(entry.callers)}", "note"
-            else:
-                yield f"# {', '.join(path or '(the model)' for path in entry.modules)}", "note"
-            if not entry.text:
-                yield f"# {entry.was} -> {entry.becomes}: the same code", "note"
-            for line in entry.text.splitlines():
-                kind = _KINDS.get(line[:1], "same")
-                yield line, "file" if line.startswith(("--- ", "+++ ")) and kind != "same" else kind
-
-
-_KINDS = {"+": "added", "-": "removed", "@": "place"}
-# How each kind of line is shown by rich, and in HTML.
-_STYLES = {
-    "added": ("green", "color: #2e8b57"),
-    "removed": ("red", "color: #cd4f4f"),
-    "place": ("cyan", "color: #3a8fb7"),
-    "file": ("bold", "font-weight: bold"),
-    "note": ("dim", "opacity: 0.7"),
-    "same": ("", ""),
-}
+    def _parts(self) -> Iterator[Code]:
+        for entry in self.classes:
+            yield Code(", ".join(path or "(the model)" for path in entry.modules), *entry[1:])
+        for each in self.functions:
+            yield Code(f"called by {', '.join(each.callers)}", *each[1:])
 
 
 def diff(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ from patcher.conversions.layouts import Layout
 from patcher.conversions.simulation import Outcome, Route
 from patcher.conversions.tracing import ConversionTrace, trace_of
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, counted, patched_tables
+from patcher.display.parts import Cell, Notes, Part, Table
+from patcher.display.shown import Shown
+from patcher.display.tree import ModuleNode, Weights
 from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
-from patcher.inspection.report import rows_of_classes
+from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
 from patcher.inspection.signatures import misfits
 from patcher.loading.checks import Diagnostics
 from patcher.loading.dry_run import dry_run
@@ -63,6 +65,7 @@ class Plan(Shown):
         misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
         problems: what the load would raise, word for word, the first error first; and each misfit.
         warnings: what the load would warn of.
+        tree: the modules of the model, alike layers folded, with what would become of each.
     """
 
     model: str
@@ -85,6 +88,7 @@ class Plan(Shown):
     misfits: tuple[tuple[str, str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    tree: ModuleNode | None = None
 
     @property
     def ok(self) -> bool:
@@ -105,20 +109,20 @@ class Plan(Shown):
             text += f"; names and shapes from {self.checkpoint}"
         return f"{text}. {'No problem was found.' if self.ok else 'There are problems.'}"
 
-    def _tables(self) -> Iterable[Table]:
-        yield Table("Problems", ("text",), [(text,) for text in self.problems])
+    def _verdict(self) -> Cell:
+        return Cell("OK", "good") if self.ok else Cell("PROBLEMS", "bad")
+
+    def _parts(self) -> Iterable[Part]:
+        yield Notes("Problems", self.problems, "bad")
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
-        weights: list[tuple[str, Iterable[str]]] = [("missing", self.missing), ("new", self.new_weights)]
-        weights += [("left over", self.left_over), ("dropped", self.dropped_weights)]
-        weights += [("wrong shape", [f"{name}: {found}, not {wanted}"]) for name, found, wanted in self.wrong_shape]
-        yield from patched_tables(self, "takes", used, weights)
+        yield from patched_parts(self, "takes", used)
         yield Table(
             "Checkpoint",
             ("checkpoint keys", "parameters"),
             [(", ".join(keys), ", ".join(names) if names != keys else "the same") for keys, names, _ in self.weights],
+            is_long=True,
         )
-        yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
 
 
 def plan(
@@ -192,14 +196,18 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     load, error = dry_run(cls, patcher, tensors, asked, config=config, **for_the_load)
     constructed = load if isinstance(load, Constructed) else None
     in_force = load.in_force if load is not None else in_force_for(patcher)[0]
-    modules = _modules(constructed, cls, config, ClassRules(in_force))
+    built = constructed.model if constructed is not None else skeleton(cls, config)
+    fields = {
+        "model": (type(built) if constructed is not None else cls).__name__,
+        **_modules(constructed, built, ClassRules(in_force)),
+        **_conversions_and_weights(load, unknown),
+    }
     return Plan(
-        model=(type(constructed.model) if constructed is not None else cls).__name__,
+        **fields,
         checkpoint=headers.where if headers is not None else "",
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
-        **modules,
-        **_conversions_and_weights(load, unknown),
-        **_judgement(load, error, modules["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
+        **_judgement(load, error, fields["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
+        tree=tree_of(built, fields, _weights_of_modules(load, fields)),
     )
 
 
@@ -236,15 +244,13 @@ def _completed(
     return {**headers.tensors, **known}, frozenset(found.keys() - known.keys())
 
 
-def _modules(
-    constructed: Constructed | None, cls: type[PreTrainedModel], config: PretrainedConfig, rules: ClassRules
-) -> dict[str, Any]:
+def _modules(constructed: Constructed | None, model: PreTrainedModel, rules: ClassRules) -> dict[str, Any]:
     """The fields of a plan that say what becomes of the modules."""
     if constructed is not None:
-        record, model = constructed.record, constructed.model
+        record = constructed.record
         replaced = record.classes_of_replaced()
     else:  # it was never built: what would have been replaced is told from the stock model
-        record, model = PatchRecord(cls, ()), skeleton(cls, config)
+        record = PatchRecord(type(model), ())
         replaced = _named(model, rules)
     return {
         "replaced": rows_of_classes(replaced),
@@ -291,6 +297,32 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
     }
 
 
+def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:
+    """What becomes of the tensors that aren't read as they are."""
+    if isinstance(load, Loaded):
+        for route in load.outcome.routes:
+            text, is_ours = _conversion(route)
+            if text:
+                yield Weights("converted" if is_ours else "kept", route.keys, route.parameters, text)
+    elif isinstance(load, Constructed):
+        yield from converted_by_layouts(load.record)
+    new, dropped = (set(fields.get(name, ())) for name in ("new_weights", "dropped_weights"))
+    for name in fields.get("missing", ()):
+        yield Weights("new" if name in new else "missing", (), (name,))
+    for key in fields.get("left_over", ()):
+        yield Weights("dropped" if key in dropped else "left over", (key,))
+    for name, found, wanted in fields.get("wrong_shape", ()):
+        yield Weights("wrong shape", (), (name,), f"{found}, not {wanted}")
+
+
+def _conversion(route: Route) -> tuple[str, bool]:
+    """The conversion of a route, "" if there is none, and whether it is none of stock's."""
+    if route.conversion is None or isinstance(route.conversion, Layout):
+        return (describe(route.conversion), True) if route.conversion is not None else ("", False)
+    trace = trace_of(route.conversion)
+    return describe(route.conversion if trace is None else trace.transform), trace is not None
+
+
 def _judgement(
     load: Request | None,
     error: PatcherError | None,
@@ -335,10 +367,7 @@ def _collapsed(routes: Iterable[Route]) -> tuple[tuple[tuple[str, ...], tuple[st
     """(checkpoint keys, parameters, conversion), with those as one that differ in numbers alone."""
     groups: dict[tuple[Any, ...], tuple[list[str], list[str]]] = {}
     for route in routes:
-        text = ""
-        if route.conversion is not None:
-            trace = None if isinstance(route.conversion, Layout) else trace_of(route.conversion)
-            text = describe(route.conversion if trace is None else trace.transform)
+        text, _ = _conversion(route)
         alike = (tuple(dict.fromkeys(map(without_numbers, names))) for names in (route.keys, route.parameters))
         keys, parameters = groups.setdefault((*alike, text), ([], []))
         keys += route.keys

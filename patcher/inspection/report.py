@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher.compat.conversions import dot_natural_key, source_patterns
+from patcher.compat.conversions import source_patterns
 from patcher.conversions.tracing import ConversionTrace
 from patcher.conversions.transforms import describe
-from patcher.display import Shown, Table, counted, patched_tables
+from patcher.display.parts import Part, Table
+from patcher.display.shown import Shown
+from patcher.display.tree import ModuleNode, Weights
 from patcher.errors import InvalidPatcherError
+from patcher.inspection.parts import (
+    converted_by_layouts,
+    converted_in_load,
+    counted,
+    patched_parts,
+    rows_of_classes,
+    tree_of,
+)
 from patcher.loading.record import PatchRecord, record_of
 
 if TYPE_CHECKING:
@@ -39,6 +49,7 @@ class Report(Shown):
         unchecked: the added conversions that took several tensors each, in an order that only `verify` can judge.
         seconds: construction, reading, total.
         warnings: what `strict=False` said.
+        tree: the modules of the model, alike layers folded, with what became of each; None where nothing is patched.
     """
 
     model: str
@@ -55,20 +66,19 @@ class Report(Shown):
     unchecked: tuple[str, ...] = ()
     seconds: tuple[tuple[str, float], ...] = ()
     warnings: tuple[str, ...] = ()
+    tree: ModuleNode | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON."""
         return super().to_dict() | {"seconds": dict(self.seconds)}
 
-    def _tables(self) -> Iterable[Table]:
+    def _parts(self) -> Iterable[Part]:
         fired = dict(self.conversions_fired)
         added = self.conversions_added
         used = [("added", text, f"{fired[text]} parameters" if text in fired else "-") for text in added]
         kept = [item for item in fired.items() if item[0] not in added]
         used += [("kept", text, f"{count} parameters" if count else "used") for text, count in kept]
-        weights = (("new", self.new_weights), ("dropped", self.dropped_weights))
-        yield from patched_tables(self, "effect", used, weights)
-        yield Table("Warnings", ("text",), [(text,) for text in self.warnings])
+        yield from patched_parts(self, "effect", used)
         # By names and shapes sources of one shape may as well be swapped.
         order = ("the order in which these conversions join tensors", "patcher.verify(model, patcher)")
         yield Table("Not seen by a load", ("what", "seen by"), [order] if self.unchecked else [])
@@ -94,11 +104,13 @@ def report(model: PreTrainedModel) -> Report:
     >>> model = AutoModelForCausalLM.from_config(config, patcher=Patcher(fusions="qkv"))
     >>> print(patcher.report(model))
     LlamaForCausalLM: 2 modules replaced
-    Fused
-     module                        ┃ was            ┃ is
-    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━
-     model.layers.{0..1}.self_attn │ LlamaAttention │ FusedLlamaAttention
-    Conversions
+    LlamaForCausalLM
+    ├── model  LlamaModel
+    │   ├── embed_tokens  Embedding
+    │   ├── layers.{0..1}  LlamaDecoderLayer
+    │   │   ├── self_attn  LlamaAttention -> FusedLlamaAttention
+    │   │   │   └── q_proj.weight, k_proj.weight, v_proj.weight -> qkv_proj.weight  Rows
+    │   │   ├── mlp  LlamaMLP
     ...
 
     A model that no patcher has touched has a report that says so.
@@ -124,13 +136,19 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
             fired.append((describe(item.transform), count))
     layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
     fired += layouts.items() if record.read else ()
+    fields: dict[str, Any] = {
+        "model": type(model).__name__,
+        "replaced": rows_of_classes(record.classes_of_replaced()),
+        "fused": rows_of_classes(record.fused),
+        "refused": tuple(record.refused.items()),
+        "functions": record.functions,
+    }
+    weights = [*converted_by_layouts(record), *converted_in_load(record)]
+    weights += [Weights("new", (), (name,)) for name in record.new_weights]
+    weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
     return Report(
-        model=type(model).__name__,
+        **fields,
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
-        replaced=rows_of_classes(record.classes_of_replaced()),
-        fused=rows_of_classes(record.fused),
-        refused=tuple(record.refused.items()),
-        functions=record.functions,
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
         + tuple(layouts),
@@ -144,10 +162,5 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         ),
         seconds=tuple(record.seconds.items()),
         warnings=record.warnings,
+        tree=tree_of(model, fields, weights),
     )
-
-
-def rows_of_classes(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
-    """(path, original, replacement), in the order of the layers."""
-    ordered = sorted(modules, key=dot_natural_key)
-    return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)

@@ -17,15 +17,19 @@ from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
 from patcher.resolution.replaced_functions import prepare_functions
-from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_in_force
+from patcher.resolution.resolution import NO_CHANGE, Resolution, needs_skeleton, resolve_in_force, resolve_standing
 
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
 
 def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept."""
+    """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept.
+
+    Where it can wait until these stand on the meta device, it does: a skeleton takes as long as the model.
+    """
     patchers = [entry.patcher for entry in construction.rules.entries]
-    if not construction.is_skeleton and any(
+    waits = not construction.by_hand and not needs_skeleton(patchers)
+    if not (waits or construction.is_skeleton) and any(
         each.fusions or each.module_mapping or each.function_mapping for each in patchers
     ):
         resolution = construction.resolution = resolve_in_force(construction.rules.entries, model_class, config)
@@ -62,6 +66,16 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         parent._modules[name] = new
 
 
+def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> None:
+    """Resolve and fuse the modules of a model that a load has built on the meta device, if that has waited."""
+    if construction.by_hand or construction.is_skeleton or construction.resolution is not None:
+        return
+    entries = construction.rules.entries
+    if any(entry.patcher.fusions for entry in entries):
+        construction.resolution = resolve_standing(entries, model)
+        fuse_standing_modules(construction, model)
+
+
 def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the modules that stand and have their initial values."""
     resolution: Resolution = construction.resolution or NO_CHANGE
@@ -78,7 +92,13 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
                 f"{_ADVICE}"
             )
         key, entry = _fusion_of(construction, path)
-        fused = fuse(fusion_named(key), module, cls, is_dry_run=construction.on_meta)
+        fused = fuse(
+            fusion_named(key),
+            module,
+            cls,
+            resolution.fusion_plan.layouts.get(path, ()),
+            is_dry_run=construction.on_meta,
+        )
         mark_original_class(fused, original)
         if fused is not module:
             parent_path, _, name = path.rpartition(".")

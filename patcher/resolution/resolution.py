@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -24,11 +24,11 @@ from patcher.construction.lock import construction_lock
 from patcher.conversions.layouts import Layout
 from patcher.conversions.selection import select_conversions
 from patcher.conversions.transforms import describe
-from patcher.display import folded
+from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
 from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusion_named
+from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class_of, takes_modules
 from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
@@ -154,15 +154,44 @@ def _built_on_meta(
 
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
     """See `Patcher.resolve`."""
-    return resolve_in_force([InForce(patcher, "resolve()")], model_class, config)
+    entries = (InForce(patcher, "resolve()"),)
+    model, recorded, functions = _patched_skeleton(model_class, config, entries)
+    resolution = resolve_standing(entries, model, recorded, functions)
+    transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
+    selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
+    return replace(
+        resolution,
+        dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
+        added=tuple(selected.added),
+    )
 
 
 def resolve_in_force(
     entries: Iterable[InForce], model_class: type[PreTrainedModel], config: PretrainedConfig
 ) -> Resolution:
-    """What several patchers do to one model, the innermost first."""
+    """What several patchers do to one model, the innermost first, but for its conversions."""
     entries = tuple(entries)
-    model, recorded, functions = _patched_skeleton(model_class, config, entries)
+    return resolve_standing(entries, *_patched_skeleton(model_class, config, entries))
+
+
+def needs_skeleton(patchers: Iterable[Patcher]) -> bool:
+    """Whether what patchers do has to be known before a model is built, rather than when it stands on meta.
+
+    So it is where modules are built again, from arguments that have to be kept, and where functions have others in
+    their place while modules are built. Of families that aren't ours it isn't known.
+    """
+    return any(
+        each.module_mapping or each.function_mapping or not all(map(is_our_own, each.fusions)) for each in patchers
+    )
+
+
+def resolve_standing(
+    entries: tuple[InForce, ...],
+    model: PreTrainedModel,
+    recorded: frozenset[type[nn.Module]] = frozenset(),
+    functions: Functions = NO_FUNCTIONS,
+) -> Resolution:
+    """What several patchers do to a model that stands on the meta device, with what their mappings put into it."""
     modules = dict(named_modules(model))
     replaced = {
         path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None
@@ -195,20 +224,16 @@ def resolve_in_force(
         by_fusion[named] = tuple(found.matches)
         for path, module in found.matches.items():
             fused[path] = fused_class_of(fusion, module)
-            layouts[path] = tuple(layout.of(module) for layout in fusion.layouts(module))
+            layouts[path] = found.layouts[path]
         if found.matches:
             transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))
 
-    patchers = [entry.patcher for entry in entries]
-    selected = select_conversions(stock_conversions(model), patchers, transforms, replaced.items())
     return Resolution(
         classes=MappingProxyType({cls: match.replacement for cls, match in matches.items() if match is not None}),
         replaced=MappingProxyType(replaced),
         fused=MappingProxyType(fused),
         refused=MappingProxyType({path: reason for path, reason in refused.items() if path not in fused}),
         functions=functions,
-        dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
-        added=tuple(selected.added),
         original_classes=MappingProxyType(
             {path: original_class(modules[path]) or type(modules[path]) for path in (*replaced, *fused)}
         ),

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from patcher.compat.modeling_code import unrebound
-from patcher.verification.numerics import Difference, differences, first_difference, noting_calls
+from patcher.verification.layer_errors import LayerErrors, layer_errors
+from patcher.verification.numerics import Difference, call_gaps, differences, first_difference, noting_calls
 from patcher.verification.passes import Pass, Reference, Row
 
 
@@ -26,6 +27,7 @@ class Stage:
         tolerance: the largest value of the first figure that passes, None where equality is asked for.
         message: what is wrong, and where; or why nothing was checked.
         checked: whether anything was.
+        layers: how far each layer is from stock's, where the outputs were compared: on the first input that is wrong.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Stage:
     tolerance: float | None = None
     message: str = ""
     checked: bool = True
+    layers: LayerErrors | None = None
 
 
 class UncheckedError(Exception):
@@ -55,13 +58,14 @@ class Comparison:
     message: str = ""
     first: str = ""  # the run of which that is said
     others: list[str] = field(default_factory=list)  # the runs that are wrong besides
+    layers: LayerErrors | None = None  # of that run
 
     def add(self, other: Comparison) -> None:
         """What was compared besides."""
         self.gaps += other.gaps
         self.agreement += other.agreement
         if not self.message:
-            self.message, self.others = other.message, other.others
+            self.message, self.others, self.layers = other.message, other.others, other.layers
         elif other.message:
             self.others += [other.first, *other.others]
 
@@ -75,7 +79,8 @@ class Comparison:
         if self.others:
             shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
             message += f"; so it is on {len(self.others)} of the {len(self.gaps) - 1} other inputs: {shown}"
-        return Stage(name, not message, tuple(figures), self.tolerance * max(1.0, worst.scale), message)
+        allowed = self.tolerance * max(1.0, worst.scale)
+        return Stage(name, not message, tuple(figures), allowed, message, layers=self.layers)
 
 
 @dataclass
@@ -116,14 +121,24 @@ class Pair:
                     found.others.append(run.name)
                 else:
                     found.first = run.name
-                    found.message = f"on {prefix}{run.name} {message or self._told(run, gap, tolerance)}"
+                    if not message and math.isinf(gap.absolute) and not gap.scale and gap.where:
+                        message = gap.where
+                    elif not message:
+                        found.layers = self.by_layer(run, tolerance, prefix=prefix)
+                        begins = self.blame(found.layers.begins)
+                        message = f"they differ by {gap.absolute:.3g}, in {gap.where}; {begins}"
+                    found.message = f"on {prefix}{run.name} {message}"
         return found
 
-    def _told(self, run: Pass | Row, gap: Difference, tolerance: float) -> str:
-        if math.isinf(gap.absolute) and not gap.scale and gap.where:
-            return gap.where
-        begins = first_difference(self.ours, self.stock, run.results, tolerance)
-        return f"they differ by {gap.absolute:.3g}, in {gap.where}; {self.blame(begins)}"
+    def by_layer(self, run: Pass | Row, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
+        """How far each layer is from stock's.
+
+        Args:
+            right: the outputs are the same, so nothing begins.
+        """
+        gaps = list(call_gaps(self.ours, self.stock, run.results))
+        begins = None if right else first_difference(gaps, tolerance)
+        return layer_errors(gaps, prefix + run.name, tolerance, begins)
 
     def blame(self, path: str | None) -> str:
         """Where it begins, in words."""

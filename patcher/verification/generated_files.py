@@ -19,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
-from patcher.display import Shown, Table
+from patcher.display.parts import Table
+from patcher.display.shown import Shown
 from patcher.errors import CodegenError, VerificationError
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError, said
@@ -77,7 +78,7 @@ class FileVerification(Shown):
         right = f"as its config says, outputs {apart:.2g} (relative) from stock's"
         return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
-    def _tables(self) -> Iterator[Table]:
+    def _parts(self) -> Iterator[Table]:
         rows: list[tuple[str, ...]] = []
         for each in self.models:
             figures = [each.outputs, each.gradients]

@@ -87,23 +87,32 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
 Call = tuple[list[torch.Tensor], list[torch.Tensor]]  # what went in, what came out
 
 
-def first_difference(
-    ours: nn.Module, stock: nn.Module, run: Callable[[nn.Module], object], tolerance: float
-) -> str | None:
-    """The path of the first module, of those that both models have, whose inputs are equal and whose outputs differ.
+class CallGap(NamedTuple):
+    """One call of a module that both models have: how far its inputs are apart, and its outputs."""
 
-    In the order in which the calls of stock return, so that of nested modules the innermost is named. Where small
-    differences add up until they are more than the tolerance, it is the module that has added most so far.
-    """
+    path: str
+    before: Difference
+    after: Difference
+
+
+def call_gaps(ours: nn.Module, stock: nn.Module, run: Callable[[nn.Module], object]) -> Iterator[CallGap]:
+    """Those of all modules, in the order in which the calls of stock return."""
     mine: dict[str, list[Call]] = {}
     for path, call in reversed(_calls(ours, run)):
         mine.setdefault(path, []).append(call)
-    most, due = 0.0, None
     for path, (inputs, outputs) in _calls(stock, run):
         found = mine[path].pop() if mine.get(path) else None
-        if found is None or not outputs:
-            continue
-        before, after = difference(found[0], inputs), difference(found[1], outputs)
+        if found is not None and outputs:
+            yield CallGap(path, difference(found[0], inputs), difference(found[1], outputs))
+
+
+def first_difference(gaps: Iterable[CallGap], tolerance: float) -> str | None:
+    """The path of the first module whose inputs are equal and whose outputs differ; of nested ones the innermost.
+
+    Where small differences add up until they are more than the tolerance, it is the module that has added most so far.
+    """
+    most, due = 0.0, None
+    for path, before, after in gaps:
         if (grown := after.share - before.share) > most:
             most, due = grown, path
         if before.within(tolerance) and not after.within(tolerance):

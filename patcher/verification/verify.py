@@ -18,13 +18,16 @@ from transformers import PretrainedConfig
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.models import make_from_config
 from patcher.construction.in_force import unpatched
-from patcher.display import Shown, Table
+from patcher.display.parts import Bar, Cell, Chart, Part, Table
+from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.loading.hooks.install import install
+from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import STAGES, TOLERANCES, Run
 from patcher.verification.comparing import Stage
+from patcher.verification.layer_errors import LayerErrors
 from patcher.verification.passes import seeded
 from patcher.verification.progress import progress as steps, quiet
 
@@ -76,7 +79,10 @@ class Verification(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON; `passed` and `failures` besides."""
-        stages = [{**vars(stage), "figures": dict(stage.figures)} for stage in self.stages]
+        stages = [
+            {**vars(stage), "figures": dict(stage.figures), "layers": stage.layers and stage.layers.to_dict()}
+            for stage in self.stages
+        ]
         return super().to_dict() | {"stages": stages, "passed": self.passed, "failures": list(self.failures)}
 
     def _headline(self) -> str:
@@ -84,14 +90,36 @@ class Verification(Shown):
         count = f"{self.replaced} module{'' if self.replaced == 1 else 's'} replaced"
         return f"{self.model}: {count}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
-    def _tables(self) -> Iterator[Table]:
-        rows: list[tuple[str, ...]] = []
+    def _verdict(self) -> Cell:
+        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
+
+    def _parts(self) -> Iterator[Part]:
+        rows: list[tuple[str | Cell, ...]] = []
         for stage in self.stages:
             figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
             limit = "" if stage.tolerance is None else f"{stage.tolerance:.1e}"
-            state = ("passed" if stage.checked else "-") if stage.passed else "FAILED"
-            rows.append((stage.name, state, figures, limit, stage.message))
+            state = Cell("-", "dim") if not stage.checked else Cell("passed", "good")
+            rows.append((stage.name, state if stage.passed else Cell("FAILED", "bad"), figures, limit, stage.message))
         yield Table("Stages", ("stage", "", "measured", "allowed", ""), rows)
+        by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
+        for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
+            yield _chart(layers)
+
+
+def _chart(layers: LayerErrors) -> Chart:
+    bars: list[Bar] = []
+    layer = ""
+    holds = [path for path, _ in layers.errors if f"{layers.begins}.".startswith(inside(path))]
+    for path, error in layers.errors:
+        is_inside = bool(layer) and path.startswith(inside(layer))
+        layer = layer if is_inside else path
+        note = "it begins here" if holds and path == max(holds, key=len) else ""
+        if note and layers.begins != path:
+            note += f", in {str(layers.begins).removeprefix(inside(path))}"
+        bars.append(Bar(path.removeprefix(inside(layer)) or "(the model)", error, is_inside, note))
+    return Chart(
+        f"How far the output of each layer is from stock's, relative, on {layers.inputs}", bars, layers.allowed
+    )
 
 
 def verify(
@@ -136,6 +164,8 @@ def verify(
       alone: where the same seed doesn't give the same, the mean, the variance, and what rows have in common, are those
       of stock over 48 draws, within six standard errors. So a patch may draw in another order, or other numbers.
     - `save`: byte for byte what stock saves, but for declared `new_weights`; `reload`: by stock.
+
+    `Stage.layers` of `outputs`, and of what failed as they did, has the error of each layer, and where it begins.
 
     Where layers are alike in class, shapes and settings, most of it is run on a few of each kind: the first two, the
     middle and the last. Three texts, a prompt in chunks, generation, gradients, a pass in training, what is saved and

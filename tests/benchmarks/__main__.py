@@ -5,7 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("bench_loading", "bench_patch_embeddings", "bench_projections", "bench_cross_attention", "bench_codegen")
+BENCHMARKS = (
+    "bench_loading",
+    "bench_peers",
+    "bench_patch_embeddings",
+    "bench_projections",
+    "bench_cross_attention",
+    "bench_codegen",
+)
 
 if __name__ == "__main__":
     outcomes = [subprocess.run([sys.executable, "-m", f"tests.benchmarks.{name}"]).returncode for name in BENCHMARKS]

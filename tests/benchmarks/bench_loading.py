@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.measuring import in_a_process, line, ratio, taking_turns
+from tests.benchmarks.measuring import Worker, in_a_process, line, ratio, taking_turns, workers_taking_turns
 
 # A process that loads once for each line it is sent, and answers with the seconds.
 LOADS = """
@@ -86,24 +85,6 @@ def class_mapping(folder: Path, repetitions: int) -> None:
     line("load with transformers' own registry / plain", f"{theirs:.1f}")
 
 
-class Loading:
-    """A process of its own that loads whenever it is asked."""
-
-    def __init__(self, folder: Path, imports: str) -> None:
-        code = LOADS.format(imports=imports, folder=str(folder))
-        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def __call__(self) -> float:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-    def close(self) -> None:
-        self.process.communicate()
-
-
 def without_patcher(folder: Path, repetitions: int) -> None:
     """Pairs of processes that take turns: two processes differ by more than what is measured here, pairs average."""
     figures = []
@@ -111,13 +92,10 @@ def without_patcher(folder: Path, repetitions: int) -> None:
         pair = {"imported": "from patcher import Patcher", "not": ""}
         if number % 2:
             pair = dict(reversed(pair.items()))
-        workers = {name: Loading(folder, imports) for name, imports in pair.items()}
-        times: dict[str, list[float]] = {name: [] for name in workers}
-        for turn in range(10 * repetitions + 5):
-            for name, worker in workers.items():
-                seconds = worker()
-                if turn >= 5:
-                    times[name].append(seconds)
+        workers = {
+            name: Worker("-c", LOADS.format(imports=imports, folder=str(folder))) for name, imports in pair.items()
+        }
+        times = workers_taking_turns(workers, 10 * repetitions, warm_up=5)
         for worker in workers.values():
             worker.close()
         figures.append(ratio(times, "imported", "not"))

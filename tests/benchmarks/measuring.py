@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["in_a_process", "line", "median", "ratio", "taking_turns"]
+__all__ = [
+    "Times",
+    "Worker",
+    "in_a_process",
+    "line",
+    "median",
+    "ratio",
+    "table",
+    "taking_turns",
+    "workers_taking_turns",
+]
 
 Times = dict[str, list[float]]
 
@@ -20,16 +31,65 @@ def in_a_process(code: str, *arguments: str) -> float:
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
-def taking_turns(candidates: Mapping[str, Callable[[], object]], repetitions: int, *, warm_up: int = 2) -> Times:
-    """The seconds of each candidate. A slow moment of the machine hits all of them."""
+class Worker:
+    """A process of its own that does its work once for each line it is sent, and answers with a number."""
+
+    def __init__(self, *command: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def taking_turns(
+    candidates: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    *,
+    warm_up: int = 2,
+    limit: float = math.inf,
+    before: Callable[[], object] = lambda: None,
+) -> Times:
+    """The seconds of each candidate. A slow moment of the machine hits all of them.
+
+    Args:
+        candidates: name -> what is measured.
+        repetitions: how many turns are counted.
+        warm_up: how many turns come first, uncounted.
+        limit: after so many seconds what has been measured is enough, once a turn is counted.
+        before: called before each of them, and not measured.
+    """
     times: Times = {name: [] for name in candidates}
+    begun = time.perf_counter()
     for number in range(repetitions + warm_up):
+        if number > warm_up and time.perf_counter() - begun > limit:
+            break
         names = list(candidates) if number % 2 else list(reversed(candidates))
         for name in names:
+            before()
             started = time.perf_counter()
             candidates[name]()
             if number >= warm_up:
                 times[name].append(time.perf_counter() - started)
+    return times
+
+
+def workers_taking_turns(workers: Mapping[str, Worker], repetitions: int, *, warm_up: int = 2) -> Times:
+    """What each worker answers."""
+    times: Times = {name: [] for name in workers}
+    for number in range(repetitions + warm_up):
+        for name, worker in workers.items():
+            found = worker()
+            if number >= warm_up:
+                times[name].append(found)
     return times
 
 
@@ -45,3 +105,9 @@ def median(times: Times, name: str) -> float:
 
 def line(what: str, figure: str, budget: str = "", kept: bool | None = None) -> None:
     print(f"{what:<78} {figure:>12}  {budget:<12} {'' if kept is None else 'kept' if kept else 'OVER'}", flush=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table in Markdown."""
+    for row in (columns, ["---"] * len(columns), *rows):
+        print("|", " | ".join(row), "|", flush=True)

@@ -6,14 +6,14 @@ import ast
 import copy
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher.fusions
@@ -224,23 +224,47 @@ class OtherMLP(LlamaMLP):
     pass
 
 
+@pytest.fixture
+def fickle(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets which classes are built first; after them it is always the other one."""
+    return lambda *kinds: monkeypatch.setattr(
+        Fickle, "seldom", itertools.chain(kinds, itertools.repeat(OtherMLP)), raising=False
+    )
+
+
 @pytest.mark.parametrize(
-    ("fusion", "elsewhere"),
-    [(GateUp(), GateUp(modules="model.layers.1.mlp")), (Local(), Local(modules="model.layers.1.mlp"))],
+    ("fusion", "elsewhere", "made"),
+    [
+        (GateUp(), GateUp(modules="model.layers.1.mlp"), "from_config"),
+        (Local(), Local(modules="model.layers.1.mlp"), "from_config"),
+        (Local(), Local(modules="model.layers.1.mlp"), "from_pretrained"),
+    ],
 )
 def test_a_model_that_is_built_otherwise_than_its_skeleton_is_an_error(
-    fusion: Fusion, elsewhere: Fusion, folder: Path, monkeypatch: pytest.MonkeyPatch
+    fusion: Fusion, elsewhere: Fusion, made: str, folder: Path, fickle: Callable[..., None]
 ) -> None:
-    def fickle(*kinds: type[nn.Module]) -> None:
-        monkeypatch.setattr(Fickle, "seldom", itertools.chain(kinds, itertools.repeat(OtherMLP)), raising=False)
+    def make(fusion: Fusion) -> Any:
+        patcher = Patcher(fusions=[fusion])
+        if made == "from_pretrained":
+            return Fickle.from_pretrained(folder, patcher=patcher)
+        return Fickle._from_config(AutoConfig.from_pretrained(folder), patcher=patcher)
 
     fickle(LlamaMLP)
     with pytest.raises(
         PatchConstructionError, match=r"model\.layers\.0\.mlp was to be fused as .* has an? OtherMLP"
     ) as caught:
-        Fickle.from_pretrained(folder, patcher=Patcher(fusions=[fusion]))
+        make(fusion)
     assert str(caught.value).endswith("Leave it out of the fusion: its modules=... say which it takes.")
 
     fickle(LlamaMLP)
-    model = Fickle.from_pretrained(folder, patcher=Patcher(fusions=[elsewhere]))
+    model = make(elsewhere)
     assert [path for path, *_ in report(model).fused] == ["model.layers.1.mlp"]
+
+
+def test_a_load_builds_the_model_once_and_fuses_what_stands(folder: Path, fickle: Callable[..., None]) -> None:
+    fickle(LlamaMLP)  # whatever is built after that is another one
+
+    model = Fickle.from_pretrained(folder, patcher=Patcher(fusions=[GateUp()]))
+
+    assert [was for _, was, _ in report(model).fused] == ["LlamaMLP", "LlamaMLP"]
+    torch.testing.assert_close(logits(model), logits(LlamaForCausalLM.from_pretrained(folder)))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
@@ -59,6 +60,19 @@ IMAGE_MODEL: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
+
+
+class Operations(TorchDispatchMode):
+    """The products and convolutions that are run inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func) or "convolution" in str(func):
+            self.run.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def linear_form(convolution: nn.Module) -> LinearPatchEmbedding:
@@ -202,6 +216,51 @@ def test_it_computes_the_convolution_for_inputs_of_any_size(
     linear = linear_form(convolution)
 
     torch.testing.assert_close(linear(image), convolution(image), atol=1e-5, rtol=1e-5)
+
+
+def test_whole_images_are_convolved_and_patches_multiplied() -> None:
+    """Whichever is faster; measured by `tests.benchmarks.bench_patch_embeddings`."""
+    convolution = nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4))
+    image, patches = torch.randn(2, 3, 2, 16, 17), torch.randn(5, 3, 2, 4, 4)
+    expected = convolution(image)
+    linear = linear_form(convolution)
+
+    assert torch.equal(linear(image), expected)
+    with Operations() as operations:
+        linear(image)
+        linear(patches)
+    assert operations.run == ["aten.convolution.default", "aten.addmm.default"]
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return super().forward(input) * 2
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda module, inputs, output: output * 2)
+    return linear
+
+
+def reclassed(linear: nn.Linear) -> nn.Linear:
+    linear.__class__ = Doubled
+    return linear
+
+
+def rebound(linear: nn.Linear) -> nn.Linear:
+    stock = linear.forward
+    linear.forward = lambda input: stock(input) * 2  # type: ignore[method-assign]  # noqa: A006 - as nn.Linear has it
+    return linear
+
+
+@pytest.mark.parametrize("change", [hooked, reclassed, rebound])
+def test_a_linear_layer_that_is_more_than_its_weight_is_called_for_whole_images_too(change: Any) -> None:
+    linear, image = linear_form(nn.Conv2d(3, 8, 4, 4)), torch.randn(2, 3, 16, 17)
+    expected = linear(image) * 2
+
+    linear.linear = change(linear.linear)
+
+    torch.testing.assert_close(linear(image), expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 3, 3, 8), (2, 3, 8, 3)])

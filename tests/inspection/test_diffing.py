@@ -429,24 +429,38 @@ def test_a_terminal_has_colours_and_a_file_has_the_plain_text(shown: Diff, monke
     assert "\x1b[1m--- transformers" in coloured
 
 
-class _Texts(HTMLParser):
-    def __init__(self) -> None:
+class _Cells(HTMLParser):
+    """The code of each cell: on the left what was, on the right what is."""
+
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.spans: list[tuple[str, str]] = []
-        self._style = ""
+        self.cells: list[str] = []
+        self.changed: list[str] = []
+        self._open = [""]
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._style = dict(attrs).get("style") or ""
+        self._open.append(tag)
+        if tag == "td" and "colspan" not in dict(attrs):
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open.pop()
 
     def handle_data(self, data: str) -> None:
-        if data.strip("\n"):
-            self.spans.append((self._style, data))
+        if "pre" in self._open:
+            self.cells[-1] += data
+        if self._open[-1] in ("del", "ins"):
+            self.changed.append(f"{self._open[-1]} {data}")
 
 
-def test_jupyter_has_the_same_text_in_colours(shown: Diff) -> None:
-    parser = _Texts()
-    parser.feed(shown._repr_html_())
-    lines = [line for line in str(shown).splitlines() if line]
-    assert [text for _, text in parser.spans] == lines
-    styles = {text[:1]: style for style, text in parser.spans if text[:3] not in ("---", "+++")}
-    assert len({styles["+"], styles["-"], styles["@"], styles[" "], styles["#"]}) == 5
+def test_jupyter_has_both_side_by_side(shown: Diff) -> None:
+    page = _Cells(shown._repr_html_())
+    lines = [
+        line for line in str(shown).splitlines() if line[:3] not in ("---", "+++") and line[:1] in ("+", "-", " ")
+    ]
+
+    for side, sign in ((0, "-"), (1, "+")):
+        code = [text for text in page.cells[side::2] if text.strip()]
+        assert code == [line[1:] for line in lines if line[:1] in (sign, " ") and line[1:].strip()]
+    assert any(text.startswith("ins ") and "return x if 1 < 2" in text for text in page.changed)

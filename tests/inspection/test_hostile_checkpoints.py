@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
@@ -430,6 +431,21 @@ def test_whatever_bytes_are_changed_what_a_plan_finds_good_loads(
     file.write_bytes(bytes(content[: data.draw(strategies.sampled_from([len(content), len(content) // 2]))]))
     held(folder)
     shutil.rmtree(folder)
+
+
+def test_a_tensor_that_goes_beyond_its_data_is_refused(original: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(original["bin"], tmp_path / "model"))
+    file = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(original["bin"] / file.name) as archive, zipfile.ZipFile(file, "w") as changed:
+        for member in archive.infolist():
+            content = archive.read(member)
+            if member.filename.endswith("data.pkl"):
+                shape = re.search(rb"K[\x01-\xfe]K[\x01-\xfe]\x86", content)  # the first tensor of two dimensions
+                assert shape is not None
+                content = content[: shape.start() + 1] + b"\xff" + content[shape.start() + 2 :]
+            changed.writestr(member.filename, content)
+    with pytest.raises(InvalidPatcherError, match="is no state dict that a load could read"):
+        patcher.plan(folder, OWN)
 
 
 def test_an_archive_with_a_compressed_part_is_refused(original: dict[str, Path], tmp_path: Path) -> None:

@@ -166,20 +166,22 @@ def test_a_dry_run_reads_nothing_and_leaves_nothing_in_force(tmp_path: Path, mon
 
 @pytest.mark.parametrize("config", [tiny_llama_config, tiny_mixtral_config])
 @pytest.mark.parametrize("fusions", [("qkv",), ("qkv", "gate_up"), ("sequential_experts",)])
-def test_a_save_builds_few_skeletons(
+def test_a_load_builds_no_skeleton_and_a_save_few(
     config: Any, fusions: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     patcher = Patcher(fusions=fusions, strict=False)
     folder = save_tiny(config(), tmp_path / "stock")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # not every fusion finds something in every model
-        loaded = AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
-        made = AutoModelForCausalLM.from_config(config(), patcher=patcher)
     built: list[Any] = []
     stock = resolution.init_empty_weights
     monkeypatch.setattr(resolution, "init_empty_weights", lambda **options: built.append(options) or stock(**options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not every fusion finds something in every model
+        loaded = AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
+        assert not built
+        made = AutoModelForCausalLM.from_config(config(), patcher=patcher)
+    built.clear()
     loaded.save_pretrained(tmp_path / "loaded")
     assert len(built) <= 1
     built.clear()

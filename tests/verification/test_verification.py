@@ -57,8 +57,9 @@ from transformers.utils import logging as transformers_logging
 
 from patcher import InvalidPatcherError, Patcher, Verification, VerificationError, verify
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+from patcher.patterns import inside
 from patcher.verification.inputs import NoInputsError, chosen_passes
-from patcher.verification.numerics import first_difference
+from patcher.verification.numerics import call_gaps, first_difference
 from patcher.verification.processors import processed, processor_of
 from patcher.verification.progress import progress
 from tests.support.offloaded import DEVICE_MAPS
@@ -393,6 +394,12 @@ def test_what_is_wrong_fails_and_says_where(config: Any, patcher: Patcher, optio
     with pytest.raises(VerificationError, match=message):
         found.raise_on_failure()
     assert "NOT the same as stock" in str(found)
+    for stage in found.stages:
+        if not stage.passed and stage.layers is not None:
+            begins = stage.layers.begins or ""
+            assert f"it begins in {begins or 'the model itself'} (" in stage.message
+            off = [path for path, error in stage.layers.errors if error > stage.layers.allowed]
+            assert off[0] == begins or begins.startswith(inside(off[0]))
 
 
 def test_a_lost_upcast_is_within_the_tolerance_of_half_precision() -> None:
@@ -420,8 +427,8 @@ def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most
     ours = nn.Sequential(*(Times(1 + part) for part in (1e-6, 7e-6, 2e-6, 2e-6)))
     x = torch.linspace(-2, 2, 9)
 
-    assert first_difference(ours, stock, lambda model: model(x), 1e-5) == "1"
-    assert first_difference(stock, stock, lambda model: model(x), 1e-5) is None
+    assert first_difference(call_gaps(ours, stock, lambda model: model(x)), 1e-5) == "1"
+    assert first_difference(call_gaps(stock, stock, lambda model: model(x)), 1e-5) is None
 
 
 # --- what lies beside a checkpoint ---------------------------------------------------------------------------------
@@ -570,6 +577,16 @@ def test_it_is_a_value_that_goes_to_json(llama: Path) -> None:
     assert data["failures"] == []
     assert data["checkpoint"] == str(llama)
     assert [stage["name"] for stage in data["stages"]] == STAGES
+    layers = data["stages"][1]["layers"]
+    assert layers["errors"] == {
+        "model.embed_tokens": 0.0,
+        "model.rotary_emb": 0.0,
+        "model.layers.0": 0.0,
+        "model.layers.1": 0.0,
+        "model.norm": 0.0,
+        "lm_head": 0.0,
+    }
+    assert (layers["inputs"], layers["begins"]) == ("a short row", None)
     assert "<script" not in found._repr_html_()
     assert "equal byte for byte" in found._repr_html_()
 

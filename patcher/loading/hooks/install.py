@@ -79,6 +79,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "construction contexts": loads.get_init_context,
     "construct": making.init,
     "constructed": making.post_init,
+    "stands": making.stands,
     "quantize": loads.preprocess,
     "conversions": loads.conversion_mapping,
     "conversions of others": adapters.conversions_of,

@@ -19,7 +19,12 @@ from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
 from patcher.loading.load import check_supported, finish_by_hand
 from patcher.loading.reading.initial_values import keeping_computed
-from patcher.resolution.fused_modules import fuse_standing_modules, prepare, rebuild_fused_modules
+from patcher.resolution.fused_modules import (
+    fuse_standing_modules,
+    fuse_when_all_stand,
+    prepare,
+    rebuild_fused_modules,
+)
 from patcher.resolution.replaced_functions import replace_functions
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -64,6 +69,14 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
     with construction_lock.held_if_it_comes_free(type(self).__name__):
         _initialise(stock, self)
+
+
+def stands(stock: Stock, model: PreTrainedModel) -> None:
+    """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
+    construction = current_construction()
+    if construction is not None and construction.root is model:
+        fuse_when_all_stand(construction, model)
+    stock(model)
 
 
 def _initialise(stock: Stock, self: PreTrainedModel) -> None:

@@ -57,7 +57,8 @@ def read(
         reading, running = with_whole_conversions(selected.model, reading, mapping, selected.followed, load_config)
     weights, conversions = reading.for_load(running)
     info, disk_index = read_weights(weights, replace(load_config, weight_mapping=conversions))
-    unmark_by(weights.keys() - reading.rest.keys(), running, checkpoint)
+    if reading.sources:
+        unmark_by(weights.keys() - reading.rest.keys(), running, checkpoint)
     if split:
         in_order(mapping)
     loaded = check_read(selected, mapping, checkpoint, reading, info, disk_index)

@@ -1,0 +1,87 @@
+"""What a value is shown as, before anybody asks where: tables, notes, bars, code before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from patcher.display.tree import ModuleNode
+
+#: What something means, for its colour; the text says it too.
+Tone = Literal["", "good", "bad", "warning", "changed", "dim"]
+
+
+class Cell(NamedTuple):
+    """A text that stands out."""
+
+    text: str
+    tone: Tone = ""
+
+
+class Table(NamedTuple):
+    """One titled table: the heads of its columns, and its rows; a page folds one that is long."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str | Cell, ...]]
+    is_long: bool = False
+
+
+class Notes(NamedTuple):
+    """Texts of one or more lines under a title."""
+
+    title: str
+    texts: Sequence[str]
+    tone: Tone
+
+
+class Bar(NamedTuple):
+    """One number of a chart: what it is of, and what is said of it; `inside` of the one before it that isn't."""
+
+    label: str
+    value: float
+    inside: bool = False
+    note: str = ""
+
+
+class Chart(NamedTuple):
+    """Numbers as bars, on a scale of powers of ten: from a ten-thousandth of what is allowed.
+
+    >>> chart = Chart("", [Bar("a", 1e-7), Bar("b", 0.1)], allowed=1e-5)
+    >>> [round(chart.share(bar.value), 2) for bar in chart.bars], round(chart.share(chart.allowed), 2)
+    ([0.22, 0.89], 0.44)
+    """
+
+    title: str
+    bars: Sequence[Bar]
+    allowed: float
+
+    def share(self, value: float) -> float:
+        """How much of the whole length the bar of a value has."""
+        low, high = math.log10(self.allowed) - 4, max(0.0, math.log10(self.allowed) + 2)
+        if not math.isfinite(value):
+            return 1.0
+        return min(1.0, max(0.0, (math.log10(value) - low) / (high - low))) if value > 0 else 0.0
+
+    def tone(self, bar: Bar) -> Tone:
+        """Whether that much is allowed."""
+        return "good" if bar.value <= self.allowed else "bad"  # nan is not
+
+
+class Code(NamedTuple):
+    """Code before and after: where it is, what it was and became, and the unified diff."""
+
+    where: str
+    was: str
+    becomes: str
+    diff: str
+
+
+Part = Table | Notes | Chart | Code | ModuleNode
+
+
+def is_filled(part: Part) -> bool:
+    """Whether there is anything to show."""
+    contents: dict[type, Any] = {Table: "rows", Notes: "texts", Chart: "bars"}
+    return type(part) not in contents or bool(getattr(part, contents[type(part)]))

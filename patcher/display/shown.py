@@ -1,0 +1,76 @@
+"""What `Report`, `Plan`, `Verification` and `Diff` have in common: read in a terminal, in Jupyter and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import IO, TYPE_CHECKING, Any
+
+from patcher.display.parts import Cell, Part, is_filled
+from patcher.patterns import compress
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+class Shown:
+    """A frozen dataclass of tuples that is read in a terminal, in Jupyter and as JSON.
+
+    A subclass says what is to be seen: one line, a verdict if it gives one, and parts; what is empty is left out.
+    """
+
+    def _headline(self) -> str:
+        raise NotImplementedError
+
+    def _verdict(self) -> Cell | None:
+        return None
+
+    def _parts(self) -> Iterable[Part]:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers, for JSON."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Print it: in colours and as wide as it is in a terminal, as `str` elsewhere."""
+        from patcher.display import terminal
+
+        terminal.show(self, file)
+
+    def __rich__(self) -> RenderableType:
+        from patcher.display import terminal
+
+        return terminal.rendered(self._headline(), self._verdict(), self._filled())
+
+    def __str__(self) -> str:
+        from patcher.display import terminal
+
+        return terminal.text(self)
+
+    def _repr_html_(self) -> str:
+        from patcher.display import page
+
+        return page.rendered(self._headline(), self._verdict(), self._filled())
+
+    def _filled(self) -> list[Part]:
+        return [part for part in self._parts() if is_filled(part)]
+
+
+def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:
+    """Rows that begin with a path and say the same of several layers, as one."""
+    by_rest: dict[tuple[Any, ...], list[str]] = {}
+    for path, *rest in rows:
+        by_rest.setdefault(tuple(rest), []).append(path)
+    return [(path or root, *rest) for rest, paths in by_rest.items() for path in compress(paths)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Shown):
+        return value.to_dict()
+    if hasattr(value, "_asdict"):  # a named tuple
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value

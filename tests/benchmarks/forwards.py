@@ -1,0 +1,41 @@
+"""What a language model is asked to do in benchmarks: a step of decoding, and a prompt at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["decode_step", "prefill"]
+
+
+def decode_step(model: Any, batch: int, cached: int) -> Callable[[], None]:
+    """One token a row after `cached` others, again and again, as `generate` takes it."""
+    from transformers import DynamicCache
+
+    config, device, dtype = model.config, model.device, model.dtype
+    cache = DynamicCache(config=config)
+    # Computing a prompt for many rows takes minutes on a CPU, and its values don't matter.
+    states = torch.randn(batch, config.num_key_value_heads, cached, config.head_dim, device=device, dtype=dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.update(states, states, layer)
+    tokens = torch.full((batch, 1), 7, device=device)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(tokens, past_key_values=cache)
+        cache.crop(-1)
+
+    return step
+
+
+def prefill(model: Any, batch: int, length: int) -> Callable[[], None]:
+    """A prompt of `length` tokens a row, and the first token after it."""
+    tokens = torch.arange(batch * length, device=model.device).view(batch, length) % model.config.vocab_size
+
+    def prompt() -> None:
+        with torch.no_grad():
+            model(tokens, logits_to_keep=1)
+
+    return prompt

@@ -1,0 +1,86 @@
+"""In a terminal: colours where it is one, the width it has, bars of blocks."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+
+from patcher.display.parts import Bar, Chart
+from patcher.display.shown import Shown
+from patcher.display.tree import Weights, module_tree
+from patcher.inspection.plan import Plan
+from patcher.verification.comparing import Stage
+from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.verify import Verification
+
+LAYERS = [f"model.layers.{number}" for number in range(30)]
+ERRORS = LayerErrors(
+    "a short row",
+    1e-5,
+    (("model.embed", 0.0), *((path, 3e-7) for path in LAYERS[:20]), *((path, 0.02) for path in LAYERS[20:])),
+    "model.layers.20.mlp",
+)
+WRONG = Verification("M", "", "", "float32", stages=(Stage("outputs", False, message="wrong", layers=ERRORS),))
+PLAN = Plan(
+    "M",
+    problems=("Nothing fits.",),
+    tree=module_tree(
+        "M",
+        [("layers.0.mlp", "MLP"), ("head", "Linear")],
+        changed=[("layers.0.mlp", "MLP", "Mine")],
+        weights=[Weights("missing", (), ("layers.0.mlp.up.weight",))],
+    ),
+)
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("value", "red", "other"),
+    [(WRONG, "FAILED", "\x1b[32m█"), (PLAN, "missing: up.weight", "\x1b[1;36mMine")],
+    ids=["verification", "plan"],
+)
+def test_a_terminal_has_colours_and_a_file_has_the_plain_text(
+    value: Shown, red: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain, terminal = StringIO(), Terminal()
+    value.show(plain)
+    value.show(terminal)
+
+    assert plain.getvalue() == f"{value}\n"
+    assert "\x1b" not in str(value)
+    assert f"\x1b[1;31m{red}" in terminal.getvalue()
+    assert other in terminal.getvalue()
+
+
+def test_bars_of_layers_that_look_alike_are_one() -> None:
+    lines = [line.split() for line in str(WRONG).splitlines() if "layers" in line or "embed" in line]
+
+    assert [line[0] for line in lines[-4:]] == [
+        "model.embed",
+        "model.layers.{0..19}",
+        "model.layers.20",
+        "model.layers.{21..29}",
+    ]
+    assert "┊" in lines[-4]  # what is allowed, where no bar is over it
+    assert len(lines[-3][1]) < len(lines[-2][1])
+    assert "it begins here, in mlp" in " ".join(lines[-2])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e9])
+def test_what_is_not_finite_is_the_longest_and_is_not_allowed(value: float) -> None:
+    chart = Chart("", [Bar("a", value)], 1e-5)
+    assert (chart.share(value), chart.tone(chart.bars[0])) == (1.0, "bad")
+
+
+def test_problems_are_said_first() -> None:
+    text = str(PLAN)
+    assert text.index("Nothing fits.") < text.index("MLP -> Mine")
+    assert all(len(line) <= 119 for line in text.splitlines())
