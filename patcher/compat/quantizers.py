@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from patcher.compat.conversions import reads_gguf_by_name
+from patcher.expressions import matches
 
 #: The key of torchao's `FqnToConfig` that stands for the layers which no other key names.
 _DEFAULT = "_default"
@@ -74,7 +74,7 @@ def settings_by_name(quantizer: Any) -> Mapping[str, Any]:
 def names_setting(key: str, layer: str, parameter: str) -> bool:
     """Whether a key of these settings names a layer, or its parameter; the default names none."""
     if key.startswith("re:"):
-        return any(re.fullmatch(key[3:], name) for name in (parameter, layer))
+        return any(matches(key[3:], name) for name in (parameter, layer))
     return key in (parameter, layer)
 
 

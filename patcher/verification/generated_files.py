@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
@@ -26,6 +25,7 @@ from patcher.errors import CodegenError, VerificationError
 from patcher.spec.patcher import Patcher
 from patcher.verification.comparing import UncheckedError, said
 from patcher.verification.generated_models import ModelRun, VerifiedModel
+from patcher.verification.progress import progress, quiet
 from patcher.verification.ran_patches import RanPatches
 from patcher.verification.verify import global_state_kept
 
@@ -133,7 +133,8 @@ def verify(
     with (
         tempfile.TemporaryDirectory() as name,
         global_state_kept(seed),
-        _quiet(),
+        progress(f"verifying {config.target_file}", {}) as step,
+        quiet(),
         _imported(generated, name) as module,
     ):
         original = importlib.import_module(config.source_module)
@@ -142,6 +143,7 @@ def verify(
         for number, stock in enumerate(_candidates(config, original, module, model_class)):
             if models and not ran.missing() and model_class is None:
                 break
+            step(stock.__name__)
             scratch = Path(name) / str(number)
             run = ModelRun(stock, getattr(module, stock.__name__), patcher, scratch, tolerance, seed)
             try:
@@ -163,20 +165,6 @@ def verify(
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    logs: Any = transformers_logging
-    shown, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
-    logs.disable_progress_bar()
-    logs.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logs.set_verbosity(verbosity)
-        if shown:
-            logs.enable_progress_bar()
 
 
 @contextmanager

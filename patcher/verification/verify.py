@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy
 import torch
 from transformers import PretrainedConfig
-from transformers.utils import logging as transformers_logging
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.models import make_from_config
@@ -31,6 +29,7 @@ from patcher.verification.checks import STAGES, TOLERANCES, Run
 from patcher.verification.comparing import Stage
 from patcher.verification.layer_errors import LayerErrors
 from patcher.verification.passes import seeded
+from patcher.verification.progress import progress as steps, quiet
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,6 @@ def _chart(layers: LayerErrors) -> Chart:
     )
 
 
-#: How many seconds pass before progress is shown.
-MOMENT = 2.0
-
-
 def verify(
     model: Any,
     patcher: Patcher,
@@ -189,7 +184,8 @@ def verify(
         model_class: the class of model, or an Auto class; by default what the config names.
         dtype: what to compute in.
         seed: of random ids and weights.
-        progress: show the stages as they go; by default where stderr is a terminal, or in a notebook.
+        progress: show the stages as they go, and what is left; by default where stderr is a terminal, or in a
+            notebook, and transformers' progress bars are on.
         options: more keyword arguments of `from_pretrained`.
 
     Raises:
@@ -205,7 +201,12 @@ def verify(
     started = time.perf_counter()
     config = config_of(model, options)
     cls = model_class_of(config, model_class, model, options)
-    with global_state_kept(seed), tempfile.TemporaryDirectory() as name, _steps(progress) as step:
+    with (
+        global_state_kept(seed),
+        tempfile.TemporaryDirectory() as name,
+        steps("verifying", STAGES, progress) as step,
+        quiet(),
+    ):
         folder, checkpoint = model, "" if isinstance(model, PretrainedConfig) else str(model)
         if isinstance(model, PretrainedConfig):
             step("a random checkpoint")
@@ -257,47 +258,3 @@ def global_state_kept(seed: int) -> Iterator[None]:
         random.setstate(python)
         numpy.random.set_state(array)
         torch.set_default_dtype(dtype)
-
-
-@contextmanager
-def _steps(shown: bool | None) -> Iterator[Callable[[str], None]]:
-    """A line on stderr that says what is being done, if it takes more than a moment."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    alive = console.is_terminal or console.is_jupyter
-    shown = alive if shown is None else shown
-    columns = (
-        SpinnerColumn(),
-        TextColumn("verifying: {task.description}"),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    progress = Progress(*columns, console=console, transient=True)
-    task = progress.add_task("", total=len(STAGES))
-    timer = threading.Timer(MOMENT, progress.start)
-    timer.daemon = True
-
-    def step(what: str) -> None:
-        if shown and not alive:  # a log: line by line
-            console.print(f"verifying: {what}")
-        progress.update(task, description=what, completed=STAGES.index(what) if what in STAGES else 0)
-
-    logs: Any = transformers_logging
-    were, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
-    logs.disable_progress_bar()  # those of the loads
-    logs.set_verbosity_error()  # a dozen loads and inputs that are only tried would say much
-    try:
-        if shown and alive:
-            timer.start()
-        yield step
-    finally:
-        timer.cancel()
-        if timer.is_alive():
-            timer.join()  # it may be starting just now
-        if progress.live.is_started:  # or a line would be ended that was never begun
-            progress.stop()
-        logs.set_verbosity(verbosity)
-        if were:
-            logs.enable_progress_bar()

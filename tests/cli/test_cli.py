@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_codegen_is_a_command_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- how it starts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['patcher', *{arguments!r}]\n"
@@ -60,7 +61,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Usage: patcher" in done.stdout
+    assert ("Usage: patcher" if arguments else "  patcher plan ") in done.stdout
 
 
 def test_help_names_every_command_and_says_all_of_what_it_does() -> None:
@@ -83,6 +84,26 @@ def test_shells_complete_it(shell: str) -> None:
     )
     assert "_PATCHER_COMPLETE" in done.stdout, done.stderr
     assert done.returncode == 0
+
+
+def test_the_first_screen_is_of_commands_that_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_patches", raising=False)
+    (tmp_path / "my_patches.py").write_text(MINE + "\nPATCHER, MyMLP = DOUBLED, Same\n")
+    (tmp_path / "my_patch_gen_config.py").write_text(CONFIG)
+    (tmp_path / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "."\n')
+    shown = run()
+    commands = re.findall(r"^  patcher (.*)", shown.output, re.MULTILINE)
+
+    assert shown.exit_code == 0
+    assert {command.split()[0] for command in commands} == set(COMMANDS) - {"fingerprint"}
+    assert 5 <= len(commands) <= 8
+    for command in commands:
+        done = run(*shlex.split(command.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))))
+        assert done.exit_code == 0, f"{command}\n{done.output}"
 
 
 # --- a model -------------------------------------------------------------------------------------------------------

@@ -70,7 +70,10 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
             told = {family: (row["status"], row["reason"]) for family, row in result["families"].items()}
             told = told or (result["status"], result["reason"])
-            print(f"{time.time() - started:5.0f} s {number}/{len(left)} {result['name']}: {told}", flush=True)
+            minutes = (time.time() - started) / 60
+            rest = minutes / number * (len(left) - number)
+            at = f"{minutes:.0f} min, about {rest:.0f} left, {number}/{len(left)}"
+            print(f"{at} {result['name']}: {told}", flush=True)
     options.page.write_text(page(list(done.values())))
     print("\n".join(summary(list(done.values()))))
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,13 @@ def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8"))
 
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_the_changelog_says_what_this_release_brings() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n\n.*?\n- ", changes, re.M | re.S)
 
 
 def ours(section: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,19 @@ from transformers import AutoModelForCausalLM
 from tests.support.sampling import sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: The quickstart runs with the commands of the README; each of the others has its parts in tests of what it uses.
-IN_CI = {"custom_fusion", "moe_layouts"}
+#: What the README's first command runs; each that CI leaves out has its parts in tests of what it uses.
+IN_CI = {"quickstart", "custom_fusion", "moe_layouts"}
+#: How the lines of the quickstart begin, beside classes and reports.
+SAID = (
+    "(the models are fetched once, and kept in ",
+    "--- ",
+    "answer: The capital of France is Paris.",
+    "same tokens as stock: True, ",
+    "saved: ",
+    "before: cat",
+    "after: cat",
+    "(stock transformers doesn't write ",
+)
 NEEDS = {"export_onnx": ("onnx", "onnxscript", "onnxruntime"), "sft": ("trl",)}
 
 
@@ -31,6 +43,12 @@ def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert ": False" not in done.stdout  # what an example claims of itself
+    if path.stem == "quickstart":
+        assert done.stderr == ""  # torchao is installed here, and has a lot to say
+        blocks = r"^(?:(?:before|after): \w+\((?:\n  .*)+\n\)|\w+: \d+ modules replaced.*(?:\n.*\S.*)+)\n"
+        lines = re.sub(blocks, "", done.stdout, flags=re.M).split("\n")
+        assert [line for line in lines if line.strip() and not line.startswith(SAID)] == []
+        assert {head for head in SAID if any(line.startswith(head) for line in lines)} == set(SAID)
 
 
 @pytest.fixture(scope="module")

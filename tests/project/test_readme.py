@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 README = Path(__file__).parents[2] / "README.md"
 SECONDS = re.compile(r"\d+\.\d\d( s)?(?=[ ,)])")
@@ -19,7 +20,7 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_readme_program_prints_what_the_readme_says(smollm2: Path, tmp_path: Path) -> None:
+def test_readme_program_prints_what_the_readme_says_and_saves_what_it_loaded(smollm2: Path, tmp_path: Path) -> None:
     program, expected = blocks("python")[0], blocks("")[0]
     repo_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert repo_id in program
@@ -28,16 +29,6 @@ def test_readme_program_prints_what_the_readme_says(smollm2: Path, tmp_path: Pat
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert SECONDS.sub("0", done.stdout).split("\n") == SECONDS.sub("0", expected).split("\n")
-
-
-@pytest.mark.slow
-def test_readme_saves_what_it_loaded(smollm2: Path, tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    program = blocks("python")[0].replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2))
-    script = tmp_path / "program.py"
-    script.write_text(program, encoding="utf-8")
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True, capture_output=True)
     with (
         safe_open(smollm2 / "model.safetensors", "pt") as original,
         safe_open(tmp_path / "out" / "model.safetensors", "pt") as saved,

@@ -28,7 +28,7 @@ def pip(*arguments: str) -> None:
 def python(*arguments: str) -> None:
     match arguments:
         case ("-m", "venv", folder):
-            (Path(folder) / "bin").mkdir(parents=True)
+            (Path(folder) / "bin").mkdir(parents=True, exist_ok=True)
             for name in ("pip", "python", "python3.11", "patcher"):
                 command = shlex.join([sys.executable, str(Path(__file__).resolve()), name])
                 path = Path(folder) / "bin" / name

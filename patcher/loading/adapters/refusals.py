@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from patcher.compat.adapters import is_lora, is_targeted, kind_of, unusual_setting
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import search
 from patcher.loading.adapters.layers import Layers
 from patcher.loading.adapters.lora import JoinedAdapter
 from patcher.patterns import compress
@@ -55,7 +55,7 @@ def check_kind(config: Any, layers: Layers, asked: list[str], lost: list[str]) -
 def check_saved_modules(config: Any, layers: Layers) -> None:
     saved = list(getattr(config, "modules_to_save", None) or ())
     inner = [*layers.gone, *layers.joined]
-    if found := [name for name in inner if any(re.match(rf"(^|.*\.){module}($|\..*)", name) for module in saved)]:
+    if found := [name for name in inner if any(search(rf"^(|.*\.){module}($|\.)", name) for module in saved)]:
         raise InvalidPatcherError(
             f"modules_to_save={saved!r} means {_listed(found)}, of which the model has joined layers. A copy of a "
             f"part of one can't be trained: {_UNFUSED} of these layers, or leave them out of modules_to_save."

@@ -45,6 +45,7 @@ from patcher.compat.parallel import (
 from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import search
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
@@ -291,23 +292,23 @@ def _converted(load: Selected) -> list[str]:
         for name, value in state_tensors(skeleton(load.record.model_class, load.model.config)).items()
     }
     own = {name: value.shape for name, value in state_tensors(load.model).items()}
-    made = [_pattern(text) for item in load.traced for text in target_patterns(item)]
+    targets = [text for item in load.traced for text in target_patterns(item)]
     found = []
     for path in replaced:
         prefix = inside(path)
         names = {name: shape for name, shape in own.items() if name.startswith(prefix)}
         before = {name: shape for name, shape in stock.items() if name.startswith(prefix)}
-        if names != before or any(pattern.search(name) for pattern in made for name in names):
+        if names != before or any(_makes(target, name) for target in targets for name in names):
             found.append(path)
     return found
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    """What finds the parameters that a conversion makes, and maybe others."""
+def _makes(target: str, name: str) -> bool:
+    """Whether a conversion with this target makes a parameter; maybe it makes others."""
     try:
-        return re.compile(text)
+        return search(target, name)
     except re.error:  # it refers to groups of what it is made from
-        return re.compile("")
+        return True
 
 
 def _replicate(plan: Plan, path: str) -> None:
