@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,12 +87,8 @@ def test_shells_complete_it(shell: str) -> None:
     assert done.returncode == 0
 
 
-def test_the_first_screen_is_of_commands_that_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_patches", raising=False)
+@pytest.mark.usefixtures("mine")
+def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "my_patches.py").write_text(MINE + "\nPATCHER, MyMLP = DOUBLED, Same\n")
     (tmp_path / "my_patch_gen_config.py").write_text(CONFIG)
     (tmp_path / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "."\n')
@@ -146,15 +143,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module of patchers in the current folder."""
     (tmp_path / "my_patches.py").write_text(MINE)
     (tmp_path / "broken_patches.py").write_text("raise KeyError('half done')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my_patches", "broken_patches"):
+    names = ("my_patches", "broken_patches")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return "my_patches"
+    yield "my_patches"
+    for name in names:  # or another test finds what was imported here
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("mine")

@@ -82,7 +82,6 @@ NO_ADVICE = {
     "give back": "a place of the hook",
     "read into a model": "a place of the hook",
     "get keys values items": "names of methods",
-    "load outputs arguments recorded windows precision generation gradients training save reload": "names of stages",
     "call {} ({}), {}": "the name of an output",
     "class {}({}): pass": "code that is generated",
     "import {}": "code that is generated",
@@ -116,6 +115,7 @@ NOT_HERE = {
     "Load it with the releases that have saved it": "one release is installed",
     "the file on the hub has no header that a load could read: {}. Pass another revision=.": "needs a hub",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
+    "A folder does in place of a repo. All commands: patcher --help": "each is run: tests/cli/test_cli",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
 }
 
