@@ -52,7 +52,7 @@ WHOLE: Cases = {
 def budget(name: str, dtype: torch.dtype) -> float | None:
     """How many times as fast as the convolution a forward is to be."""
     if name in WHOLE:
-        return 1.0
+        return 0.95  # never slower; two convolutions of one size differ by that much
     return {2: 2.0, 3: 3.0}[len(CUT[name][1])] if dtype == torch.float32 and "16 patches of 2" not in name else None
 
 
