@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Concatenate, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 from patcher import Patcher, monkey_patching, plan, presets, report
 from patcher.cli import app
 from patcher.fusions import SequentialExperts
+from tests.support.replacements import JoinedMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 ROOT = Path(__file__).parents[2]
@@ -33,21 +33,12 @@ def recipes() -> dict[str, str]:
 RECIPES = recipes()
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(JoinedMLP):
     """That of the README's first program."""
 
     conversion_mapping = (
         WeightConverter(["gate_proj.weight", "up_proj.weight"], ["gate_up_proj.weight"], [Concatenate(dim=0)]),
     )
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class MyHead(nn.Linear):
