@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.bert.modeling_bert import (
-    BertEmbeddings,
-    BertForMaskedLM,
-    BertSelfAttention,
-    BertSelfOutput,
-)
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertForMaskedLM, BertSelfAttention, BertSelfOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Model
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -38,6 +33,11 @@ class ModuleDropout(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(super().forward(x))
+
+
+class NoNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states * self.weight
 
 
 class NoDropout(BertSelfOutput):

@@ -1,0 +1,277 @@
+"""Each way to be wrong fails at its stage, with the module named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Concatenate, WeightConverter
+from transformers.core_model_loading import ConversionOps
+from transformers.models.bert.modeling_bert import BertSelfOutput
+from transformers.models.esm.modeling_esm import EsmContactPredictionHead
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from patcher import Patcher, VerificationError, verify
+from patcher.patterns import inside
+from patcher.verification.numerics import call_gaps, first_difference
+from tests.support.replacements import OWN, JoinedMLP, With
+from tests.verification.models import BERT, ESM, LLAMA, MIXTRAL
+from tests.verification.wrong_classes import NoNorm
+
+
+class KeysForQueries(LlamaAttention):
+    """q and k swapped."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        queries, self.q_proj = self.q_proj, _Repeated(self.k_proj, self.num_key_value_groups)
+        keys, self.k_proj = self.k_proj, _First(queries, self.num_key_value_groups)
+        try:
+            return super().forward(hidden_states, *args, **kwargs)
+        finally:
+            self.q_proj, self.k_proj = queries, keys
+
+
+class _Repeated(nn.Module):
+    def __init__(self, linear: nn.Module, times: int) -> None:
+        super().__init__()
+        self.linear, self.times = linear, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).repeat_interleave(self.times, -1)
+
+
+class _First(_Repeated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[..., :: self.times]
+
+
+class Scaled(LlamaAttention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scaling *= 1.01
+
+
+class OneHeadMoved(LlamaAttention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.q_proj.register_forward_hook(self._move)
+
+    def _move(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        heads = output.unflatten(-1, (-1, self.head_dim))
+        return heads[..., [1, 0, *range(2, heads.shape[-2])], :].flatten(-2)
+
+
+class NoBias(BertSelfOutput):
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(nn.functional.linear(hidden_states, self.dense.weight) + input_tensor)
+
+
+class OneLayerOff(LlamaDecoderLayer):
+    """The last layer isn't what the others are."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.off = layer_idx == 1
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(hidden_states, *args, **kwargs)
+        return hidden_states if self.off else found
+
+
+class ExpertsMoved(MixtralExperts):
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        return super().forward(hidden_states, (top_k_index + 1) % self.num_experts, top_k_weights)
+
+
+class StaleBuffer(LlamaRotaryEmbedding):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.angles = nn.Buffer(self.inv_freq * 0.9, persistent=False)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        angles = (position_ids[..., None].float() * self.angles).repeat(1, 1, 2)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class LostUpcast(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+class LostUpcastOfSoftmax(LlamaAttention):
+    """Written out, where stock uses sdpa."""
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if (cache := kwargs.get("past_key_values")) is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
+        length = k.shape[-2]
+        places = torch.arange(length)
+        later = places > places[length - q.shape[-2] :, None]
+        scores = (q @ k.transpose(-1, -2) * self.scaling).masked_fill(later, torch.finfo(q.dtype).min)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
+        exponents = (scores - scores.amax(-1, keepdim=True)).exp()
+        found = exponents / exponents.sum(-1, keepdim=True) @ v
+        return self.o_proj(found.transpose(1, 2).flatten(2)), None
+
+
+class NoGradient(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).detach() + x * 0
+
+
+class NeverCalled(EsmContactPredictionHead):
+    """Wrong, where no output tells: ESM has a method of its own that calls it, which isn't `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs) * 2
+
+
+class RaisesOnSteps(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 1:
+            raise ValueError("made for prompts only")
+        return super().forward(x)
+
+
+class ForgetsOnSteps(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (0.5 if x.shape[1] == 1 else 1)
+
+
+class LooksAtPadding(LlamaAttention):
+    """Without a mask sdpa is causal, and padding is a token as any other."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, *args, **{**kwargs, "attention_mask": None})
+
+
+class WrongReverse(Concatenate):
+    """Joins as it should, and takes apart in the other order."""
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return SwappedHalves()
+
+
+class SwappedHalves(ConversionOps):
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        (tensors,) = input_dict.values()
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        first, second = tensor.chunk(2)
+        return {target_patterns[0]: [second.contiguous()], target_patterns[1]: [first.contiguous()]}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return WrongReverse(0)
+
+
+WRONG_ORDER = Patcher(
+    {"LlamaMLP": JoinedMLP},
+    extra_weight_conversions=WeightConverter(
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"], ["mlp.gate_up_proj.weight"], operations=[WrongReverse(dim=0)]
+    ),
+)
+HALF = {"dtype": torch.bfloat16}
+
+#: config, patcher, options, what is said
+WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
+    "queries and keys swapped": (LLAMA, Patcher({"LlamaAttention": KeysForQueries}), {},
+        r"outputs: on a short row .* it begins in model\.layers\.0\.self_attn \(KeysForQueries in place of"),
+    "a norm left out": (LLAMA, Patcher({"LlamaRMSNorm": NoNorm}), {},
+        r"outputs: .* it begins in model\.layers\.0\.input_layernorm \(NoNorm in place of LlamaRMSNorm\)"),
+    "scaling off by 1 %": (LLAMA, Patcher({"LlamaAttention": Scaled}), {},
+        r"outputs: .* it begins in model\.layers\.0\.self_attn \(Scaled in place of LlamaAttention\)"),
+    "one head moved": (LLAMA, Patcher({"LlamaAttention": OneHeadMoved}), {},
+        r"outputs: .* it begins in model\.layers\.0\.self_attn\.q_proj "),
+    "a bias dropped": (BERT, Patcher({"BertSelfOutput": NoBias}), {},
+        r"outputs: .* it begins in bert\.encoder\.layer\.0\.attention\.output \(NoBias"),
+    "one layer off": (LLAMA, Patcher({"LlamaDecoderLayer": OneLayerOff}), {},
+        r"outputs: .* it begins in model\.layers\.1 \(OneLayerOff in place of LlamaDecoderLayer\)"),
+    "experts in another order": (MIXTRAL, Patcher({"MixtralExperts": ExpertsMoved}), {},
+        r"outputs: .* it begins in model\.layers\.0\.mlp\.experts \(ExpertsMoved in place of MixtralExperts\)"),
+    "a stale buffer": (LLAMA, Patcher({"LlamaRotaryEmbedding": StaleBuffer}), {},
+        r"outputs: .* it begins in model\.rotary_emb \(StaleBuffer"),
+    "an upcast lost": (LLAMA, Patcher({"LlamaRMSNorm": LostUpcast}), HALF,
+        r"precision: .*rsqrt in torch\.bfloat16.* it begins in model\.layers\.0\.input_layernorm \(LostUpcast"),
+    "an upcast of softmax lost": (LLAMA, Patcher({"LlamaAttention": LostUpcastOfSoftmax}), HALF,
+        r"precision: .*exp, sum in .*bfloat16.* it begins in model\.layers\.0\.self_attn \(LostUpcastOfSoftmax"),
+    "no gradient": (LLAMA, Patcher({"LlamaMLP": NoGradient}), {},
+        r"gradients: on a short row they differ for .*model\.layers\.\{0\.\.1\}\.mlp\.down_proj\.weight"),
+    "wrong order on save": (LLAMA, WRONG_ORDER, {},
+        r"save: model\.layers\.\{0\.\.1\}\.mlp\.gate_proj\.weight differs; .*up_proj\.weight differs\n  reload: "),
+    "only prompts work": (LLAMA, Patcher({"LlamaMLP": RaisesOnSteps}), {},
+        r"outputs: on a row of 1 token the patched model raises ValueError: made for prompts only"),
+    "steps are wrong": (LLAMA, Patcher({"LlamaMLP": ForgetsOnSteps}), {},
+        r"outputs: on a row of 1 token .* it begins in model\.layers\.0\.mlp \(ForgetsOnSteps"),
+    "padding is looked at": (LLAMA, Patcher({"LlamaAttention": LooksAtPadding}), {},
+        r"outputs: on a padded batch .* it begins in model\.layers\.0\.self_attn \(LooksAtPadding"),
+    "never called": (ESM, Patcher({"EsmContactPredictionHead": NeverCalled}), {},
+        r"outputs: no input .* reaches esm\.contact_head, so it wasn't compared"),
+    "it does not load": (LLAMA, Patcher({"LlamaMLP": With}), {},
+        r"load: PatchedWeightsError: (.|\n)*adapter"),
+    "nothing is matched": (LLAMA, Patcher({"LlamaMPL": OWN.class_mapping["LlamaMLP"]}), {},
+        r"load: UnmatchedPatchError: (.|\n)*LlamaMLP"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "patcher", "options", "message"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_fails_and_says_where(config: Any, patcher: Patcher, options: Any, message: str) -> None:
+    found = verify(config, patcher, **options)
+
+    assert not found.passed
+    with pytest.raises(VerificationError, match=message):
+        found.raise_on_failure()
+    assert "NOT the same as stock" in str(found)
+    for stage in found.stages:
+        if not stage.passed and stage.layers is not None:
+            begins = stage.layers.begins or ""
+            assert f"it begins in {begins or 'the model itself'} (" in stage.message
+            off = [path for path, error in stage.layers.errors if error > stage.layers.allowed]
+            assert off[0] == begins or begins.startswith(inside(off[0]))
+
+
+def test_a_lost_upcast_is_within_the_tolerance_of_half_precision() -> None:
+    """Which is why modules are compared one by one there."""
+    stages = {
+        stage.name: stage
+        for stage in verify(LLAMA, Patcher({"LlamaRMSNorm": LostUpcast}), dtype=torch.bfloat16).stages
+    }
+
+    assert stages["outputs"].passed
+    assert not stages["precision"].passed
+
+
+class Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_what_is_wrong_little_by_little_is_put_down_to_the_module_that_adds_most() -> None:
+    stock = nn.Sequential(*(Times(1) for _ in range(4)))
+    ours = nn.Sequential(*(Times(1 + part) for part in (1e-6, 7e-6, 2e-6, 2e-6)))
+    x = torch.linspace(-2, 2, 9)
+
+    assert first_difference(call_gaps(ours, stock, lambda model: model(x)), 1e-5) == "1"
+    assert first_difference(call_gaps(stock, stock, lambda model: model(x)), 1e-5) is None

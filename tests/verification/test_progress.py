@@ -1,0 +1,85 @@
+"""A bar of what is verified, on a terminal and for whoever waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import termios
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+from patcher import verify
+from patcher.verification.progress import progress
+from tests.support.replacements import OWN
+
+
+def test_progress_is_on_stderr_and_only_if_asked_for(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    verify(llama, OWN)
+    assert capfd.readouterr().err == ""
+    verify(llama, OWN, progress=True)
+    shown = capfd.readouterr()
+    assert "verifying" in shown.err
+    assert shown.out == ""
+
+
+def on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[], object], moment: float = 0, bars: bool = True
+) -> str:
+    """What is written to stderr where that is a terminal."""
+    monkeypatch.setattr(transformers_logging.hf_hub_utils, "enable_progress_bars", lambda: None)  # tests forbid it
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", bars)
+    monkeypatch.setattr("patcher.verification.progress.MOMENT", moment)
+    monkeypatch.setattr("patcher.verification.progress.TICK", 0.02)
+    screen, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
+    with open(terminal, "w") as stderr, monkeypatch.context() as patched:  # noqa: PTH123 - no path
+        patched.setattr(sys, "stderr", stderr)
+        with ThreadPoolExecutor(1) as reader:
+            written = reader.submit(everything, screen)
+            run()
+            stderr.close()
+            return written.result()
+
+
+def test_a_terminal_shows_a_bar_that_is_gone_afterwards(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = on_a_terminal(monkeypatch, lambda: verify(llama, OWN))
+
+    assert "verifying: training (9 of 11) |" in text
+    assert re.search(r"about \d+ s left", text)
+    assert text.rpartition("\r")[0].rpartition("\r")[2].strip() == ""
+    assert transformers_logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize(
+    ("shown", "options"),
+    [(None, {"moment": 1000}), (None, {"bars": False}), (False, {})],
+    ids=["in a moment", "bars are off", "not asked for"],
+)
+def test_a_terminal_shows_no_bar_that_nobody_needs(
+    monkeypatch: pytest.MonkeyPatch, shown: bool | None, options: dict[str, Any]
+) -> None:
+    def run() -> None:
+        with progress("verifying", {"load": 1, "outputs": 1}, shown) as step:
+            for stage in ("load", "outputs"):
+                step(stage)
+                time.sleep(0.05)
+
+    assert on_a_terminal(monkeypatch, run, **options) == ""
+
+
+def everything(file: int) -> str:
+    """What is written to a terminal until it is closed."""
+    parts = []
+    with contextlib.suppress(OSError):  # it is closed
+        while part := os.read(file, 65536):
+            parts.append(part)
+    os.close(file)
+    return b"".join(parts).decode()
