@@ -172,6 +172,12 @@ def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
             raise _gone(library, f"{where}.{name} has no parameter {', '.join(missing)}")
 
 
+def not_called(place: str) -> PatcherError:
+    """The error for a place that is there, and that a load has not come by."""
+    owner, name, _ = HOOKED[place]
+    return _gone("transformers", f"{owner.__name__}.{name} is not called in a load")
+
+
 def _gone(library: str, what: str) -> PatcherError:
     return PatcherError(
         f"This release of patcher doesn't know {library} {version(library)}: {what}. "

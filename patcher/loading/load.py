@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
+from patcher.compat.hooks import not_called
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
@@ -33,7 +34,7 @@ from patcher.conversions.selection import SelectedConversions, converts, in_orde
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
 from patcher.conversions.transforms import joins
-from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.expressions import Expressions
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
@@ -186,6 +187,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
         done: is given the result at the end of the block.
 
     Raises:
+        PatcherError: transformers has not come by the place where the modules are fused.
         UnmatchedPatchError: a class key or a fusion has matched nothing.
     """
     started = time.perf_counter()
@@ -199,6 +201,8 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             f"What is built as {asked.model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
             "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
         )
+    if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
+        raise not_called("stands")
     matched, record, outermost, models = _seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
@@ -217,6 +221,17 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
         )
+    )
+
+
+def never_constructed(load: Request) -> PatcherError:
+    """The error for a load that has returned without a model of ours."""
+    owner = next(cls for cls in load.model_class.__mro__ if "get_init_context" in vars(cls))
+    if owner is PreTrainedModel:
+        return not_called("construction contexts")
+    return PatchConstructionError(
+        f"{owner.__name__}.get_init_context leaves out the contexts in which a patched model is built, so nothing was "
+        "patched: let it return those of super().get_init_context(...) as well."
     )
 
 

@@ -6,18 +6,22 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import accelerate
 import pytest
+import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, modeling_utils
 
 import patcher
-from patcher import InvalidPatcherError, PatcherError
+from patcher import InvalidPatcherError, Patcher, PatcherError, report
 from patcher.compat import hooks
 from patcher.compat.hooks import check
-from tests.support.tiny import tiny_llama_config
+from tests.support.tiny import save_tiny, tiny_llama_config
 
 
 def run(code: str, *arguments: str) -> str:
@@ -80,8 +84,6 @@ def test_the_hook_keeps_signature_and_documentation() -> None:
 
 @pytest.mark.parametrize("value", ["LlamaMLP", {"LlamaMLP": object}, 3, patcher.Patcher])
 def test_patcher_must_be_a_patcher(value: object) -> None:
-    from transformers import LlamaForCausalLM
-
     with pytest.raises(
         InvalidPatcherError, match=r"patcher= takes a patcher.Patcher, found .*write patcher=Patcher\("
     ):
@@ -108,3 +110,24 @@ def test_a_seam_that_is_gone_is_named(
         PatcherError, match=rf"doesn't know {known}: .*{what}\. Install a release of {library.__name__}"
     ):
         check()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (PreTrainedModel, "get_init_context", lambda *args: [torch.device("meta")]),
+        (modeling_utils, "patch_output_recorders", lambda model: None),
+    ],
+    ids=["contexts", "stands"],
+)
+def test_a_seam_that_a_load_goes_around_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, other: Callable[..., Any]
+) -> None:
+    """Nothing would be patched, and `strict=False` allows that only where nothing is there to patch."""
+    save_tiny(tiny_llama_config(), tmp_path)
+    monkeypatch.setattr(owner, name, other)
+    patched = Patcher(fusions="qkv", strict=False)
+    with pytest.raises(PatcherError, match=rf"{owner.__name__}\.{name} is not called in a load"):
+        LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched)
+    monkeypatch.undo()
+    assert report(LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched)).fused

@@ -41,6 +41,7 @@ from patcher.loading.load import (
     check_supported,
     construct,
     finish,
+    never_constructed,
     request,
     select,
 )
@@ -88,6 +89,8 @@ def from_pretrained(
             load = _LOAD.get()  # the checkpoint's own config may have asked for one
             if dry is not None and load is not None:
                 dry[1].append(load)
+        if type(load) is Request and load.own:
+            raise never_constructed(load)
         if isinstance(load, Constructed) and dry is None:
             finish(load)
         return result

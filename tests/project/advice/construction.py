@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -322,3 +323,21 @@ class ModelInit(LlamaForCausalLM):
 def a_model_that_does_not_begin_as_one(at: Place) -> Steps:
     yield lambda: NoModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP))
     assert same(ModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP)), at.llama)
+
+
+class NoContexts(LlamaForCausalLM):
+    @classmethod
+    def get_init_context(cls, *args: Any, **kwargs: Any) -> Any:
+        return [torch.device("meta")]
+
+
+class MoreContexts(LlamaForCausalLM):
+    @classmethod
+    def get_init_context(cls, *args: Any, **kwargs: Any) -> Any:
+        return [*super().get_init_context(*args, **kwargs), contextlib.nullcontext()]
+
+
+@advice("so nothing was patched: let it return those of super().get_init_context(...) as well.")
+def a_model_that_is_built_in_other_contexts(at: Place) -> Steps:
+    yield lambda: NoContexts.from_pretrained(at.llama, patcher=QKV)
+    assert same(MoreContexts.from_pretrained(at.llama, patcher=QKV), at.llama)
