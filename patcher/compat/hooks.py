@@ -173,9 +173,9 @@ def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
 
 
 def not_called(place: str) -> PatcherError:
-    """The error for a place that is there, and that a load has not come by."""
+    """The error for a place that is there, and that transformers has not come by."""
     owner, name, _ = HOOKED[place]
-    return _gone("transformers", f"{owner.__name__}.{name} is not called in a load")
+    return _gone("transformers", f"{owner.__name__}.{name} is not called where a model is loaded, or saved")
 
 
 def _gone(library: str, what: str) -> PatcherError:

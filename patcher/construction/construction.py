@@ -73,6 +73,8 @@ class Construction:
     unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
     matched: Matched = field(init=False, default_factory=Matched)
+    #: whether the model has called `post_init`
+    stands: bool = field(init=False, default=False)
     #: what the patchers in force do to the model where its modules stand
     resolution: Any = field(init=False, default=None)
     #: the classes of what may be built again, with the constructor arguments that are kept of their objects

@@ -195,12 +195,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     construction = Construction(rules, on_meta=asked.dry_run is not None)
     with building(construction), NoValues():
         yield
-    model = construction.root
-    if model is None:
-        raise PatchConstructionError(
-            f"What is built as {asked.model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
-            "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
-        )
+    model = check_stands(construction, asked.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
         raise not_called("stands")
     matched, record, outermost, models = _seen(construction, model)
@@ -222,6 +217,26 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             seconds=time.perf_counter() - started,
         )
     )
+
+
+def check_stands(construction: Construction, model_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """The model that was built, if it has gone through all that a model is patched at.
+
+    Raises:
+        PatchConstructionError: it has not.
+    """
+    model = construction.root
+    if model is None:
+        raise PatchConstructionError(
+            f"What is built as {model_class.__name__} doesn't call PreTrainedModel.__init__, so no load can "
+            "follow it: derive it from PreTrainedModel, and call super().__init__(config)."
+        )
+    if not construction.stands:
+        raise PatchConstructionError(
+            f"{type(model).__name__}.__init__ doesn't call self.post_init(), where a model is patched and its weights "
+            "are tied: let it end with that call."
+        )
+    return model
 
 
 def never_constructed(load: Request) -> PatcherError:
@@ -352,17 +367,26 @@ class Loaded(Selected):
         info: what transformers knows of the load: missing, unexpected and mismatched keys, errors of conversions.
         outcome: where each tensor of the checkpoint goes, in a dry run.
         disk_index: where transformers finds what the device map puts on the disk.
+        is_finalized: whether the rest of the model has its values as well.
     """
 
     info: Any
     outcome: Outcome = field(default_factory=Outcome)
     disk_index: dict[str, Any] | None = None
+    is_finalized: bool = False
 
 
 def finish(load: Constructed) -> None:
-    """Put down on the model what was done, and warn of what is not as it was asked for."""
+    """Put down on the model what was done, and warn of what is not as it was asked for.
+
+    Raises:
+        PatcherError: transformers has gone around one of the steps, so the weights aren't what was asked for.
+    """
     diagnostics = load.diagnostics
-    if not isinstance(load, Loaded):  # transformers has read it in a way of its own
+    if not getattr(load, "is_finalized", False) and not distributed_checkpoint(load.path, load.options):
+        place = "finish" if isinstance(load, Loaded) else "read" if isinstance(load, Selected) else "conversions"
+        raise not_called(place)
+    if not isinstance(load, Loaded):  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
         diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
     total = time.perf_counter() - load.started

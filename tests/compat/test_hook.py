@@ -6,16 +6,14 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import accelerate
 import pytest
-import torch
 import transformers
-from transformers import LlamaForCausalLM, PreTrainedModel, modeling_utils
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, report
@@ -112,22 +110,46 @@ def test_a_seam_that_is_gone_is_named(
         check()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "other"),
-    [
-        (PreTrainedModel, "get_init_context", lambda *args: [torch.device("meta")]),
-        (modeling_utils, "patch_output_recorders", lambda model: None),
-    ],
-    ids=["contexts", "stands"],
-)
+def go_around(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
+    """Have transformers be as if a place were elsewhere; the name that it has."""
+    owner, name, _ = hooks.HOOKED[place]
+    hooked = inspect.getattr_static(owner, name)
+    plain = inspect.unwrap(getattr(owner, name))
+    monkeypatch.setattr(owner, name, classmethod(plain) if isinstance(hooked, classmethod) else plain)
+    return f"{owner.__name__}.{name}"
+
+
+QKV = Patcher(fusions="qkv", strict=False)
+SAME_NAMES = Patcher({"LlamaMLP": type("OtherMLP", (LlamaMLP,), {})}, strict=False)
+
+
+@pytest.mark.parametrize("patched", [QKV, SAME_NAMES], ids=["fusion", "class"])
+@pytest.mark.parametrize("place", ["construction contexts", "stands", "conversions", "read", "finish"])
 def test_a_seam_that_a_load_goes_around_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, owner: Any, name: str, other: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, patched: Patcher
 ) -> None:
-    """Nothing would be patched, and `strict=False` allows that only where nothing is there to patch."""
+    """Weights would be random, or a model as shipped; `strict=False` allows that only where nothing is to patch."""
     save_tiny(tiny_llama_config(), tmp_path)
-    monkeypatch.setattr(owner, name, other)
-    patched = Patcher(fusions="qkv", strict=False)
-    with pytest.raises(PatcherError, match=rf"{owner.__name__}\.{name} is not called in a load"):
-        LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched)
-    monkeypatch.undo()
-    assert report(LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched)).fused
+    if (place, patched) == ("stands", SAME_NAMES):  # where nothing is fused
+        go_around(monkeypatch, place)
+    else:
+        with monkeypatch.context() as changed:
+            name = go_around(changed, place)
+            with pytest.raises(PatcherError, match=rf"{re.escape(name)} is not called where a model is loaded"):
+                LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched)
+    made = report(LlamaForCausalLM.from_pretrained(tmp_path, patcher=patched))
+    assert made.fused or made.replaced
+
+
+def test_a_seam_that_a_save_goes_around_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file would have what no other load reads."""
+    save_tiny(tiny_llama_config(), tmp_path / "stock")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "stock", patcher=QKV)
+    with monkeypatch.context() as changed:
+        name = go_around(changed, "give back")
+        with pytest.raises(PatcherError, match=rf"{re.escape(name)} is not called where a model is loaded, or saved"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.safetensors"))
+    model.save_pretrained(tmp_path / "saved")
+    written = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("stock", "saved")]
+    assert written[0] == written[1]

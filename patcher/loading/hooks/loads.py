@@ -268,6 +268,7 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         values = InitialValues(load)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
+        _LOAD.set(replace(load, is_finalized=True))
         return info
 
 

@@ -17,7 +17,7 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
-from patcher.loading.load import check_supported, finish_by_hand
+from patcher.loading.load import check_stands, check_supported, finish_by_hand
 from patcher.loading.reading.initial_values import keeping_computed
 from patcher.resolution.fused_modules import (
     fuse_standing_modules,
@@ -47,6 +47,7 @@ def from_config(
         construction = Construction(ClassRules(entries), by_hand=True)
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
+    check_stands(construction, cls)
     Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
     return model
 
@@ -102,6 +103,7 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
     with keeping_computed(construction.outermost_built):
         stock(self)
     if is_root:
+        construction.stands = True
         fuse_standing_modules(construction, self)
     if is_root and construction.by_hand:
         if original_class(self) is None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.hooks import Stock
+from patcher.compat.hooks import Stock, not_called
 from patcher.compat.models import has_adapters, is_saved_as_offloaded
 from patcher.compat.parallel import gathers_for_saving
 from patcher.conversions.either_layout import modules_with_layouts
@@ -35,6 +35,8 @@ SAVING: ContextVar[SavePlan | None] = ContextVar("patcher_saving", default=None)
 OFFLOADED: ContextVar[OffloadedWeights | None] = ContextVar("patcher_offloaded", default=None)
 #: The names of the files of weights that the save in this thread has written so far.
 _WRITTEN: ContextVar[set[str] | None] = ContextVar("patcher_written", default=None)
+#: Whether transformers has asked for the original weights of what it saves.
+_GIVEN_BACK: ContextVar[bool] = ContextVar("patcher_given_back", default=False)
 
 
 def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +65,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         given["variant"] = VARIANT
     written: set[str] = set()
     with ExitStack() as stack:
-        for variable, value in ((SAVING, plan), (OFFLOADED, None), (_WRITTEN, written)):
+        for variable, value in ((SAVING, plan), (OFFLOADED, None), (_WRITTEN, written), (_GIVEN_BACK, False)):
             stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
         stack.enter_context(counting_all_experts(self))
         if has_adapters(self):
@@ -104,6 +106,9 @@ def read_offloaded_weight(stock: Stock, model: Any, param_name: str, *args: Any,
 
 
 def write_weights(stock: Stock, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+    plan = SAVING.get()
+    if plan is not None and plan.original_format and not has_adapters(plan.model) and not _GIVEN_BACK.get():
+        raise not_called("give back")
     result = stock(tensors, filename, *args, **kwargs)
     if (written := _WRITTEN.get()) is not None:
         written.add(Path(filename).name)
@@ -142,6 +147,8 @@ def save_config(stock: Stock, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def revert(stock: Stock, model: nn.Module, state_dict: dict[str, Any]) -> Any:
     plan, offloaded = SAVING.get(), OFFLOADED.get()
+    if plan is not None and plan.model is model:
+        _GIVEN_BACK.set(True)
     if offloaded is not None and offloaded.plan.model is model:
         return offloaded.original(state_dict)
     if record_of(model) is None and not modules_with_layouts(model):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -323,6 +323,30 @@ class ModelInit(LlamaForCausalLM):
 def a_model_that_does_not_begin_as_one(at: Place) -> Steps:
     yield lambda: NoModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP))
     assert same(ModelInit.from_pretrained(at.llama, patcher=instead_of_mlp(OwnMLP)), at.llama)
+
+
+class Body(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.mlp = LlamaMLP(config)
+
+
+class BodyThatEnds(Body):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.post_init()
+
+
+@advice("are tied: let it end with that call.")
+def a_model_that_does_not_end_as_one(at: Place) -> Steps:
+    patched = instead_of_mlp(OwnMLP)
+    BodyThatEnds(tiny_llama_config()).save_pretrained(at.tmp)
+    yield lambda: Body.from_pretrained(at.tmp, patcher=patched)
+    assert type(BodyThatEnds.from_pretrained(at.tmp, patcher=patched).mlp) is OwnMLP
+    yield lambda: Body._from_config(tiny_llama_config(), patcher=patched)
+    assert type(BodyThatEnds._from_config(tiny_llama_config(), patcher=patched).mlp) is OwnMLP
 
 
 class NoContexts(LlamaForCausalLM):
