@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.transforms import by_itself, single
+from patcher.conversions.transforms import by_itself, is_alone, single
+from patcher.conversions.unchanged import Trace
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -109,6 +111,14 @@ class Computed:
         self._dtype = dtype
         group.expects(name)
 
+    def leave(self) -> None:
+        """Say that it will not be read."""
+        self._group.expects_no_more(self._name)
+
+    def traced(self, trace: SourceTrace) -> torch.Tensor | None:
+        """What stands for it in a trace, None where nobody knows what it is made of."""
+        return trace.made_by(self._group).get(self._name)
+
     def get_shape(self) -> list[int]:
         return list(self._shape)
 
@@ -139,12 +149,82 @@ class Computation:
     def expects(self, name: Any) -> None:
         self._expected.add(name)
 
+    def expects_no_more(self, name: Any) -> None:
+        self._expected.discard(name)
+
+    def traced(self, trace: SourceTrace) -> Mapping[Any, torch.Tensor]:
+        """What stands in a trace for what it makes; nothing where nobody knows what that is made of."""
+        return {}
+
     def take(self, name: Any) -> torch.Tensor:
         with self._lock:
             if name not in self._left:  # not yet computed, or read once more
                 made = self._run()
                 self._left = {each: made[each] for each in self._expected}
             return self._left.pop(name)
+
+
+class Conversion(Computation):
+    """A computation of which one knows what it takes.
+
+    Args:
+        convert: makes the tensors of those that it takes, by the names of the sources.
+    """
+
+    def __init__(
+        self, convert: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]], sources: Mapping[Any, Any]
+    ) -> None:
+        super().__init__(lambda: convert({name: source[...] for name, source in sources.items()}))
+        self._convert = convert
+        self._sources = sources
+
+    def traced(self, trace: SourceTrace) -> Mapping[Any, torch.Tensor]:
+        taken = {}
+        for name, source in self._sources.items():
+            tensor = source.traced(trace) if isinstance(source, Computed) else trace.source(source)
+            if tensor is None:
+                return {}
+            taken[name] = tensor
+        return self._convert(taken)
+
+    def unchanged(self) -> dict[Any, Any]:
+        """What it makes that is a source as it is, or one of those that sources are made of: name -> that source."""
+        trace = SourceTrace()
+        try:
+            with torch.no_grad(), trace:
+                made = trace.made_by(self)
+        except Exception:  # what can't be run without values is computed
+            return {}
+        numbers = {name: number for name, each in made.items() if (number := trace.unchanged(each)) is not None}
+        times = Counter(numbers.values())  # two parameters of one tensor would be tied
+        return {name: trace.sources[number] for name, number in numbers.items() if times[number] == 1}
+
+
+class SourceTrace(Trace):  # type: ignore[no-untyped-call]
+    """What computations do to sources: each that they take is an input.
+
+    Attributes:
+        sources: in the order of the inputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[Any] = []
+        self._made: dict[Computation, Mapping[Any, torch.Tensor]] = {}
+
+    def source(self, source: Any) -> torch.Tensor | None:
+        """What stands for a source, None for one that can't be read in the place of a copy."""
+        dtype = _DTYPES.get(dtype_of(source))
+        if dtype is None or (isinstance(source, torch.Tensor) and not is_alone(source)):
+            return None
+        self.sources.append(source)
+        return self.input(torch.empty(shape_of(source), dtype=dtype, device="meta"))
+
+    def made_by(self, computation: Computation) -> Mapping[Any, torch.Tensor]:
+        """What stands for what a computation makes: it is run once."""
+        if computation not in self._made:
+            self._made[computation] = computation.traced(self)
+        return self._made[computation]
 
 
 def dtype_of(source: Any) -> str:
@@ -157,6 +237,12 @@ def dtype_of(source: Any) -> str:
         "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
     )
     return f"{kind}{8 * dtype.itemsize}"
+
+
+_DTYPES = {
+    dtype_of(torch.empty(0, dtype=dtype)): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
+}
 
 
 def in_blocks(layout: Rows, source: Any) -> Any:
@@ -175,17 +261,25 @@ def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool]
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
 
-    def run() -> dict[int, torch.Tensor]:
-        with torch.no_grad():
-            made = layout.fuse([source[...] for source in sources])
+    @torch.no_grad()
+    def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        made = layout.fuse(list(tensors.values()))
         # What shares a storage, tools that save take for tied.
         return {number: by_itself(tensor) for number, tensor in enumerate(made)}
 
-    group = Computation(run)
+    group = Conversion(fuse, dict(enumerate(sources)))
+    shapes = layout.fused_shapes()
+    unchanged = group.unchanged() if any(isinstance(source, Computed) for source in sources) else {}
+    if len(unchanged) == len(shapes):
+        for source in sources:
+            if isinstance(source, Computed):
+                source.leave()
     dtype = dtype_of(sources[0])
-    numbered = enumerate(layout.fused_shapes())
-    chosen = numbered if wanted is None else itertools.compress(numbered, wanted)
-    return [Computed(group, number, shape, dtype) for number, shape in chosen]
+    numbers = range(len(shapes)) if wanted is None else itertools.compress(range(len(shapes)), wanted)
+    return [
+        unchanged[number] if number in unchanged else Computed(group, number, shapes[number], dtype)
+        for number in numbers
+    ]
 
 
 def joined(pieces: list[torch.Tensor]) -> torch.Tensor:

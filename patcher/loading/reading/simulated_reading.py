@@ -8,11 +8,12 @@ from typing import Any
 
 from transformers.utils import logging
 
-from patcher.compat.conversions import copy_transform, is_stock_operation
+from patcher.compat.conversions import copy_transform
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.conversions.simulation import Outcome, simulate
 from patcher.conversions.tracing import trace_of, with_trace
+from patcher.conversions.transforms import has_known_operations
 from patcher.errors import PatchedWeightsError
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.loading.reading.completion import Completion, complete
@@ -136,9 +137,7 @@ def _fails_for_sure(mapping: list[Any], outcome: Outcome) -> bool:
     """Whether the conversions that raise on the meta device do so for the shapes: others may look at values."""
     failed = {name: trace for item in mapping if (trace := trace_of(item)) for name in trace.failed}
     return failed.keys() >= outcome.conversion_errors.keys() and all(
-        is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
-        for trace in failed.values()
-        for operation in getattr(trace.transform, "operations", ())
+        has_known_operations(trace.transform) for trace in failed.values()
     )
 
 

@@ -19,9 +19,9 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, key_rena
 from patcher.compat.models import ModelView
 from patcher.compat.quantizers import is_of_quantizer
 from patcher.conversions.groups import Alike, Group, made_by_name
-from patcher.conversions.sources import Computation, Computed, dtype_of, on_meta
+from patcher.conversions.sources import Computation, Computed, Conversion, dtype_of, on_meta
 from patcher.conversions.tracing import trace_of
-from patcher.conversions.transforms import describe, single
+from patcher.conversions.transforms import describe, has_known_operations, single
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,14 @@ class StockParameters:
         if any(shape != self.tensors[name].shape for name, shape in made.items() if name in self.wanted):
             parts.lacking.extend(self._lacking(group))
         sources = {key: parts.rest.pop(key) for key in group.shapes}
-        computation = Computation(lambda: converted(group, self.view, sources))
+        known = has_known_operations(_plain(group.converter)) and not any(
+            map(is_of_quantizer, group.converter.operations)
+        )
+        computation = (
+            Conversion(lambda tensors: converted(group, self.view, tensors), sources)
+            if known
+            else Computation(lambda: converted(group, self.view, sources))
+        )
         dtype = dtype_of(next(iter(sources.values())))
         keys = tuple(sources)
         for name, shape in made.items():
