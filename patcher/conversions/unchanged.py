@@ -110,7 +110,7 @@ def _cat(
     results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0, **_: Any
 ) -> list[_Origin | None]:
     (made,) = results
-    if any(part.dim() != made.dim() or not part.numel() or part.dtype != made.dtype for part in tensors):
+    if any(part.dim() != made.dim() for part in tensors):  # as torch allows of tensors of no values
         return [None]
     dim %= made.dim()
 
@@ -126,13 +126,8 @@ def _cat(
     return [origin]
 
 
-def _stack(
-    results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0, **_: Any
-) -> list[_Origin | None]:
-    (made,) = results
-    if any(part.dtype != made.dtype for part in tensors):
-        return [None]
-    dim %= made.dim()
+def _stack(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0, **_: Any) -> list[_Origin]:
+    dim %= results[0].dim()
 
     def origin(region: _Region) -> tuple[torch.Tensor, _Region] | None:
         return (tensors[region.starts[dim]], region.without_dimension(dim)) if region.sizes[dim] == 1 else None

@@ -50,6 +50,8 @@ FOUND: dict[str, tuple[Callable[[Tensors], Tensors], tuple[int, ...], list[int |
     "split by sizes": (lambda x: list(torch.cat(x, -1).split([2, 2], dim=-1)), (2, 3, 2), [0, 1]),
     "the input": (lambda x: x[::-1], (2, 3), [1, 0]),
     "in another order": (lambda x: [torch.stack(x).permute(2, 0, 1).permute(1, 2, 0)[0]], (2, 3, 4), [0]),
+    "the first dimension last": (lambda x: [torch.stack(x).permute(1, 2, 0)[..., 1]], (2, 3, 4), [1]),
+    "beside nothing": (lambda x: [torch.cat([x[0].new_empty(0), x[0]])], (1, 3, 4), [None]),
     "a part": (lambda x: [x[0][:2], torch.cat(x)[2:5], torch.stack(x)[:1]], (2, 3, 2), [None] * 3),
     "every other row": (lambda x: [torch.cat(x)[::2]], (2, 3, 2), [None]),
     "square, transposed": (lambda x: [x[0].t()], (1, 3, 3), [None]),
