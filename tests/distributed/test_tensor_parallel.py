@@ -170,10 +170,16 @@ def as_original(model: Any, folder: Path) -> None:
 
 #: Of the older releases these alone.
 SHORT = ("both", "experts", "a class mapping with conversions")
+#: What others have a part of, both fusions and biases first of all.
+NIGHTLY = ("qkv", "gate_up", "tied", "norms of heads", "some layers", "auto", "that and a fusion")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT) + [pytest.mark.nightly] * (name in NIGHTLY))
+        for name in CASES
+    ],
 )
 def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     case, folder = CASES[name], folders[CASES[name].folder]

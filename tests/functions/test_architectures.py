@@ -23,14 +23,13 @@ EXPECTED = {
 
 
 LONG = ("BartForConditionalGeneration", "CohereForCausalLM", "GPT2LMHeadModel")
+NIGHTLY = ("BambaForCausalLM", "CohereForCausalLM", "BertForMaskedLM")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name in LONG) + [pytest.mark.nightly] * (name == "BambaForCausalLM")
-        )
+        pytest.param(name, marks=[pytest.mark.slow] * (name in LONG) + [pytest.mark.nightly] * (name in NIGHTLY))
         for name in EXPECTED
     ],
 )

@@ -281,7 +281,7 @@ def test_training_with_recomputed_activations_takes_the_steps_of_stock(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(["llama", "t5, gated", "llava", "mixtral"], {"t5, gated", "mixtral"}))
+@pytest.mark.parametrize("name", sampled(["llama", "t5, gated", "llava", "mixtral"], {"t5, gated"}))
 def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
     graphs = []
     for model in pair(name):
@@ -295,7 +295,7 @@ def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "t5, gated"])
+@pytest.mark.parametrize("name", sampled(["llama", "t5, gated"], {"llama"}))
 def test_compiled_it_gives_the_outputs_and_gradients_of_stock(name: str) -> None:
     stock, fused = pair(name)
     inputs = inputs_of(stock)

@@ -152,10 +152,10 @@ def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path
     "config",
     [
         pytest.param(tiny_mixtral_config(num_hidden_layers=1), id="Mixtral"),
-        pytest.param(tiny_qwen2_moe_config(num_hidden_layers=1), id="Qwen2-MoE"),
+        pytest.param(tiny_qwen2_moe_config(num_hidden_layers=1), id="Qwen2-MoE", marks=pytest.mark.nightly),
         pytest.param(tiny_gpt_oss_config(num_hidden_layers=1), id="gpt-oss"),
         pytest.param(tiny_llama4_config(), id="Llama 4"),
-        pytest.param(tiny_nemotron_h_config(), id="Nemotron-H"),
+        pytest.param(tiny_nemotron_h_config(), id="Nemotron-H", marks=pytest.mark.nightly),
         pytest.param(tiny_jetmoe_config(), id="JetMoE", marks=pytest.mark.nightly),
     ],
 )

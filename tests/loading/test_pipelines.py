@@ -77,7 +77,9 @@ assert type(made.model.layers[0].self_attn).__name__ == "FusedLlamaAttention"
 @pytest.mark.parametrize(
     ("imports", "name"),
     [
-        ("from transformers import pipeline\nfrom patcher import Patcher", "pipeline"),
+        pytest.param(
+            "from transformers import pipeline\nfrom patcher import Patcher", "pipeline", marks=pytest.mark.nightly
+        ),
         pytest.param(
             "from patcher import Patcher\nfrom transformers import pipeline", "pipeline", marks=pytest.mark.nightly
         ),

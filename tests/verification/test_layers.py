@@ -250,6 +250,7 @@ def marked(condition: Callable[[Any, torch.Tensor], bool]) -> Patcher:
             Patcher({"LlamaMLP": off(LlamaMLP, lambda m, x, k: m.training and x.shape[1] > 100)}),
             r"training: on a row of 128 tokens .* it begins in model\.layers\.0\.mlp \(.*Off",
             id="long rows in training",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             Patcher({"LlamaAttention": DropoutInOne}),
@@ -265,6 +266,7 @@ def marked(condition: Callable[[Any, torch.Tensor], bool]) -> Patcher:
             marked(lambda m, x: x.shape[1] == 1 and m.calls > 38),
             r"outputs: on a prompt, then token by token .*model\.layers\.5 ",
             id="a marked layer, late steps",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             Patcher({"LlamaAttention": off(LlamaAttention, lambda m, x, k: m.layer_idx == 5 and kept(k) > 40)}),
