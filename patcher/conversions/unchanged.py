@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from patcher.compat.models import written_tensors
+
 
 @dataclass(frozen=True)
 class _Region:
@@ -88,14 +90,13 @@ class Trace(TorchDispatchMode):
         return self._inputs[id(tensor)] if is_whole and in_place and tensor.dtype == dtype else None
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operation(*args, **(kwargs or {}))
-        self._is_over = self._is_over or operation._schema.is_mutable
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        self._is_over = self._is_over or bool(written_tensors(operation, args, kwargs))
         moves = _MOVES.get(operation)
         if moves is not None:
-            named = {argument.name: argument.default_value for argument in operation._schema.arguments}
-            named |= dict(zip(named, args, strict=False)) | (kwargs or {})
             results = [result] if isinstance(result, torch.Tensor) else list(result)
-            for made, origin in zip(results, moves(results, **named), strict=True):
+            for made, origin in zip(results, moves(results, *args, **kwargs), strict=True):
                 self._alive.append(made)
                 if origin is not None and id(made) not in self._inputs:
                     self._origins[id(made)] = origin
@@ -106,9 +107,7 @@ def _same(results: Sequence[torch.Tensor], self: torch.Tensor, **_: Any) -> list
     return [lambda region: (self, region)]
 
 
-def _cat(
-    results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0, **_: Any
-) -> list[_Origin | None]:
+def _cat(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0) -> list[_Origin | None]:
     (made,) = results
     if any(part.dim() != made.dim() for part in tensors):  # as torch allows of tensors of no values
         return [None]
@@ -126,7 +125,7 @@ def _cat(
     return [origin]
 
 
-def _stack(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0, **_: Any) -> list[_Origin]:
+def _stack(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0) -> list[_Origin]:
     dim %= results[0].dim()
 
     def origin(region: _Region) -> tuple[torch.Tensor, _Region] | None:
@@ -135,14 +134,14 @@ def _stack(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim
     return [origin]
 
 
-def _cut(results: Sequence[torch.Tensor], self: torch.Tensor, dim: int = 0, **_: Any) -> list[_Origin]:
+def _cut(results: Sequence[torch.Tensor], self: torch.Tensor, sizes: Any, dim: int = 0) -> list[_Origin]:
     """Pieces one behind the other."""
     dim %= self.dim()
     starts = [sum(piece.shape[dim] for piece in results[:number]) for number in range(len(results))]
     return [lambda region, start=start: (self, region.moved(dim, start)) for start in starts]  # type: ignore[misc]
 
 
-def _unbind(results: Sequence[torch.Tensor], self: torch.Tensor, dim: int = 0, **_: Any) -> list[_Origin]:
+def _unbind(results: Sequence[torch.Tensor], self: torch.Tensor, dim: int = 0) -> list[_Origin]:
     dim %= self.dim()
     return [
         lambda region, index=index: (self, region.with_dimension(dim, index))  # type: ignore[misc]
@@ -156,7 +155,12 @@ def _select(results: Sequence[torch.Tensor], self: torch.Tensor, dim: int, index
 
 
 def _slice(
-    results: Sequence[torch.Tensor], self: torch.Tensor, dim: int, start: int | None, end: int | None, step: int
+    results: Sequence[torch.Tensor],
+    self: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> list[_Origin | None]:
     dim %= self.dim()
     first, _, _ = slice(start, end).indices(self.shape[dim])
