@@ -269,11 +269,11 @@ def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool]
 
     group = Conversion(fuse, dict(enumerate(sources)))
     shapes = layout.fused_shapes()
-    unchanged = group.unchanged() if any(isinstance(source, Computed) for source in sources) else {}
+    computed = [source for source in sources if isinstance(source, Computed)]
+    unchanged = group.unchanged() if computed else {}
     if len(unchanged) == len(shapes):
-        for source in sources:
-            if isinstance(source, Computed):
-                source.leave()
+        for source in computed:
+            source.leave()
     dtype = dtype_of(sources[0])
     numbers = range(len(shapes)) if wanted is None else itertools.compress(range(len(shapes)), wanted)
     return [

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def _stack(results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim
 def _cut(results: Sequence[torch.Tensor], self: torch.Tensor, sizes: Any, dim: int = 0) -> list[_Origin]:
     """Pieces one behind the other."""
     dim %= self.dim()
-    starts = [sum(piece.shape[dim] for piece in results[:number]) for number in range(len(results))]
+    *starts, _ = accumulate((piece.shape[dim] for piece in results), initial=0)
     return [lambda region, start=start: (self, region.moved(dim, start)) for start in starts]  # type: ignore[misc]
 
 

@@ -1,12 +1,13 @@
 """One load as five steps, each a function from the frozen result before it to its own.
 
-    Request -> Constructed -> Selected -> Loaded -> the record on the model
+    Request -> Constructed -> Selected -> Loaded -> Finalized -> the record on the model
 
 Each result has all that those before it have. Where a load is, its exact class says.
 
 `request` is made when `from_pretrained` is called, `construct` ends when the modules stand on the meta device,
-`select` has the conversions, `read` checks names and shapes and then has the weights read, `finish` puts down what was
-done. A dry run stops before the weights are read; a model built by hand goes from its construction to its record.
+`select` has the conversions, `read` checks names and shapes and then has the weights read, transformers finalizes the
+rest of the model, `finish` puts down what was done. A dry run stops before the weights are read; a model built by hand
+goes from its construction to its record.
 """
 
 from __future__ import annotations
@@ -367,13 +368,20 @@ class Loaded(Selected):
         info: what transformers knows of the load: missing, unexpected and mismatched keys, errors of conversions.
         outcome: where each tensor of the checkpoint goes, in a dry run.
         disk_index: where transformers finds what the device map puts on the disk.
-        is_finalized: whether the rest of the model has its values as well.
     """
 
     info: Any
     outcome: Outcome = field(default_factory=Outcome)
     disk_index: dict[str, Any] | None = None
-    is_finalized: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Finalized(Loaded):
+    """The rest of the model has its values as well."""
+
+
+#: Where a load has come to -> the place of transformers that leads on from there.
+_LEADS_ON: dict[type[Request], str] = {Constructed: "conversions", Selected: "read", Loaded: "finish"}
 
 
 def finish(load: Constructed) -> None:
@@ -383,9 +391,8 @@ def finish(load: Constructed) -> None:
         PatcherError: transformers has gone around one of the steps, so the weights aren't what was asked for.
     """
     diagnostics = load.diagnostics
-    if not getattr(load, "is_finalized", False) and not distributed_checkpoint(load.path, load.options):
-        place = "finish" if isinstance(load, Loaded) else "read" if isinstance(load, Selected) else "conversions"
-        raise not_called(place)
+    if type(load) is not Finalized and not distributed_checkpoint(load.path, load.options):
+        raise not_called(_LEADS_ON[type(load)])
     if not isinstance(load, Loaded):  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
         diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)

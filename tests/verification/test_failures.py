@@ -15,9 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaMLP,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -26,7 +24,7 @@ from patcher.patterns import inside
 from patcher.verification.numerics import call_gaps, first_difference
 from tests.support.replacements import OWN, JoinedMLP, With
 from tests.verification.models import BERT, ESM, LLAMA, MIXTRAL
-from tests.verification.wrong_classes import NoNorm
+from tests.verification.wrong_classes import HalfSoftmax, LostUpcast, NoNorm
 
 
 class KeysForQueries(LlamaAttention):
@@ -101,34 +99,6 @@ class StaleBuffer(LlamaRotaryEmbedding):
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         angles = (position_ids[..., None].float() * self.angles).repeat(1, 1, 2)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
-class LostUpcast(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
-
-
-class LostUpcastOfSoftmax(LlamaAttention):
-    """Written out, where stock uses sdpa."""
-
-    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in projections)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        if (cache := kwargs.get("past_key_values")) is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        k, v = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (k, v))
-        length = k.shape[-2]
-        places = torch.arange(length)
-        later = places > places[length - q.shape[-2] :, None]
-        scores = (q @ k.transpose(-1, -2) * self.scaling).masked_fill(later, torch.finfo(q.dtype).min)
-        if (mask := kwargs.get("attention_mask")) is not None:
-            scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min)
-        exponents = (scores - scores.amax(-1, keepdim=True)).exp()
-        found = exponents / exponents.sum(-1, keepdim=True) @ v
-        return self.o_proj(found.transpose(1, 2).flatten(2)), None
 
 
 class NoGradient(LlamaMLP):
@@ -210,8 +180,8 @@ WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         r"outputs: .* it begins in model\.rotary_emb \(StaleBuffer"),
     "an upcast lost": (LLAMA, Patcher({"LlamaRMSNorm": LostUpcast}), HALF,
         r"precision: .*rsqrt in torch\.bfloat16.* it begins in model\.layers\.0\.input_layernorm \(LostUpcast"),
-    "an upcast of softmax lost": (LLAMA, Patcher({"LlamaAttention": LostUpcastOfSoftmax}), HALF,
-        r"precision: .*exp, sum in .*bfloat16.* it begins in model\.layers\.0\.self_attn \(LostUpcastOfSoftmax"),
+    "an upcast of softmax lost": (LLAMA, Patcher({"LlamaAttention": HalfSoftmax}), HALF,
+        r"precision: .*exp, sum in .*bfloat16.* it begins in model\.layers\.0\.self_attn \(HalfSoftmax"),
     "no gradient": (LLAMA, Patcher({"LlamaMLP": NoGradient}), {},
         r"gradients: on a short row they differ for .*model\.layers\.\{0\.\.1\}\.mlp\.down_proj\.weight"),
     "wrong order on save": (LLAMA, WRONG_ORDER, {},

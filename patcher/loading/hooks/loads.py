@@ -34,6 +34,7 @@ from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
     DryRun,
+    Finalized,
     Loaded,
     Request,
     Selected,
@@ -268,7 +269,7 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         values = InitialValues(load)
         info = stock(model, load_config, loading_info)
         values.put_back(load_config)
-        _LOAD.set(replace(load, is_finalized=True))
+        _LOAD.set(Finalized(**vars(load)))
         return info
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -111,8 +112,9 @@ class StockParameters:
 
     def _take(self, group: Group, alike: Alike, parts: Parts) -> None:
         """Put the parts that a converter makes to the others, if any of them is wanted."""
+        of_quantizer = any(map(is_of_quantizer, group.converter.operations))
         if self.wanted.isdisjoint(made_by_name(group.converter, group.first)):
-            if any(is_of_quantizer(operation) for operation in group.converter.operations):
+            if of_quantizer:
                 return  # it makes what its patterns say, and writes to the parameters of the model on its way
             # It may still make one, under a name that its patterns don't tell.
             try:
@@ -134,14 +136,9 @@ class StockParameters:
         if any(shape != self.tensors[name].shape for name, shape in made.items() if name in self.wanted):
             parts.lacking.extend(self._lacking(group))
         sources = {key: parts.rest.pop(key) for key in group.shapes}
-        known = has_known_operations(_plain(group.converter)) and not any(
-            map(is_of_quantizer, group.converter.operations)
-        )
-        computation = (
-            Conversion(lambda tensors: converted(group, self.view, tensors), sources)
-            if known
-            else Computation(lambda: converted(group, self.view, sources))
-        )
+        convert = partial(converted, group, self.view)
+        can_be_traced = has_known_operations(group.converter) and not of_quantizer
+        computation = Conversion(convert, sources) if can_be_traced else Computation(partial(convert, sources))
         dtype = dtype_of(next(iter(sources.values())))
         keys = tuple(sources)
         for name, shape in made.items():
