@@ -142,7 +142,7 @@ def test_the_order_of_imports_does_not_matter(folders: dict[str, Path], tmp_path
     program = (
         "import sys\n"
         "import peft, peft.utils.transformers_weight_conversion\n"
-        "from tests.loading.test_beside_peft import LINEAR_EXPERTS, onto_a_new_model\n"
+        "from tests.libraries.test_peft import LINEAR_EXPERTS, onto_a_new_model\n"
         "from pathlib import Path\n"
         "onto_a_new_model(Path(sys.argv[1]), Path(sys.argv[2]), LINEAR_EXPERTS)\n"
         "print('loaded')\n"

@@ -1,0 +1,1 @@
+"""What patched models are tried with: adapters, Trainer, quantizers, exporters."""
