@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from patcher.cli import commands
 from patcher.cli.codegen import app as codegen
+from patcher.source.from_text import imported_from_text
 
 __all__ = ["app", "main"]
 
@@ -48,4 +51,5 @@ def patcher(context: typer.Context) -> None:
 
 def main() -> None:
     """The entry point of the `patcher` command."""
-    app(prog_name="patcher")
+    with imported_from_text(Path.cwd()):  # what --patcher and --module name, and the modules that configs patch
+        app(prog_name="patcher")

@@ -59,21 +59,18 @@ def drifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
     config = tmp_path / "moe_patch_gen_config.py"
     config.write_text(CONFIG)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
 
     def install(release: str) -> None:
         (package / "modeling_mixtral.py").write_text(excerpt(release))
 
     def checked(**options: bool) -> CheckResult:
-        sys.modules.pop("moe_patch_gen_config", None)
         (result,) = check([config], **options)
         return result
 
     def written(**options: bool) -> Path:
         from patcher.codegen.files.projects import load_configs
 
-        sys.modules.pop("moe_patch_gen_config", None)
         return write(load_configs(str(config))[0], **options)
 
     install(OLD)

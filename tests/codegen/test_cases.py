@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 import tokenize
 from pathlib import Path
 
@@ -22,7 +21,6 @@ ERRORS = [case for case in CASES if case.kind == "error"]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
 

@@ -28,7 +28,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "configs" / "one").mkdir(parents=True)
     (tmp_path / "configs" / "one" / "one_patch_gen_config.py").write_text(CONFIG)
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name, module in list(sys.modules.items()):
@@ -48,11 +47,6 @@ def generated(project: Path) -> Path:
     code, _ = run("--all", "--diff")
     assert code == 0
     return project / "configs" / "one" / "generated" / "patched_modeling_checked.py"
-
-
-def forget(name: str = "one_patch_gen_config") -> None:
-    """What a new process would not know."""
-    sys.modules.pop(name, None)
 
 
 def test_no_drift(generated: Path) -> None:
@@ -180,7 +174,6 @@ def test_generate_one_by_path_and_by_name(project: Path) -> None:
     assert code == 0
     assert "replace function f: more" in output
     assert (project / "elsewhere" / "patched_modeling_checked.py").is_file()
-    forget()
     (project / "lib" / "a_config.py").write_text(CONFIG.replace("config", "mine"))
     code, output = run("a_config", "--config-name", "mine", "--output-dir", "named")
     assert code == 0

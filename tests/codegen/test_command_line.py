@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import py_compile
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 
 from patcher.cli.codegen import app
 from patcher.codegen import PatchConfig, check, generate
-from patcher.codegen.files.projects import read_settings
+from patcher.codegen.files.projects import load_configs, read_settings
 from patcher.errors import CodegenError
 from tests.codegen.checked import CONFIG, SOURCE
 
@@ -25,7 +27,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}_patch_gen_config.py").write_text(CONFIG)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name, module in list(sys.modules.items()):
@@ -59,8 +60,6 @@ def test_two_configs_of_one_file(project: Path) -> None:
     assert path.is_file()
     config = project / "c" / "c_patch_gen_config.py"
     config.write_text(CONFIG.replace("patched_modeling_checked.py", "other.py"))
-    for name in ("a_patch_gen_config", "c_patch_gen_config"):
-        sys.modules.pop(name, None)
     assert run("--all", "-o", "out")[0] == 0
 
 
@@ -139,13 +138,11 @@ def test_files_that_are_no_text(project: Path, data: bytes, line: int, reason: s
     config = project / "a" / "a_patch_gen_config.py"
     assert run("--all")[0] == 0
     config.write_bytes(data)
-    sys.modules.pop("a_patch_gen_config", None)
     for asked in (["--check"], ["--list"], ["--all"], [str(config)]):
         code, output = run(*asked)
         assert code == 1
         assert f"{config}:{line}: this file can't be read as Python" in output
         assert reason in output
-        sys.modules.pop("a_patch_gen_config", None)
 
     # What is on the disk in the place of a generated file is text of whatever kind: it differs.
     generated = project / "c" / "generated" / "patched_modeling_checked.py"
@@ -187,3 +184,35 @@ def test_a_hundred_configs_are_listed_from_one_start(project: Path) -> None:
     code, output = run("--list")
     assert code == 0
     assert output.count("modeling_checked ->") == 102
+
+
+@pytest.mark.parametrize("by", ["path", "name", "package"])
+def test_a_config_is_read_from_its_text_and_nothing_is_written_beside_it(by: str, project: Path) -> None:
+    """Python itself goes by the second and the size of a file: it would run the bytecode of the former text."""
+    config, beside = project / "a" / "a_patch_gen_config.py", project / "said_beside.py"
+    if by == "package":
+        (project / "a" / "__init__.py").touch()
+    if by == "name":
+        config = config.rename(project / config.name)
+    for number in (1, 2, 3):
+        config.write_text(
+            "from patcher.codegen import PatchConfig\nfrom said_beside import BODY\n\n"
+            f"config = PatchConfig('modeling_checked', 'out_{number}.py')\nconfig.replace_function('f', BODY)\n"
+        )
+        beside.write_text(f"BODY = 'def f(x):\\n    return {number}'\n")
+        sys.modules.pop("said_beside", None)
+        for file in (config, beside):
+            os.utime(file, (1e9, 1e9))
+            if number == 1:
+                py_compile.compile(str(file))
+        (found,) = load_configs(config.stem if by == "name" else str(config))
+        assert found.target_file == f"out_{number}.py"
+        assert f"return {number}" in generate(found)
+    compiled = {file.name.partition(".")[0] for file in project.rglob("*.pyc")}
+    assert compiled == {config.stem, beside.stem}  # those that this test has put there
+
+
+def test_a_config_that_did_not_change_is_the_module_that_it_was(project: Path) -> None:
+    """So configs that import each other have the same objects."""
+    path = str(project / "a" / "a_patch_gen_config.py")
+    assert load_configs(path)[0] is load_configs(path)[0]

@@ -116,7 +116,6 @@ def test_decorators_are_ours_by_file_and_line(tmp_path: Path, monkeypatch: pytes
     )
     import importlib
 
-    monkeypatch.setattr("sys.dont_write_bytecode", True)
     importlib.import_module("outer_of_extract")
     config = PatchConfig("modeling_extract", "out.py")
     config.replace_function("g", replacement=importlib.import_module("inner_of_extract").g)

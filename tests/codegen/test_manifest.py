@@ -78,7 +78,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "listed_patch_gen_config.py").write_text(CONFIG, "utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("listed_patch_gen_config", None)

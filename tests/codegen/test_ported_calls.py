@@ -152,7 +152,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ported_base.py").write_text(BASE)
     (tmp_path / "ported_modeling.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in ("ported_base", "ported_modeling", "ported_patch_gen_config"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
@@ -167,7 +166,6 @@ def described(place: Path, source: str, calls: str) -> Any:
         "from patcher.codegen import PatchConfig\n\n"
         f'config = PatchConfig(source_module="ported_modeling", target_file="out.py")\n{calls}\n'
     )
-    sys.modules.pop("ported_patch_gen_config", None)
     return load_configs(str(path))[0]
 
 

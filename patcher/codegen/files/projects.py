@@ -16,11 +16,13 @@ from types import ModuleType
 
 from patcher.codegen.spec import PatchSpec
 from patcher.errors import CodegenError
+from patcher.source import from_text
+from patcher.source.from_text import TextLoader, imported_from_text, is_current
 from patcher.source.modules import read_python
 from patcher.source.reading import Location
 
 SUFFIX = "_patch_gen_config.py"
-_IMPORTING = {__file__, importlib.__file__}
+_IMPORTING = {__file__, importlib.__file__, from_text.__file__}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
@@ -126,7 +128,7 @@ def load_configs(module: str, name: str | None = None) -> list[PatchSpec]:
 def _places(error: BaseException, path: Path) -> tuple[str, str]:
     """The line of the config on which its import failed, and the line of another file that failed there."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    # Not those that import: this file's, and `importlib.import_module`.
+    # Not those that import.
     places = [Location(f.filename, f.lineno or 1) for f in frames if f.filename not in _IMPORTING]
     if isinstance(error, SyntaxError) and error.filename:
         places.append(Location(error.filename, error.lineno or 1))
@@ -139,6 +141,9 @@ def _places(error: BaseException, path: Path) -> tuple[str, str]:
 
 def _import_name(name: str) -> ModuleType:
     with _on_path(Path.cwd()):
+        known = sys.modules.get(name)
+        if isinstance(getattr(known, "__loader__", None), TextLoader) and not is_current(known):
+            del sys.modules[name]
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -163,17 +168,19 @@ def _import_file(path: Path) -> ModuleType:
     with _on_path(root):
         known = sys.modules.get(name)
         if known is not None and Path(getattr(known, "__file__", None) or "") == path:
-            return known
+            if is_current(known):
+                return known
+            del sys.modules[name]
         if len(parts) > 1:
             return importlib.import_module(name)
         # two folders may each hold a config of this name: loaded by its path, known by its name to its neighbours
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = TextLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
@@ -182,9 +189,11 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _on_path(folder: Path) -> Iterator[None]:
+    """What a config imports is found from its folder too, and what is of the project is read from its text."""
     sys.path.insert(0, str(folder))
     try:
-        yield
+        with imported_from_text(folder, Path.cwd()):
+            yield
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(str(folder))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -129,7 +128,6 @@ def drifted(at: Place) -> Iterator[Callable[..., CheckResult]]:
     )
 
     def checked(**options: bool) -> CheckResult:
-        sys.modules.pop("drifted_patch_gen_config", None)
         (result,) = check([str(config)], **options)
         if not result.ok and (result.error or not options.get("rebase")):
             raise CodegenError(str(result))
@@ -147,7 +145,6 @@ def changed_original(at: Place) -> Steps:
         said = yield lambda: checked(fix=True)
         config = at.tmp / "drifted_patch_gen_config.py"
         config.write_text(edited(config.read_text(), ("a = 1", "a = 7")))
-        sys.modules.pop("drifted_patch_gen_config", None)
         (words,) = re.findall(r"generating the file again: patcher codegen (.*)", said)
         command("codegen", *words.split())
         assert "a = 7" in (at.tmp / "generated" / "out.py").read_text()
@@ -183,7 +180,6 @@ def merged_by_hand(at: Place) -> Steps:
         merged = text[text.index("def f") :].rstrip().replace("\n", "\\n")
         config = at.tmp / "drifted_patch_gen_config.py"
         config.write_text(re.sub("'def f.*'", lambda _: f"'{merged}'", config.read_text()))
-        sys.modules.pop("drifted_patch_gen_config", None)
         write(load_configs(str(config))[0], diff=True)
         assert checked().ok
         assert "return x + 2" in (at.tmp / "generated" / "out.py").read_text()
