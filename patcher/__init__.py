@@ -74,8 +74,8 @@ def __getattr__(name: str) -> Any:
     elif name not in _HOMES:
         raise errors.no_such_name("patcher", name, __dir__(), "dir(patcher)")
     else:
-        importlib.import_module("patcher.loading").install()
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        errors.public_name("patcher.loading", "install")()
+        value = errors.public_name(_HOMES[name], name)
     globals()[name] = value
     return value
 

@@ -28,10 +28,12 @@ registry of `patcher.monkey_patching`, which keeps the contract of the one it st
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 import warnings
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 __all__ = [
     "CodegenError",
@@ -102,6 +104,32 @@ def no_such_name(module: str, name: str, known: Iterable[str], where: str = "") 
     close = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
     hint = f"write {module}.{by_folded[close[0]]}" if close else where and f"{where} lists what there is"
     return NoSuchNameError(f"module {module!r} has no attribute {name!r}{hint and f'; {hint}'}.")
+
+
+def public_name(module: str, name: str) -> Any:
+    """What a `__getattr__` gives from a module that is imported for it, now.
+
+    Raises:
+        PatcherError: a library lacks what the module needs of it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError) as error:
+        # Of an attribute it is the module without it, of an import the name. What is not installed says so itself.
+        owner = error.name if isinstance(error, ImportError) else getattr(error.obj, "__name__", "")
+        library = (owner or "").partition(".")[0]
+        if isinstance(error, NoSuchNameError | ModuleNotFoundError) or library in ("", "patcher"):
+            raise
+        raise unknown_release(library, str(error)) from error
+
+
+def unknown_release(library: str, what: str) -> PatcherError:
+    """The error for a release of a library that lacks something, or does it otherwise."""
+    release = importlib.import_module("importlib.metadata").version(library)  # late: it takes long to import
+    return PatcherError(
+        f"This release of patcher doesn't know {library} {release}: {what}. "
+        f"Install a release of {library} that patcher's metadata lists, or a newer patcher."
+    )
 
 
 def warn(text: str) -> None:

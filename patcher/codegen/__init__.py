@@ -18,10 +18,9 @@ Generating imports neither torch nor transformers: the original is read as text.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from patcher.errors import no_such_name
+from patcher.errors import no_such_name, public_name
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -72,7 +71,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise no_such_name("patcher.codegen", name, __all__, "dir(patcher.codegen)")
     home = _HOMES[name]  # one of a later room has its full name
-    value = getattr(importlib.import_module(home if home.startswith("patcher.") else f"patcher.codegen.{home}"), name)
+    value = public_name(home if home.startswith("patcher.") else f"patcher.codegen.{home}", name)
     globals()[name] = value
     return value
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from accelerate.utils import modeling as accelerate_modeling  # type: ignore[import-untyped]
@@ -20,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from transformers.utils import output_capturing
 
-from patcher.errors import PatcherError
+from patcher.errors import PatcherError, unknown_release
 from patcher.source.importing import when_imported as when_imported
 
 #: What stood at a place before the hook.
@@ -165,21 +164,14 @@ def check_seam(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
     library = where.partition(".")[0]
     seam = getattr(owner, name, None)
     if seam is None:
-        raise _gone(library, f"{where}.{name} is gone")
+        raise unknown_release(library, f"{where}.{name} is gone")
     if parameters:
         known = inspect.signature(seam).parameters
         if missing := [parameter for parameter in parameters if parameter not in known]:
-            raise _gone(library, f"{where}.{name} has no parameter {', '.join(missing)}")
+            raise unknown_release(library, f"{where}.{name} has no parameter {', '.join(missing)}")
 
 
 def not_called(place: str) -> PatcherError:
     """The error for a place that is there, and that transformers has not come by."""
     owner, name, _ = HOOKED[place]
-    return _gone("transformers", f"{owner.__name__}.{name} is not called where a model is loaded, or saved")
-
-
-def _gone(library: str, what: str) -> PatcherError:
-    return PatcherError(
-        f"This release of patcher doesn't know {library} {version(library)}: {what}. "
-        f"Install a release of {library} that patcher's metadata lists, or a newer patcher."
-    )
+    return unknown_release("transformers", f"{owner.__name__}.{name} is not called where a model is loaded, or saved")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ LOADING_ATTRIBUTES = (
     "input_modalities",
     "supports_gradient_checkpointing",
 )
+
+#: Whether a program is exported. Releases of torch before 2.7 don't tell it from one that is compiled.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 #: On a replaced module: the class that it was built for. transformers goes by class in many places.
 ORIGINAL = "_patcher_original"

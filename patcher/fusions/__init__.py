@@ -10,11 +10,10 @@ A family of one's own is a subclass of `Fusion`. The families here are made of t
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from patcher.conversions.layouts import Flatten, Layout, Rows
-from patcher.errors import no_such_name
+from patcher.errors import no_such_name, public_name
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
 
@@ -69,5 +68,5 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise no_such_name(__name__, name, __all__, "dir(patcher.fusions)")
-    value = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    value = globals()[name] = public_name(_LATE[name], name)
     return value

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patcher.compat.models import is_exporting
 from patcher.conversions.fused_weights import fused_weights
 from patcher.conversions.sharded import Copied
 from patcher.errors import PatchConflictError
@@ -111,7 +112,7 @@ class ProjectionView:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole = self._whole
-        if torch.compiler.is_exporting() and type(whole) is nn.Linear and not more_than_a_weight_and_bias(whole):
+        if is_exporting() and type(whole) is nn.Linear and not more_than_a_weight_and_bias(whole):
             return nn.functional.linear(features, self.weight, self.bias)  # a program keeps what it is shown
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
         # Code of the original goes on with it as with a projection's result, which is contiguous.

@@ -6,19 +6,21 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import accelerate
 import pytest
 import transformers
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, modeling_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, report
 from patcher.compat import hooks
 from patcher.compat.hooks import check
+from tests.support import fresh
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 
@@ -40,24 +42,19 @@ USES = [
     "import patcher; patcher.install()",
     "from patcher.monkey_patching import clear_patch_mapping",
 ]
-# Each in a process that hasn't imported patcher, forked from one that has imported what takes seconds.
-EACH_BY_ITSELF = """
-import os, sys
+USED = """
+import sys
 from transformers import PreTrainedModel
-for use in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        assert "patcher" not in sys.modules
-        exec(use)
-        print(use, "->", hasattr(PreTrainedModel.from_pretrained, "__wrapped__"), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+assert "patcher" not in sys.modules
+exec(sys.argv[1])
+assert hasattr(PreTrainedModel.from_pretrained, "__wrapped__")
 """
 
 
 @pytest.mark.slow
-def test_using_any_public_name_installs_the_hook() -> None:
-    assert run(EACH_BY_ITSELF, *USES).splitlines() == [f"{use} -> True" for use in USES]
+@pytest.mark.parametrize("use", USES)
+def test_using_any_public_name_installs_the_hook(use: str) -> None:
+    fresh.run(USED, use)
 
 
 def test_installing_twice_hooks_once() -> None:
@@ -153,3 +150,42 @@ def test_a_seam_that_a_save_goes_around_is_named(monkeypatch: pytest.MonkeyPatch
     model.save_pretrained(tmp_path / "saved")
     written = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("stock", "saved")]
     assert written[0] == written[1]
+
+
+OLD = """
+import sys
+import torch.onnx, transformers.modeling_utils
+exec(sys.argv[1])
+try:
+    exec(sys.argv[2])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["from patcher import Patcher", "from patcher.fusions import Projections"])
+@pytest.mark.parametrize(
+    ("gone", "library", "what"),
+    [
+        ("torch.onnx.is_in_onnx_export", "torch", "module 'torch.onnx' has no attribute 'is_in_onnx_export'"),
+        (
+            "transformers.modeling_utils.local_torch_dtype",
+            "transformers",
+            "cannot import name 'local_torch_dtype' from 'transformers.modeling_utils' ({file})",
+        ),
+    ],
+)
+def test_what_a_release_of_a_library_lacks_is_named(gone: str, library: str, what: str, use: str) -> None:
+    what = what.format(file=modeling_utils.__file__)
+    assert fresh.run(OLD, f"del {gone}", use).stdout == (
+        f"PatcherError This release of patcher doesn't know {library} {version(library)}: {what}. "
+        f"Install a release of {library} that patcher's metadata lists, or a newer patcher.\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_torch_that_does_not_tell_an_export_from_a_compilation_is_one_that_works() -> None:
+    """So are releases before 2.7."""
+    use = "from patcher.compat.models import is_exporting; assert is_exporting is torch.compiler.is_compiling"
+    assert fresh.run(OLD, "del torch.compiler.is_exporting", use).stdout == ""

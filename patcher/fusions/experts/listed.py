@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from patcher.compat.models import is_exporting
+
 
 class ListedExperts(nn.Module):
     """What rewritten classes of experts have in common: the experts are the children that have numbers as names.
@@ -53,7 +55,7 @@ class ListedExperts(nn.Module):
 
         In an exported program they do, since it has no loop that depends on the data.
         """
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return True
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return True

@@ -19,6 +19,8 @@ import torch.nn.functional as F  # noqa: N812
 import transformers
 from torch import nn
 
+from patcher.compat.models import is_exporting
+
 #: The result is no tensor, and holds none.
 PLAIN = "plain"
 #: The result has memory of its own.
@@ -148,7 +150,7 @@ def _known() -> Iterator[tuple[Any, str]]:
     for plain in (
         torch.compiler.is_compiling,
         torch.compiler.is_dynamo_compiling,
-        torch.compiler.is_exporting,
+        is_exporting,
         torch.onnx.is_in_onnx_export,
         torch.cuda.is_available,
         torch.backends.cuda.is_flash_attention_available,
