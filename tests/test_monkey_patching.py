@@ -31,6 +31,7 @@ from patcher.monkey_patching import (
     unregister_patch_mapping,
 )
 from tests import real_models
+from tests.support import fresh
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import save_tiny, tiny_jamba_config, tiny_llama_config
 
@@ -227,8 +228,7 @@ def test_transformers_own_tests_pass_with_only_the_import_changed(tmp_path: Path
     assert source.count(line) == 1
     test = tmp_path / "test_monkey_patching.py"
     test.write_text(source.replace(line, "from patcher.monkey_patching import ("), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = fresh.run_pytest(test, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

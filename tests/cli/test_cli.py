@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from patcher.cli import app
+from tests.support import fresh
 
 CONFIG = """
 from patcher.codegen import PatchConfig
@@ -445,9 +446,7 @@ def test_code_that_a_repo_brings_is_not_run_unless_asked_for(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_process_says_the_same(folder: Path, mine: str, tmp_path: Path) -> None:
     def process(*arguments: str) -> Any:
-        command = [sys.executable, "-c", "from patcher.cli import main; main()", *arguments]
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return fresh.run("from patcher.cli import main; main()", *arguments, cwd=tmp_path, check=False)
 
     done = process("plan", str(folder), "--patcher", f"{mine}:UNFIT", "--json")
     assert done.returncode == 1, done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedMod
 
 from patcher import Patcher
 from patcher.codegen import PatchConfig, write
-from tests.support import tiny
+from tests.support import fresh, tiny
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 
@@ -89,8 +87,7 @@ assert "mine" in repr(model)
 model.save_pretrained({str(tmp_path / "again")!r})
 torch.save(model(torch.arange(3, 27).view(2, 12)).logits.detach(), {str(tmp_path / "logits.pt")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    fresh.run(code, cwd=tmp_path)
     with torch.no_grad():
         expected = MixtralForCausalLM.from_pretrained(checkpoint).eval()(torch.arange(3, 27).view(2, 12)).logits
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)

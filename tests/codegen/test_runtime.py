@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher.codegen import write
 from tests.codegen.every_kind import config
+from tests.support import fresh
 
 
 @pytest.fixture(scope="module")
@@ -72,5 +72,4 @@ def test_the_original_is_untouched(patched: ModuleType) -> None:
 @pytest.mark.slow
 def test_generated_files_load_no_parser() -> None:
     code = "import sys\nimport patcher.codegen.runtime\nprint('libcst' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert fresh.run(code).stdout == "False\n"

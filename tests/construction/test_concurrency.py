@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import PatchConstructionError, Patcher, PatcherError
+from tests.support import fresh
 from tests.support.replacements import JoinedMLP
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -354,9 +354,7 @@ def test_a_fork_waits_for_what_another_thread_constructs(checkpoint: Path) -> No
     code = (
         f"from tests.construction.test_concurrency import *; forks_in_the_middle_of_loads(Path({str(checkpoint)!r}))"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stderr
+    fresh.run(code)
 
 
 FORK = """
@@ -405,9 +403,7 @@ raise SystemExit(os.waitstatus_to_exitcode(done[1]))
 @pytest.mark.nightly
 def test_a_process_forked_in_the_middle_of_a_load_can_load(checkpoint: Path) -> None:
     """The lock that the load in the other thread holds has no owner in the child."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, checkpoint], capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stderr
+    fresh.run(FORK, checkpoint)
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")], ids=["first in, first out", "first in, last out"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import Patcher, UnmatchedPatchError
+from tests.support import fresh
 from tests.support.replacements import OWN, OwnMLP, classes, same_output
 from tests.support.tiny import (
     remote_code_model,
@@ -300,9 +300,7 @@ def test_the_root_class_of_remote_code_is_patched(tmp_path: Path) -> None:
 
 
 def in_new_process(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return fresh.run(textwrap.dedent(code), warn="error").stdout.strip()
 
 
 @pytest.mark.nightly

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from patcher import Patcher
+from tests.support import fresh
 from tests.support.offloaded import DEVICE_MAPS, offloaded
 from tests.support.replacements import OWN, OwnMLP, in_block, same_output
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -136,7 +135,7 @@ def test_the_peak_is_that_of_the_plain_load_and_at_most_one_tensor_more(tmp_path
     """Two layers of three matrices of 16 MiB: 96 MiB that a real construction would hold beside the weights."""
     folder = save_tiny(tiny_llama_config(intermediate_size=65536), tmp_path)
     code = f"""
-        import gc, sys, torch
+        import ctypes, gc, torch
         from pathlib import Path
         from torch import nn
         from transformers import LlamaForCausalLM
@@ -157,6 +156,9 @@ def test_the_peak_is_that_of_the_plain_load_and_at_most_one_tensor_more(tmp_path
                     linear.weight = nn.Parameter(torch.ones(shape))
                     setattr(self, name, linear)
 
+        # What is freed goes back to the system at once, not to a heap whose holes would count: M_MMAP_THRESHOLD.
+        ctypes.CDLL(None).mallopt(-3, 1_000_000)
+
         def peak(**options):
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
@@ -174,12 +176,7 @@ def test_the_peak_is_that_of_the_plain_load_and_at_most_one_tensor_more(tmp_path
         plain = peak()
         print(plain, peak(patcher=Patcher({{"LlamaMLP": Same}})), peak(patcher=Patcher({{"LlamaMLP": Eager}})))
     """
-    # What is freed goes back to the system at once, not to a heap whose holes would count.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    plain, same, eager = map(float, done.stdout.split())
+    plain, same, eager = map(float, fresh.run(textwrap.dedent(code)).stdout.split())
     assert plain > 90  # MiB: the weights themselves
     assert same < plain + 8
     assert eager < plain + 16 * 1.05 + 8

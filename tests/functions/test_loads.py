@@ -6,8 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,7 @@ from patcher.loading.record import record_of
 from patcher.verification.small_configs import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
-from tests.support import tiny
+from tests.support import fresh, tiny
 
 ROPE = Patcher(function_mapping={"apply_rotary_pos_emb": functions.counted_rope})
 PLAIN = Patcher(function_mapping={"apply_rotary_pos_emb": functions.plain_rope})
@@ -188,7 +186,7 @@ def test_another_process_reads_a_pickle(folder: Path, tmp_path: Path) -> None:
         "assert CALLS == ['rope'] * 2, CALLS\n"
         "model.save_pretrained(sys.argv[1] + '/saved')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    fresh.run(code, tmp_path)
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, UnmatchedPatchError
 from patcher.fusions import QKV, PatchEmbeddings
+from tests.support import fresh
 from tests.support.replacements import JOINED, OwnNorm
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_vl_config
 
@@ -95,10 +93,7 @@ def test_nothing_in_a_config_can_make_code_load(tmp_path: Path) -> None:
     marker = tmp_path / "it_ran"
     (tmp_path / "evil.py").write_text(EVIL.format(marker=str(marker)))
 
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", HOSTILE, str(tmp_path / "checkpoint"), json.dumps(TRICKS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
+    done = fresh.run(HOSTILE, tmp_path / "checkpoint", json.dumps(TRICKS), environment={"PYTHONPATH": str(tmp_path)})
     outcomes = done.stdout.splitlines()
 
     assert outcomes == ["InvalidPatcherError"] * (len(TRICKS) - 1) + ["ValueError"]

@@ -6,8 +6,6 @@ import copy
 import inspect
 import linecache
 import pickle
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from transformers import (
 )
 
 from patcher import Patcher, report
+from tests.support import fresh
 from tests.support.sampling import sampled
 from tests.support.tiny import (
     build_tiny,
@@ -187,10 +186,7 @@ def test_another_process_that_reads_a_pickle_can_read_the_source(tmp_path: Path)
         modules += [(inspect.getsource(cls), model.get_submodule(path)) for cls, path in rewritten(model).items()]
     (tmp_path / "modules.pickle").write_bytes(pickle.dumps(modules))
 
-    command = [sys.executable, "-c", UNPICKLED, str(tmp_path / "modules.pickle")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-
-    assert done.stdout == "read\n", done.stderr
+    assert fresh.run(UNPICKLED, tmp_path / "modules.pickle").stdout == "read\n"
 
 
 # --- run -------------------------------------------------------------------------------------------------------------

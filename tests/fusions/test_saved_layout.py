@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from transformers import (
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher, report
 from patcher.fusions import QKV
+from tests.support import fresh
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OwnNorm
 from tests.support.tiny import (
@@ -300,16 +299,9 @@ print(type(AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn)
 """
 
 
-def run(code: str, *arguments: Any) -> list[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.slow
 def test_stock_transformers_refuses_it_and_the_hook_loads_it(layout: Path) -> None:
-    *refused, fused = run(WITHOUT, layout)
+    *refused, fused = fresh.run(WITHOUT, layout).stdout.splitlines()
 
     assert len(refused) == 16
     assert all(

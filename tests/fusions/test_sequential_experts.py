@@ -6,8 +6,6 @@ import copy
 import importlib.util
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from patcher.compat.conversions import stock_revert
 from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import saved_state_dict
+from tests.support import fresh
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     DECODER_SIZES,
@@ -171,7 +170,7 @@ print(peak() - before)
 
 @pytest.mark.slow
 def test_a_load_holds_no_more_than_checkpoint_model_and_one_layer(smollm2_moe: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PEAK, smollm2_moe], check=True, capture_output=True, text=True)
+    done = fresh.run(PEAK, smollm2_moe)
     size = sum(path.stat().st_size for path in smollm2_moe.glob("*.safetensors"))
     layer = 4 * 3 * 576 * 1536 * 4  # experts, projections, float32
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
 from patcher.conversions.fused_weights import fused_modules
+from tests.support import fresh
 from tests.support.comparing import logits
 from tests.support.surgery import SURGERY, operated
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
@@ -295,12 +294,7 @@ def test_a_pickle_saves_right_where_nobody_has_imported_the_package(
     with (tmp_path / "model.pickle").open("wb") as file:
         pickle.dump(model, file)
 
-    subprocess.run(
-        [sys.executable, "-c", READER, str(tmp_path / "model.pickle"), str(tmp_path / "saved")],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    fresh.run(READER, tmp_path / "model.pickle", tmp_path / "saved")
 
     original, saved = (folder / "model.safetensors" for folder in (folders["llama"], tmp_path / "saved"))
     assert saved.read_bytes() == original.read_bytes()

@@ -8,8 +8,6 @@ import pickle
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError
+from tests.support import fresh
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -491,15 +490,7 @@ def test_nothing_is_opened_that_is_no_file(original: dict[str, Path], tmp_path: 
         shutil.copytree(folder, tmp_path / kind)
     shard = first_shard(original["sharded"]).name
     cases = ["whole/config.json", f"whole/{WHOLE}", f"sharded/{INDEX}", f"sharded/{shard}", "bin/pytorch_model.bin"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENDLESS, tmp_path, *cases],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fresh.run(ENDLESS, tmp_path, *cases, seconds=120)
     said = [line.rpartition(" ") for line in done.stdout.splitlines() if line.startswith(tuple(cases))]
     assert len(said) == 5 * 5 * 2
     assert [(case, word) for case, _, word in said if word not in ("refused", "False")] == []

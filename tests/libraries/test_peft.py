@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from transformers import AutoModelForCausalLM, WeightConverter
 from transformers.core_model_loading import Concatenate
 
 from patcher import Patcher
+from tests.support import fresh
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count
 from tests.support.comparing import logits
 from tests.support.replacements import OwnMLP
@@ -147,5 +146,4 @@ def test_the_order_of_imports_does_not_matter(folders: dict[str, Path], tmp_path
         "onto_a_new_model(Path(sys.argv[1]), Path(sys.argv[2]), LINEAR_EXPERTS)\n"
         "print('loaded')\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path), str(folders["moe"])]
-    assert "loaded" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "loaded" in fresh.run(program, tmp_path, folders["moe"]).stdout

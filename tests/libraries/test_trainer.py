@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from transformers import (
 from patcher import PatchedWeightsError, Patcher, original_state_dict
 from patcher.fusions import QKV
 from tests.compatibility.outcomes import EXACT, compared
+from tests.support import fresh
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import JOINED, OWN, JoinedMLP, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
@@ -201,13 +200,7 @@ def test_trained_in_bfloat16() -> None:
 
     Which of them does that, to stock as well or not, isn't known.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-o", "python_functions=alone_*", __file__],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = fresh.run_pytest("-m", "libraries", "-o", "python_functions=alone_*", __file__)
     assert done.returncode == 0, done.stdout
     assert f"{len(FEW)} passed" in done.stdout
 
@@ -386,5 +379,4 @@ print(all(hasattr(each, "__wrapped__") for each in hooked))
 
 @pytest.mark.slow
 def test_a_trainer_that_is_imported_later_is_hooked_then() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTED_LATER], capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
+    assert fresh.run(IMPORTED_LATER).stdout == "True\n"

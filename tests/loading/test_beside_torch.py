@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from transformers import LlamaForCausalLM
 from patcher import Patcher, load_original_state_dict, original_state_dict, report
 from tests.compatibility.outcomes import compared
 from tests.compatibility.rows import ROWS, Row
+from tests.support import fresh
 from tests.support.checkpoints import saved
 from tests.support.replacements import JOINED, OWN, JoinedMLP, OwnNorm
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
@@ -101,10 +100,8 @@ def test_a_pickle_is_read_in_another_process_that_saves_the_original_checkpoint(
     inputs = tiny_inputs(model.config)
     (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, inputs, model(**inputs).logits.detach())))
 
-    command = [sys.executable, "-c", UNPICKLE, tmp_path / "model.pickle", tmp_path / "saved"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    fresh.run(UNPICKLE, tmp_path / "model.pickle", tmp_path / "saved")
 
-    assert done.returncode == 0, done.stderr
     saved, original = load_file(tmp_path / "saved/model.safetensors"), load_file(llama / "model.safetensors")
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[key], original[key]) for key in original)

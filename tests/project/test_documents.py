@@ -26,6 +26,7 @@ import patcher
 from patcher import Patcher, monkey_patching
 from patcher.cli import app
 from patcher.codegen import PatchConfig
+from tests.support import fresh
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -188,9 +189,10 @@ def test_it_runs(program: Program, tmp_path: Path, smollm2_small: Path) -> None:
     subprocess.run([sys.executable, str(stand_ins), "python", "-m", "venv", str(tmp_path / "venv")], check=True)
     script = here / "program"
     script.write_text(REPO.sub(str(smollm2_small), program.text), encoding="utf-8")
-    paths = {"PATH": f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable] if program.language == "python" else ["bash", "-euo", "pipefail"]
-    done = subprocess.run(
-        [*command, str(script)], cwd=here, env={**os.environ, **paths}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    if program.language == "python":
+        fresh.run_file(script, cwd=here)
+    else:
+        paths = {"PATH": f"{tmp_path / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        command = ["bash", "-euo", "pipefail", str(script)]
+        done = subprocess.run(command, cwd=here, env={**os.environ, **paths}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

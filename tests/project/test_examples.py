@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support import fresh
 from tests.support.sampling import sampled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,10 +39,14 @@ NEEDS = {"export_onnx": ("onnx", "onnxscript", "onnxruntime"), "sft": ("trl",)}
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
     for library in NEEDS.get(path.stem, ()):
         pytest.importorskip(library)
-    # Beside other tests a model this small computes in less time than its threads wait.
-    environment = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    if path.stem == "quickstart":  # it quiets what its imports say
+        # Beside other tests a model this small computes in less time than its threads wait.
+        environment = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(path)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        done = fresh.run_file(path, cwd=tmp_path)
     assert done.stdout.strip()
     assert ": False" not in done.stdout  # what an example claims of itself
     if path.stem == "quickstart":

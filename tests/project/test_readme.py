@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
+
+from tests.support import fresh
 
 README = Path(__file__).parents[2] / "README.md"
 SECONDS = re.compile(r"\d+\.\d\d( s)?(?=[ ,)])")
@@ -26,8 +26,7 @@ def test_readme_program_prints_what_the_readme_says_and_saves_what_it_loaded(smo
     assert repo_id in program
     script = tmp_path / "program.py"
     script.write_text(program.replace(repo_id, str(smollm2)), encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = fresh.run_file(script, cwd=tmp_path)
     assert SECONDS.sub("0", done.stdout).split("\n") == SECONDS.sub("0", expected).split("\n")
     with (
         safe_open(smollm2 / "model.safetensors", "pt") as original,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tests.support import tiny
+from tests.support import fresh, tiny
 
 CONFIGS = [
     pytest.param(tiny.tiny_llama_config(), id="llama"),
@@ -91,7 +89,4 @@ def test_remote_code_model_loads_its_own_code(tmp_path: Path) -> None:
 def test_configs_import_no_modeling_code() -> None:
     # So that a test can see what happens to a modeling module that is first imported while a model is built.
     code = "import sys, tests.support.tiny as t; t.tiny_llama_config(); t.tiny_llava_config(); print(*sys.modules)"
-    root = Path(__file__).parents[2]
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-
-    assert not [name for name in outcome.stdout.split() if ".modeling_llama" in name]
+    assert not [name for name in fresh.run(code).stdout.split() if ".modeling_llama" in name]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from tests.support import fresh
 
 #: A build backend in the project itself: a wheel is a zip file with a few texts.
 _BACKEND = """
@@ -70,9 +71,4 @@ def lay_out(name: str, module: str, source: str, fusions: Mapping[str, str], tar
 
 def run_with(target: Path | None, code: str, *arguments: str) -> str:
     """What code prints in a process that has the packages of a folder, or none of them."""
-    known = [str(Path(__file__).parents[2]), *([str(target)] if target is not None else [])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*known, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh.run(code, *arguments, environment={"PYTHONPATH": str(target)} if target is not None else {}).stdout
