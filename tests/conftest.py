@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from tests import real_models
+from tests.support import kinds
 from tests.support.browser import NO_BROWSER
 
 # Before anything imports transformers or torch, which read these once.
@@ -27,11 +29,37 @@ REAL_MODEL_FIXTURES = frozenset(real_models.MODELS)
 T = TypeVar("T")
 
 
+_running: list[pytest.Item] = []
+kinds.starts_no_process(lambda: _running[-1] if _running else None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What a run leaves out isn't imported either."""
+    kind = kinds.kind_of(collection_path)
+    return True if kind and not kinds.wants(config.getoption("markexpr"), kind) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses a real model, so that ``-m "not real"`` runs without any."""
     for item in items:
+        if kind := kinds.kind_of(item.path):
+            item.add_marker(kind)
         if REAL_MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector needn't walk through all of torch again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -25,8 +25,6 @@ from patcher.expressions import Expressions, checked_expression, compiled, match
 from patcher.loading.adapters.refusals import check_saved_modules
 from tests.support.tiny import save_tiny, tiny_llama_config
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 # --- they mean what they mean to `re` ------------------------------------------------------------------------------
 
 ATOMS = strategies.sampled_from(

@@ -221,7 +221,7 @@ def test_recorders_are_put_on_the_model_never_on_its_class(llama: Path) -> None:
     assert fresh(ids, output_attentions=True).attentions[0].shape == (1, 4, 6, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_transformers_own_tests_pass_with_only_the_import_changed(tmp_path: Path) -> None:
     source = own_test_file()
     line = "from transformers.monkey_patching import ("

@@ -52,6 +52,7 @@ def test_codegen_is_a_command_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # --- how it starts -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [[], ["--help"], *([command, "--help"] for command in COMMANDS)], ids=" ".join)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -74,6 +75,7 @@ def test_help_names_every_command_and_says_all_of_what_it_does() -> None:
         assert "..." not in line
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_it(shell: str) -> None:
     environment = os.environ | {"_PATCHER_COMPLETE": f"source_{shell}"}
@@ -188,8 +190,8 @@ def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str]
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        pytest.param(["--fusion", "qkv", "--dtype", "bfloat16"], 0, marks=pytest.mark.slow),
-        pytest.param(["--patcher", "my_patches:DOUBLED"], 1, marks=pytest.mark.slow),
+        (["--fusion", "qkv", "--dtype", "bfloat16"], 0),
+        (["--patcher", "my_patches:DOUBLED"], 1),
         (["--patcher", "my_patches:UNFIT"], 1),
     ],
     ids=["right", "wrong", "unfit"],
@@ -252,7 +254,6 @@ def test_fingerprint_exits_with_1_where_the_code_is_another() -> None:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("mine")
 def test_fingerprint_prints_no_pin_for_what_was_not_verified(folder: Path) -> None:
     done = run("fingerprint", "my_patches:SAME", "--verify", folder)
@@ -443,7 +444,7 @@ def test_code_that_a_repo_brings_is_not_run_unless_asked_for(tmp_path: Path) -> 
     assert trap.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_process_says_the_same(folder: Path, mine: str, tmp_path: Path) -> None:
     def process(*arguments: str) -> Any:
         return fresh.run("from patcher.cli import main; main()", *arguments, cwd=tmp_path, check=False)

@@ -181,7 +181,7 @@ print(type(LlamaForCausalLM.from_pretrained({!r}, patcher=config.to_patcher()).m
 IMPORTS = ("from patcher.codegen import PatchConfig\n", "from transformers import LlamaForCausalLM\n")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "imports",
     [IMPORTS, pytest.param(IMPORTS[::-1], marks=pytest.mark.nightly)],
@@ -195,7 +195,7 @@ def test_a_process_that_has_only_the_config_can_load_with_its_patcher(
     assert "modeling_llama_by_to_patcher_" in fresh.run(code).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_another_process_reads_what_to_do_before_unpickling(tmp_path: Path) -> None:
     path = tmp_path / "patcher.pickle"
     path.write_bytes(pickle.dumps(llama_config(*AFFECTED["two"][0]).to_patcher()))
@@ -271,7 +271,6 @@ PATCHERS: dict[str, tuple[str, Patcher]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", PATCHERS)
 def test_a_patcher_its_file_and_the_patcher_of_its_file_compute_and_save_the_same(
     case: str, folders: dict[str, Path], imported: Any, tmp_path: Path

@@ -348,6 +348,7 @@ def test_every_option_in_a_shell(project: Path) -> None:
     assert "return x + 1" in file.read_text()
 
 
+@pytest.mark.process
 @needs_ruff
 def test_formatting_in_a_shell(project: Path) -> None:
     config = project / "configs" / "one" / "one_patch_gen_config.py"
@@ -357,6 +358,7 @@ def test_formatting_in_a_shell(project: Path) -> None:
     assert shell(project, str(config), "--check").returncode == 1
 
 
+@pytest.mark.process
 def test_as_a_module(project: Path) -> None:
     done = shell(project, "--list")
     assert done.returncode == 0, done.stderr

@@ -80,6 +80,7 @@ def test_a_file_that_was_edited_after_its_import_is_not_read_wrongly(tmp_path: P
         config.replace_function("g", replacement=space["fast"])
 
 
+@pytest.mark.process
 def test_generating_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -70,6 +70,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_generated_listed_and_checked(packages: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -34,6 +34,7 @@ from tests.codegen.models import (
 from tests.codegen.split_parts import Negated, Parts, SplitMLP
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
+from tests.support.sampling import sampled
 
 
 def small(name: str) -> Callable[[], PretrainedConfig]:
@@ -190,15 +191,12 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], list[str], dict[str,
 }
 
 
-# One of each kind; the others are for the long run.
+# One of each kind.
 SHORT = {"Llama, all, biases", "Qwen2, biases of q, k and v", "BERT", "T5 1.1, all", "CLIP", "Qwen2-VL, and its text"}
 SHORT |= {"Mixtral", "Qwen3-MoE, and qkv"}
-assert CASES.keys() >= SHORT
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize("case", sampled(CASES, SHORT))
 def test_the_file_of_fusions_computes_and_saves_what_the_patcher_does(
     case: str, imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
 ) -> None:

@@ -45,7 +45,6 @@ def test_regenerated(config: Path) -> None:
         assert result.path.with_suffix(".diff").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.parent.name)
 def test_small_models_of_it_are_right(config: Path) -> None:
     """None of the examples is to compute anything else than stock: within rounding, in the gradients too."""
@@ -170,7 +169,6 @@ def saved(model: transformers.PreTrainedModel, folder: Path) -> dict[str, bytes]
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-@pytest.mark.slow
 def test_llama_with_qkv_computes_and_saves_what_the_patcher_does(
     joined: ModuleType, smollm2_small: Path, tmp_path: Path
 ) -> None:
@@ -188,7 +186,6 @@ def test_llama_with_qkv_computes_and_saves_what_the_patcher_does(
     assert saved(patched, tmp_path / "patched") == expected
 
 
-@pytest.mark.slow
 def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: Path) -> None:
     stock = transformers.LlamaForCausalLM.from_pretrained(smollm2_small)
     model = joined.LlamaForCausalLM.from_pretrained(smollm2_small)
@@ -204,7 +201,6 @@ def test_llama_with_qkv_generates_and_trains(joined: ModuleType, smollm2_small: 
 EXPERTS = ("mixtral", "patched_modeling_mixtral", Patcher(fusions=["sequential_experts"]))
 
 
-@pytest.mark.slow
 def test_mixtral_with_experts_as_layers_computes_and_saves_what_the_patcher_does(
     smollm2_moe: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,6 @@ from patcher.errors import CodegenError
 from patcher.source.canonical import fingerprint
 from patcher.source.definitions import find
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 #: a source with two variants of each part: what is added in front or behind in the second makes no difference
 SOURCE = '''
 import math

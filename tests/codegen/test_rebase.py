@@ -13,8 +13,6 @@ from patcher.codegen import PatchConfig, write
 from patcher.codegen.files.rebase import changed_originals, write_rebase
 from tests.codegen.drifting import CONFIG, OLD
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 
 def test_patches_are_merged_with_what_happened_to_their_originals(drifted: SimpleNamespace) -> None:
     kept = {path: path.read_bytes() for path in (drifted.config, *drifted.path.parent.iterdir())}

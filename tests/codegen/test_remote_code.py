@@ -39,7 +39,7 @@ def fused() -> PatchConfig:
     return PatchConfig.from_patcher(Patcher(fusions=["sequential_experts", "qkv"]), MixtralForCausalLM)
 
 
-@pytest.mark.parametrize("make", [patched, pytest.param(fused, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [patched, fused])
 def test_in_the_folder_of_a_model(make: Callable[[], PatchConfig], checkpoint: Path, tmp_path: Path) -> None:
     """The file, and its name in `config.json`: as examples/codegen/README.md says."""
     folder = tmp_path / f"model_{make.__name__}"
@@ -67,7 +67,7 @@ def test_in_the_folder_of_a_model(make: Callable[[], PatchConfig], checkpoint: P
     assert type(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)) is MixtralForCausalLM
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_in_a_process_without_this_package(
     checkpoint: Path, tmp_path: Path, imported: Callable[[PatchConfig], ModuleType]
 ) -> None:

@@ -69,7 +69,7 @@ def test_the_original_is_untouched(patched: ModuleType) -> None:
     assert not hasattr(modeling_llama.LlamaAttention, "_original_init")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_generated_files_load_no_parser() -> None:
     code = "import sys\nimport patcher.codegen.runtime\nprint('libcst' in sys.modules)"
     assert fresh.run(code).stdout == "False\n"

@@ -21,6 +21,7 @@ from patcher.source import modules
 from tests.codegen.models import EXPERTS, LATENT, PAIRS, clip, text_config
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models
+from tests.support.sampling import sampled
 
 #: case -> model class, config, and the inputs where token ids are not enough
 CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], dict[str, Any] | None]] = {
@@ -39,9 +40,7 @@ CASES: dict[str, tuple[str, Callable[[], PretrainedConfig], dict[str, Any] | Non
 SHORT = {"Mixtral", "Qwen2-VL, by the names of its classes", "CLIP, two models in one"}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in CASES]
-)
+@pytest.mark.parametrize("case", sampled(CASES, SHORT))
 def test_a_file_without_patches_reads_and_writes_the_checkpoints_of_the_original(
     case: str, imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_what_ruff_refuses(config: PatchConfig) -> None:
         run_ruff("def f(\n", "out.py", config.where)
 
 
+@pytest.mark.process
 def test_equal_input_gives_equal_text_in_another_process(tmp_path: Path) -> None:
     code = (
         "from patcher.codegen import PatchConfig, generate\n"

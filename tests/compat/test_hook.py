@@ -29,6 +29,7 @@ def run(code: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.process
 def test_importing_the_package_imports_nothing_heavy() -> None:
     assert (
         run("import sys, patcher; print(sorted({'torch', 'transformers', 'rich', 'accelerate'} & set(sys.modules)))")
@@ -51,7 +52,7 @@ assert hasattr(PreTrainedModel.from_pretrained, "__wrapped__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("use", USES)
 def test_using_any_public_name_installs_the_hook(use: str) -> None:
     fresh.run(USED, use)
@@ -163,7 +164,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("use", ["from patcher import Patcher", "from patcher.fusions import Projections"])
 @pytest.mark.parametrize(
     ("gone", "library", "what"),
@@ -184,7 +185,7 @@ def test_what_a_release_of_a_library_lacks_is_named(gone: str, library: str, wha
     )
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_torch_that_does_not_tell_an_export_from_a_compilation_is_one_that_works() -> None:
     """So are releases before 2.7."""
     use = "from patcher.compat.models import is_exporting; assert is_exporting is torch.compiler.is_compiling"

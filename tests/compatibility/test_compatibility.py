@@ -36,8 +36,7 @@ def cells() -> Iterator[Any]:
     """Each column with each row, and whether CI runs it."""
     for number, column in enumerate(columns()):
         for shift, row in enumerate(ROWS):
-            marks = [pytest.mark.slow] if column.name in OF_TORCH else []
-            marks += [pytest.mark.nightly] if column.name in LONG and (number + shift) % 4 else []
+            marks = [pytest.mark.nightly] if column.name in LONG and (number + shift) % 4 else []
             yield pytest.param(column, row, id=f"{column.name}-{row.name}", marks=marks)
 
 

@@ -178,7 +178,6 @@ def test_hundreds_of_loads_in_threads_with_failures_leave_nothing(rounds: int, c
     assert changes(before) == []
 
 
-@pytest.mark.slow
 def test_control_run_without_any_patcher(checkpoint: Path) -> None:
     """Loads alone, in threads: what goes wrong in the test above would not be transformers' own doing."""
     before = snapshot()
@@ -186,7 +185,6 @@ def test_control_run_without_any_patcher(checkpoint: Path) -> None:
     assert changes(before) == []
 
 
-@pytest.mark.slow
 def test_loads_of_mixed_dtypes_in_threads_get_their_dtype(checkpoint: Path) -> None:
     def work(chooser: random.Random) -> None:
         dtype = chooser.choice([torch.float32, torch.bfloat16, torch.float16])
@@ -349,7 +347,7 @@ def forks_in_the_middle_of_loads(checkpoint: Path) -> None:
         thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_fork_waits_for_what_another_thread_constructs(checkpoint: Path) -> None:
     code = (
         f"from tests.construction.test_concurrency import *; forks_in_the_middle_of_loads(Path({str(checkpoint)!r}))"
@@ -400,6 +398,7 @@ raise SystemExit(os.waitstatus_to_exitcode(done[1]))
 """
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_process_forked_in_the_middle_of_a_load_can_load(checkpoint: Path) -> None:
     """The lock that the load in the other thread holds has no owner in the child."""

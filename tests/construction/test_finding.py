@@ -303,6 +303,7 @@ def in_new_process(code: str) -> str:
     return fresh.run(textwrap.dedent(code), warn="error").stdout.strip()
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_a_modeling_module_that_is_first_imported_during_the_construction_is_covered(tmp_path: Path) -> None:
     folder = save_tiny(tiny_llava_config(), tmp_path)
@@ -335,7 +336,7 @@ def test_a_modeling_module_that_is_first_imported_during_the_construction_is_cov
     assert in_new_process(code) == "['Own', 'Own']"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_modeling_module_that_is_first_imported_in_a_block_is_covered() -> None:
     code = """
         import sys

@@ -229,6 +229,7 @@ def in_a_fork(check: Callable[[], None]) -> None:
     assert not said, said
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_inherits_no_gate_and_no_lock_of_another_thread(tmp_path: Path) -> None:
     folder = save_tiny(tiny_llama_config(), tmp_path)
@@ -263,6 +264,7 @@ def test_a_fork_inherits_no_gate_and_no_lock_of_another_thread(tmp_path: Path) -
     assert LlamaMLP.__init__ is before
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_inside_a_block_is_inside_the_block() -> None:
     def check() -> None:

@@ -129,7 +129,7 @@ def test_the_whole_model_can_be_built_on_meta() -> None:
     assert type(model.model.layers[0].mlp) is OwnMLP
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads and resets the peak in /proc")
 def test_the_peak_is_that_of_the_plain_load_and_at_most_one_tensor_more(tmp_path: Path) -> None:
     """Two layers of three matrices of 16 MiB: 96 MiB that a real construction would hold beside the weights."""

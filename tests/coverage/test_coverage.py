@@ -49,7 +49,6 @@ KNOWN = architectures()
 HERE = [name for name in REPRESENTATIVES if name in KNOWN or name not in LATER]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # whatever an architecture of transformers has to say
 @pytest.mark.parametrize("name", sampled(HERE, HERE[::2]))
 def test_an_architecture_is_fused_and_stays_what_it_is(name: str) -> None:

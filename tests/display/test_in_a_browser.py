@@ -15,7 +15,7 @@ from tests.support.browser import Seen, look_at, needs_chromium
 from tests.support.replacements import JOINED, Both
 from tests.support.tiny import save_tiny, tiny_llama_config
 
-pytestmark = [needs_chromium, pytest.mark.slow]
+pytestmark = needs_chromium
 
 # The bodies of pages that hosts make: JupyterLab, VS Code.
 HOSTS = {

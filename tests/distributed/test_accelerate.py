@@ -122,7 +122,6 @@ def _prepared(folder: Path, state_dict_type: str, rank: int) -> None:
         compared(found, expected, rounding=ROUNDING)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", sampled(["FULL_STATE_DICT", "SHARDED_STATE_DICT"], {"SHARDED_STATE_DICT"}))
 def test_a_run_is_that_of_stock_and_is_resumed(state_dict_type: str, tmp_path: Path) -> None:
     for name, config in CONFIGS.items():
@@ -145,7 +144,6 @@ def _with_trainer(folder: Path, rank: int) -> None:
     compared(runs["ours"], runs["stock"], rounding=ROUNDING)
 
 
-@pytest.mark.slow
 def test_a_trainer_is_that_of_stock_and_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     save_tiny(tiny_llama_config(), tmp_path / "llama")

@@ -167,7 +167,6 @@ def _checkpoints(folder: Path, rank: int) -> None:
         assert_same_weights(model, stock)
 
 
-@pytest.mark.slow
 def test_checkpoints_of_torch_are_resumed_in_both_layouts(tmp_path: Path) -> None:
     assert [row.folder for row in TWO]
     two_processes(partial(_checkpoints, tmp_path), tmp_path)

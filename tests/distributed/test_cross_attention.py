@@ -46,7 +46,6 @@ def load(folder: Path, plan: dict[str, str], **options: Any) -> Any:
     return BartForConditionalGeneration.from_pretrained(folder, distributed_config=asked, **options)
 
 
-@pytest.mark.slow
 def test_as_in_one_process(folder: Path, tmp_path: Path) -> None:
     stock = BartForConditionalGeneration.from_pretrained(folder)
     expected = stock(**INPUTS).logits.detach()
@@ -74,7 +73,6 @@ def test_as_in_one_process(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(saved[key], tensor) for key, tensor in tensors.items())
 
 
-@pytest.mark.slow
 def test_heads_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:
     config = BartConfig(**ENCODER_DECODER_SIZES | {"decoder_attention_heads": 1}, max_position_embeddings=64)
     BartForConditionalGeneration(config).save_pretrained(tmp_path)

@@ -35,6 +35,7 @@ from tests.support.checkpoints import files
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED, SCALED_NORMS
+from tests.support.sampling import sampled
 from tests.support.tiny import (
     save_tiny,
     tiny_inputs,
@@ -168,19 +169,11 @@ def as_original(model: Any, folder: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-#: Of the older releases these alone.
-SHORT = ("both", "experts", "a class mapping with conversions")
 #: What others have a part of, both fusions and biases first of all.
-NIGHTLY = ("qkv", "gate_up", "tied", "norms of heads", "some layers", "auto", "that and a fusion")
+NIGHTLY = {"qkv", "gate_up", "tied", "norms of heads", "some layers", "auto", "that and a fusion"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in SHORT) + [pytest.mark.nightly] * (name in NIGHTLY))
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", sampled(CASES, CASES.keys() - NIGHTLY))
 def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     case, folder = CASES[name], folders[CASES[name].folder]
     stock = stock_in_one_process(folder)
@@ -237,7 +230,6 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
     assert torch.equal(logits(stock_in_one_process(tmp_path / "saved")), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["both", "biases", *(["dealt experts"] if DEALS_EXPERTS else ["experts"])])
 def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     name: str, folders: dict[str, Path], tmp_path: Path
@@ -355,7 +347,6 @@ else:
     )
 
 
-@pytest.mark.slow
 def test_what_cannot_be_shared_raises_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {name: save_tiny(config, tmp_path / name) for name, (config, *_) in REFUSED.items()}
     monkeypatch.setattr(modeling_utils, "convert_and_load_state_dict_in_model", None)
@@ -375,7 +366,6 @@ def test_sizes_of_one_share_nothing(folders: dict[str, Path]) -> None:
         assert torch.equal(logits(Case("llama", BOTH, asked).load(folders["llama"])), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Passing `tp_plan` directly:FutureWarning")
 def test_a_plan_as_an_argument_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
     expected = logits(stock_in_one_process(folders["llama"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.functions.architectures import examine
+from tests.support.sampling import sampled
 
 #: architecture -> functions that its passes call, and those that are refused
 EXPECTED = {
@@ -22,17 +23,7 @@ EXPECTED = {
 }
 
 
-LONG = ("BartForConditionalGeneration", "CohereForCausalLM", "GPT2LMHeadModel")
-NIGHTLY = ("BambaForCausalLM", "CohereForCausalLM", "BertForMaskedLM")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in LONG) + [pytest.mark.nightly] * (name in NIGHTLY))
-        for name in EXPECTED
-    ],
-)
+@pytest.mark.parametrize("name", sampled(EXPECTED, {"LlamaForCausalLM", "ViTForImageClassification"}))
 def test_each_function_is_replaced_wherever_it_is_called(name: str) -> None:
     works, refused = EXPECTED[name]
     result = examine(name)

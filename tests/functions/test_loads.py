@@ -172,7 +172,7 @@ def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Pa
             assert (tmp_path / str(number) / name).read_bytes() == (folder / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_another_process_reads_a_pickle(folder: Path, tmp_path: Path) -> None:
     model = load(folder, ROPE.replace(fusions="qkv"))
     torch.save(model, tmp_path / "model.pt")
@@ -380,7 +380,6 @@ def test_fingerprints_of_functions(folder: Path) -> None:
         load(folder, PLAIN.replace(fingerprints={"no_such_function": "00"}))
 
 
-@pytest.mark.slow
 def test_verify_knows_right_from_wrong(folder: Path) -> None:
     assert patcher.verify(folder, Patcher(function_mapping={"rotate_half": functions.counted_half})).passed
     wrong = patcher.verify(folder, PLAIN)
@@ -434,7 +433,6 @@ def test_threads_with_and_without(folder: Path, stock: Any) -> None:
         assert list(pool.map(one, range(4))) == [True, False, True, False]
 
 
-@pytest.mark.slow
 def test_compiled_no_worse_than_stock_and_beside_it(folder: Path, stock: Any) -> None:
     """Two models in one process, one with and one without: neither has the other's code compiled anew."""
     import torch._dynamo
@@ -459,7 +457,6 @@ def test_compiled_no_worse_than_stock_and_beside_it(folder: Path, stock: Any) ->
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_compiled_code_is_not_that_of_stock(folder: Path, stock: Any) -> None:
     """What is compiled is kept by code object: of one that two models share, the second would be a recompilation."""
     import torch._dynamo
@@ -476,7 +473,6 @@ def test_compiled_code_is_not_that_of_stock(folder: Path, stock: Any) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_exported(folder: Path) -> None:
     model = load(folder, PLAIN)
     exported = torch.export.export(model, (IDS,), {"use_cache": False})

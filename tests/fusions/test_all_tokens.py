@@ -112,7 +112,6 @@ def test_padding_is_seen_too_and_changes_no_output(config: PretrainedConfig) -> 
     assert rows == [IDS.numel()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
     stock, model = eager_and_listed(config, ALL_TOKENS)
@@ -121,7 +120,6 @@ def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
         torch.testing.assert_close(logits(compiled, ids), logits(stock, ids), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_is_exported(config: PretrainedConfig) -> None:
     stock, model = eager_and_listed(config, ALL_TOKENS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,29 +112,23 @@ for read in (AutoModelForCausalLM.from_pretrained, lambda folder: plan(folder, P
 """
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packages")
-
-
-@pytest.fixture(scope="module")
-def installed(root: Path) -> Path:
-    """A folder with a package that registers a family, and one whose module can't be imported."""
-    install("acme-fusions", {"acme_fusions": ACME}, {"turned_down": "acme_fusions:TurnedDown"}, root, root / "site")
-    broken = {"broken": "broken_fusions:Broken", "no_family": "no_fusion:number", "other": "no_fusion:Renamed"}
-    modules = {"broken_fusions": "import not_there\n", "no_fusion": NO_FUSION}
-    install("broken-fusions", modules, broken, root, root / "site")
-    return root / "site"
-
-
 NO_FUSION = "from patcher.fusions import Fusion\nnumber = 3\nclass Renamed(Fusion):\n    name = 'renamed'\n"
+#: A package that registers a family, and one whose module can't be imported: its modules, and what it registers.
+PACKAGES = {
+    "acme-fusions": ({"acme_fusions": ACME}, {"turned_down": "acme_fusions:TurnedDown"}),
+    "broken-fusions": (
+        {"broken_fusions": "import not_there\n", "no_fusion": NO_FUSION},
+        {"broken": "broken_fusions:Broken", "no_family": "no_fusion:number", "other": "no_fusion:Renamed"},
+    ),
+}
 
 
 @pytest.fixture
-def here(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The packages in this process, in a folder of the test's own."""
     folder = tmp_path / "site"
-    shutil.copytree(installed, folder)
+    for name, registered in PACKAGES.items():
+        lay_out(name, *registered, folder)
     monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield folder
@@ -144,10 +137,13 @@ def here(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             del sys.modules[name]
 
 
-@pytest.mark.slow
-def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(installed: Path, root: Path) -> None:
+@pytest.mark.process
+def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(tmp_path: Path) -> None:
+    root = tmp_path
+    for name, registered in PACKAGES.items():
+        install(name, *registered, root, root / "site")
     folder = save_tiny(tiny_llama_config(), root / "checkpoint")
-    said = run_with(installed, USER, str(root)).splitlines()[-1]
+    said = run_with(root / "site", USER, str(root)).splitlines()[-1]
 
     assert json.loads(said) == {"patcher": ["qkv", "acme-fusions/turned_down"]}
     LlamaForCausalLM.from_pretrained(folder).save_pretrained(root / "stock")
@@ -177,14 +173,13 @@ def test_the_names_that_are_known_are_told(here: Path) -> None:
     assert repr(Patcher(fusions="turned_down")) == "Patcher(fusions=['turned_down'])"
 
 
-def test_a_package_that_is_installed_meanwhile_is_found(installed: Path, tmp_path: Path) -> None:
+def test_a_package_that_is_installed_meanwhile_is_found(tmp_path: Path) -> None:
     folder = str(tmp_path)
     sys.path.insert(0, folder)
     try:
         with pytest.raises(InvalidPatcherError, match="'turned_down' is no fusion"):
             Patcher(fusions="turned_down")
-        shutil.copytree(installed, tmp_path, dirs_exist_ok=True)
-        importlib.invalidate_caches()
+        lay_out("acme-fusions", *PACKAGES["acme-fusions"], tmp_path)
         assert Patcher(fusions="turned_down").fusions == ("turned_down",)
     finally:
         sys.path.remove(folder)
@@ -211,7 +206,7 @@ def test_a_broken_registration_is_an_error_where_its_name_is_asked_for(name: str
 
 def register_again(site: Path, name: str) -> None:
     source = f"from patcher.fusions import Fusion\nclass Family(Fusion):\n    name = {name!r}\n"
-    lay_out("second", "second", source, {name: "second:Family"}, site)
+    lay_out("second", {"second": source}, {name: "second:Family"}, site)
 
 
 def test_a_name_that_two_packages_register_is_refused(here: Path) -> None:

@@ -70,7 +70,6 @@ def test_every_expert_has_a_gradient(config: PretrainedConfig) -> None:
     assert [name for name, value in model.named_parameters() if ".experts." in name and value.grad is None] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [STARVING, tiny_longcat_config()], ids=["Mixtral", "LongCat, layers that never run"]
 )
@@ -183,7 +182,7 @@ def _train_each(folder: Path, rank: int) -> None:
             torch.save(gradients, folder / f"{kind}.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_processes_with_other_tokens_train_together(tmp_path: Path) -> None:
     two_processes(partial(_train_each, tmp_path), tmp_path)
 

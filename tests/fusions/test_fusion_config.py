@@ -126,7 +126,6 @@ def test_a_patcher_is_made_of_it_or_an_error(value: Any) -> None:
             assert hash(made) == hash(make(value))
 
 
-@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=ANYTHING)
 def test_a_load_takes_it_or_an_error_says_why(value: Any, folder: Path) -> None:

@@ -87,7 +87,7 @@ TRICKS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_nothing_in_a_config_can_make_code_load(tmp_path: Path) -> None:
     save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
     marker = tmp_path / "it_ran"

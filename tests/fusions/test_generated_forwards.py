@@ -14,7 +14,6 @@ from tests.fuzz.compare import compared
 from tests.fuzz.generator import forward_of, program
 
 
-@pytest.mark.slow
 def test_what_is_accepted_computes_and_trains_as_before(tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
     for seed in range(150):
@@ -27,7 +26,6 @@ def test_what_is_accepted_computes_and_trains_as_before(tmp_path: Path) -> None:
     assert counts["refused"] > 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["unknown calls", "writes"])
 def test_a_proof_that_leaves_something_out_is_found(
     left_out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

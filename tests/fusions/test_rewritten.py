@@ -178,7 +178,7 @@ print("read")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_another_process_that_reads_a_pickle_can_read_the_source(tmp_path: Path) -> None:
     modules = []
     for name in ("llama", "mixtral"):
@@ -276,7 +276,6 @@ def test_training_with_recomputed_activations_takes_the_steps_of_stock(name: str
 # --- compiled, exported ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["llama", "t5, gated", "llava", "mixtral"], {"t5, gated"}))
 def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
     graphs = []
@@ -290,7 +289,6 @@ def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
     assert graphs[1] <= graphs[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["llama", "t5, gated"], {"llama"}))
 def test_compiled_it_gives_the_outputs_and_gradients_of_stock(name: str) -> None:
     stock, fused = pair(name)
@@ -308,7 +306,6 @@ def test_compiled_it_gives_the_outputs_and_gradients_of_stock(name: str) -> None
         torch.testing.assert_close(found, torch.cat(gradients), atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "t5, gated", "llava"])
 def test_it_exports_and_computes_what_it_did(name: str) -> None:
     _, fused = pair(name)
@@ -324,7 +321,6 @@ def test_it_exports_and_computes_what_it_did(name: str) -> None:
     assert not any(key.endswith("q_proj.weight") for key in names if "cross" not in key and "encoder_attn" not in key)
 
 
-@pytest.mark.slow
 def test_it_exports_with_sizes_left_open() -> None:
     _, fused = pair("llama")
     batch, length = torch.export.Dim("batch", min=2, max=8), torch.export.Dim("length", min=4, max=64)

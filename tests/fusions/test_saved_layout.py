@@ -299,7 +299,7 @@ print(type(AutoModelForCausalLM.from_pretrained(path).model.layers[0].self_attn)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_stock_transformers_refuses_it_and_the_hook_loads_it(layout: Path) -> None:
     *refused, fused = fresh.run(WITHOUT, layout).stdout.splitlines()
 

@@ -140,7 +140,6 @@ def test_half_precision_is_that_of_eager_experts(dtype: torch.dtype, tmp_path: P
     torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=0, rtol=0)
 
 
-@pytest.mark.slow
 def test_a_real_model_of_experts_gives_the_same_and_comes_back_whole(smollm2_moe: Path, tmp_path: Path) -> None:
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     stock = AutoModelForCausalLM.from_pretrained(smollm2_moe, **options)
@@ -168,7 +167,7 @@ print(peak() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_load_holds_no_more_than_checkpoint_model_and_one_layer(smollm2_moe: Path) -> None:
     done = fresh.run(PEAK, smollm2_moe)
     size = sum(path.stat().st_size for path in smollm2_moe.glob("*.safetensors"))
@@ -209,7 +208,6 @@ def test_whatever_implementation_is_asked_for_the_experts_run_one_by_one(impleme
     torch.testing.assert_close(listed(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 def test_threads_may_share_the_model(tmp_path: Path) -> None:
     stock, listed = loaded(tiny_mixtral_config(), tmp_path)
     batches = [tiny_inputs(stock.config, seed=seed) for seed in range(4)]

@@ -279,7 +279,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "what", [pytest.param("a fused model", marks=pytest.mark.nightly), "a stock model with a fused layer"]
 )

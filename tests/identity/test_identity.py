@@ -14,7 +14,6 @@ from tests.identity import law as identity
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_a_sample_of_twenty() -> None:
     """In a process of its own: it forks, and imports what would stay behind in this one."""
     done = subprocess.run(

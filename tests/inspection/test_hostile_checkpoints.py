@@ -388,7 +388,6 @@ def put(value: Json, path: tuple[Any, ...], new: Json) -> Json:
     return copy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["header", "index", "config"])
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=strategies.data())
@@ -412,7 +411,6 @@ def test_whatever_is_written_anywhere_what_a_plan_finds_good_loads(
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=strategies.data())
 @pytest.mark.parametrize("kind", ["whole", "bin"])
@@ -484,7 +482,7 @@ for case in sys.argv[2:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_nothing_is_opened_that_is_no_file(original: dict[str, Path], tmp_path: Path) -> None:
     for kind, folder in original.items():
         shutil.copytree(folder, tmp_path / kind)

@@ -258,7 +258,6 @@ def patchers(draw: st.DrawFn) -> Patcher:
         return Patcher(dict(some(MAPPINGS, 2)))
 
 
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(patcher=patchers())
 def test_what_any_patcher_is_planned_to_do_is_what_it_does(patcher: Patcher, folders: Callable[[str], Path]) -> None:

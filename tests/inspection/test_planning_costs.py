@@ -30,7 +30,7 @@ print(planned.checkpoint, len(planned.weights), planned.unknown_shapes)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tmp_path: Path) -> None:
     config = tiny_llama_config(hidden_size=256, intermediate_size=1024, vocab_size=4096)  # 4 MB, a header is 3 kB
@@ -136,7 +136,7 @@ def write_headers(folder: Path, config: DeepseekV3Config, names: list[str]) -> d
     return files
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "scaled", "headers"),
     [

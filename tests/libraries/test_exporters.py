@@ -75,7 +75,6 @@ def run(file: Path, ids: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, {name: ids.numpy()})[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "patcher", "rows"),
     [
@@ -112,7 +111,6 @@ def test_onnx_runtime_computes_what_stock_does(
     assert matrices[1] == matrices[0] - 2 - (len(rows) - 1)
 
 
-@pytest.mark.slow
 def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
     pytest.importorskip("onnxruntime")
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
@@ -132,7 +130,6 @@ def test_prefill_and_decoding_with_a_cache_in_onnx_runtime() -> None:
             torch.testing.assert_close((one.keys, one.values), (other.keys, other.values), atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("all_tokens", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -147,7 +144,6 @@ def test_experts_without_tokens_in_onnx_runtime(all_tokens: bool, tmp_path: Path
         torch.testing.assert_close(run(file, ids), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -187,7 +183,6 @@ def test_experts_in_training_break_no_more_graphs_than_stock() -> None:
     assert 0 < graphs[1] <= graphs[0]
 
 
-@pytest.mark.slow
 def test_compiled_experts_train_as_stock() -> None:
     config = tiny_mixtral_config(num_hidden_layers=1)
     stock, listed = eager_and_listed(config, Patcher(fusions=[SequentialExperts(all_tokens=True)]))
@@ -249,7 +244,6 @@ def test_the_module_of_a_rewritten_class_has_the_names_of_the_original_one() -> 
         _ = module.no_such_name
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # transformers records outputs
 def test_decoding_with_a_static_cache_is_exported() -> None:
     from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM

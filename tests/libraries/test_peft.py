@@ -135,7 +135,6 @@ def test_a_conversion_that_peft_rewrites_for_adapters_does_not_disturb_one(
     torch.testing.assert_close(logits(again), logits(model), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_order_of_imports_does_not_matter(folders: dict[str, Path], tmp_path: Path) -> None:
     trained(folders["moe"], LINEAR_EXPERTS, ["gate_proj"]).save_pretrained(tmp_path)
     program = (

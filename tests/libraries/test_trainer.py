@@ -183,7 +183,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @each(FEW)
 def test_trained_with_accumulation(case: Case) -> None:
     _trained_in(case, "accumulation")
@@ -194,7 +193,6 @@ def alone_trained_in_bfloat16(case: Case) -> None:
     _trained_in(case, "bfloat16")
 
 
-@pytest.mark.slow
 def test_trained_in_bfloat16() -> None:
     """In a process of its own: behind thousands of other tests a resumed run in bfloat16 was once another run.
 
@@ -377,6 +375,5 @@ print(all(hasattr(each, "__wrapped__") for each in hooked))
 """
 
 
-@pytest.mark.slow
 def test_a_trainer_that_is_imported_later_is_hooked_then() -> None:
     assert fresh.run(IMPORTED_LATER).stdout == "True\n"

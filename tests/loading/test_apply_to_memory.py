@@ -52,7 +52,6 @@ def weights(model: nn.Module) -> dict[str, bytes]:
     return {key: tensor.numpy().tobytes() for key, tensor in model.state_dict().items()}
 
 
-@pytest.mark.slow
 def test_patched_otherwise_and_back_on_a_real_model(smollm2_small: Path, tmp_path: Path) -> None:
     stock = AutoModelForCausalLM.from_pretrained(smollm2_small)
     bytes_before, logits_before = weights(stock), logits(stock)

@@ -53,7 +53,6 @@ def test_it_generates_what_stock_does(pair: tuple[Any, Any], options: dict[str, 
     assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
 
 
-@pytest.mark.slow
 def test_it_compiles_as_stock_does(pair: tuple[Any, Any]) -> None:
     inputs = tiny_inputs(pair[1].config)
     outputs, breaks = [], []
@@ -91,7 +90,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_pickle_is_read_in_another_process_that_saves_the_original_checkpoint(llama: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -404,7 +404,7 @@ for push in (
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_on_the_hub_it_is_what_it_is_in_a_folder(fused: Any, layout: Path, stock: Path, tmp_path: Path) -> None:
     fused.save_pretrained(layout / "below", save_original_format=False)
     shutil.copytree(stock, layout / "original")

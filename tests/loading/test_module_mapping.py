@@ -345,7 +345,6 @@ class DoubledMLP(BringingMLP):
         return super().forward(x) * 2
 
 
-@pytest.mark.slow
 def test_verify_knows_it(folder: Path) -> None:
     assert verify(folder, Patcher(module_mapping={"**.{0..1}.mlp": BringingMLP, "lm_head": OwnHead})).passed
     assert "logits" in str(verify(folder, Patcher(module_mapping={"**.2.mlp": DoubledMLP})).failures)

@@ -73,7 +73,7 @@ assert type(made.model.layers[0].self_attn).__name__ == "FusedLlamaAttention"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("imports", "name"),
     [

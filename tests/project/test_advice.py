@@ -39,8 +39,6 @@ from tests.project.advice import (
 )
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 ROOT = Path(__file__).parents[2]
 TABLES = (
     values,

@@ -21,8 +21,6 @@ from tests.support.architecture import (
 )
 from tests.support.imports import Module, modules_of
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 ROOT = Path(__file__).parents[2]
 
 #: Every room imports only from those above it, and from beside itself without a circle.

@@ -179,7 +179,6 @@ def test_the_readme_has_programs_and_commands() -> None:
     assert {program.language for program in PROGRAMS if program.file == "README.md"} == {"python", "bash"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.file}:{program.line} {program.language}")
 def test_it_runs(program: Program, tmp_path: Path, smollm2_small: Path) -> None:
     here = tmp_path / "checkout"

@@ -34,7 +34,6 @@ SAID = (
 NEEDS = {"export_onnx": ("onnx", "onnxscript", "onnxruntime"), "sft": ("trl",)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", sampled(sorted(EXAMPLES.glob("*.py")), IN_CI))
 def test_example_runs(path: Path, tmp_path: Path, smollm2: Path, minilm: Path) -> None:
     for library in NEEDS.get(path.stem, ()):
@@ -81,8 +80,8 @@ def checkpoint(layouts: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("both", marks=pytest.mark.slow),
-        pytest.param("linear experts", marks=pytest.mark.slow),
+        "both",
+        "linear experts",
         "fused qkv",
         "experiment",
     ],

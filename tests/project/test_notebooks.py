@@ -20,7 +20,6 @@ def test_notebook_is_committed_without_outputs(path: Path) -> None:
             assert cell.execution_count is None, f"clear the execution counts of {path.name}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", sampled(NOTEBOOKS, {"01_quickstart"}))
 def test_notebook_runs(path: Path) -> None:
     from nbclient import NotebookClient

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from safetensors import safe_open
 
 from tests.support import fresh
@@ -19,7 +18,6 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
-@pytest.mark.slow
 def test_readme_program_prints_what_the_readme_says_and_saves_what_it_loaded(smollm2: Path, tmp_path: Path) -> None:
     program, expected = blocks("python")[0], blocks("")[0]
     repo_id = "HuggingFaceTB/SmolLM2-135M-Instruct"

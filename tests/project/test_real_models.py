@@ -17,7 +17,6 @@ from tests import real_models
 TEXT = "The capital of France is Paris, and the largest ocean on Earth is the Pacific. Water boils at 100 degrees."
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_answers_a_question(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -30,7 +29,6 @@ def test_smollm2_answers_a_question(smollm2: Path) -> None:
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_predicts_english(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -43,7 +41,6 @@ def test_smollm2_predicts_english(smollm2: Path) -> None:
     assert tokenizer.decode(input_ids[0]) == TEXT
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_small_is_the_first_layers(smollm2: Path, smollm2_small: Path) -> None:
     whole = AutoModelForCausalLM.from_pretrained(smollm2)
@@ -58,7 +55,6 @@ def test_smollm2_small_is_the_first_layers(smollm2: Path, smollm2_small: Path) -
     assert not any(loading_info.values())
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_moe_equals_the_dense_model(smollm2_small: Path, smollm2_moe: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_moe)
@@ -130,7 +126,6 @@ def _assert_fills_in(model: torch.nn.Module, folder: Path) -> None:
     assert right >= 3
 
 
-@pytest.mark.slow
 def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:

@@ -85,7 +85,6 @@ def test_remote_code_model_loads_its_own_code(tmp_path: Path) -> None:
     assert 0.1 < model(torch.arange(10)[None]).logits.std() < 3
 
 
-@pytest.mark.slow
 def test_configs_import_no_modeling_code() -> None:
     # So that a test can see what happens to a modeling module that is first imported while a model is built.
     code = "import sys, tests.support.tiny as t; t.tiny_llama_config(); t.tiny_llava_config(); print(*sys.modules)"

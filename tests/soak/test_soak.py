@@ -109,7 +109,6 @@ def test_every_kind_is_tried() -> None:
     assert set(LEAKS) == {"attribute", *KINDS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sampled(LEAKS, {"object"}))
 def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> None:
     with ExitStack() as stack:
@@ -125,7 +124,7 @@ def test_what_is_left_is_found(kind: str, before: Before, tmp_path: Path) -> Non
     "leak",
     [
         pytest.param(lambda: bytearray(100_000), id="bytes", marks=pytest.mark.nightly),
-        pytest.param(lambda: torch.zeros(25_000), id="tensor", marks=pytest.mark.slow),
+        pytest.param(lambda: torch.zeros(25_000), id="tensor"),
     ],
 )
 @pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.nightly), 1])
@@ -209,7 +208,6 @@ def test_a_wrong_file_is_seen(subjects: Subjects, tmp_path: Path) -> None:
         subject.check_saved(tmp_path / "wrong")
 
 
-@pytest.mark.slow
 def test_faults_come_out_of_all_parts_of_a_load(subjects: Subjects) -> None:
     subject = subjects.patched["projections"]
     seen: list[str] = []

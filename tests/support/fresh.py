@@ -49,6 +49,7 @@ def run(
         check: whether a program that fails raises, with its errors.
         seconds: after which it is killed.
     """
+    sys.audit("patcher.tests.fresh")
     texts = tuple(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")

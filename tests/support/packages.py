@@ -58,14 +58,15 @@ def install(name: str, modules: Mapping[str, str], fusions: Mapping[str, str], f
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def lay_out(name: str, module: str, source: str, fusions: Mapping[str, str], target: Path) -> None:
+def lay_out(name: str, modules: Mapping[str, str], fusions: Mapping[str, str], target: Path) -> None:
     """Put a package into a folder as pip leaves it there: for a test of one process that needs several."""
     info = target / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = ["[patcher.fusions]", *(f"{key} = {value}" for key, value in fusions.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    (target / f"{module}.py").write_text(source)
+    for module, source in modules.items():
+        (target / f"{module}.py").write_text(source)
     importlib.invalidate_caches()
 
 

@@ -90,7 +90,6 @@ TABLES = st.builds(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     begin=st.sampled_from(FUSIONS),

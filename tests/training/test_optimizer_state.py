@@ -365,7 +365,7 @@ def _switch_fusions(folder: Path, rank: int) -> None:
         torch.save(found, folder / "found.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_what_is_sharded_is_gathered_and_sharded_again(tmp_path: Path) -> None:
     two_processes(partial(_switch_fusions, tmp_path), tmp_path)
     assert_close(torch.load(tmp_path / "found.pt"), uninterrupted(built(config=SMALL), adamw, INPUTS, 4))

@@ -201,7 +201,6 @@ WRONG: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("config", "patcher", "options", "message"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_fails_and_says_where(config: Any, patcher: Patcher, options: Any, message: str) -> None:
     found = verify(config, patcher, **options)

@@ -102,7 +102,6 @@ def test_patches_that_never_ran_are_told_and_may_pass() -> None:
     assert verify(config, model_class="LlamaForCausalLM", model_config=small(), partly=True).passed
 
 
-@pytest.mark.slow
 def test_models_are_run_until_every_patch_has_run() -> None:
     text = "def f(self, *args, **kwargs):\n    return super().forward(*args, **kwargs)\n"
     found = verify(llama(RIGHT, ("override_method", "LlamaForTokenClassification.forward", text)))
@@ -112,7 +111,6 @@ def test_models_are_run_until_every_patch_has_run() -> None:
     assert names[-1] == "LlamaForTokenClassification"
 
 
-@pytest.mark.slow
 def test_a_model_whose_checkpoint_is_converted_and_a_decorator_that_dispatches() -> None:
     config = PatchConfig("transformers.models.mixtral.modeling_mixtral", "patched_modeling_mixtral.py")
     text = "def forward(self, hidden_states, *args):\n    return hidden_states\n"

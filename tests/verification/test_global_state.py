@@ -20,8 +20,6 @@ from tests.support.replacements import OWN
 from tests.support.tiny import save_tiny, tiny_llama_config
 from tests.verification.wrong_classes import NoNorm
 
-pytestmark = pytest.mark.slow  # not about transformers: once, on the newest release, is enough
-
 
 def test_what_is_in_force_around_it_is_not_in_stock(llama: Path) -> None:
     with Patcher({"LlamaRMSNorm": NoNorm}).applied():

@@ -241,7 +241,6 @@ def marked(condition: Callable[[Any, torch.Tensor], bool]) -> Patcher:
     return Patcher({"LlamaDecoderLayer": Marked})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patcher", "says"),
     [

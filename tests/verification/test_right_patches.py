@@ -10,7 +10,6 @@ from tests.support.sampling import sampled
 from tests.verification.right_patches import RIGHT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", sampled(RIGHT, [*RIGHT][::3]))
 def test_a_right_patch_passes(name: str, dtype: torch.dtype) -> None:

@@ -9,7 +9,6 @@ from tests.support.sampling import sampled
 from tests.verification.wrong_patches import WRONG
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(WRONG, [*WRONG][::3]))
 def test_a_wrong_patch_is_seen(name: str) -> None:
     wrong = WRONG[name]

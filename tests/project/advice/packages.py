@@ -42,7 +42,7 @@ def on_path(folder: Path) -> Iterator[None]:
 
 def package(name: str, family: str, folder: Path) -> None:
     module = f"advised_{name}"
-    lay_out(name, module, SOURCE.format(name=family), {family: f"{module}:Family"}, folder)
+    lay_out(name, {module: SOURCE.format(name=family)}, {family: f"{module}:Family"}, folder)
 
 
 def uninstall(name: str, folder: Path) -> None:
