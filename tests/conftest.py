@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +92,14 @@ def _seeded() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _what_is_shared_is_only_read() -> Iterator[None]:
+    yield
+    from tests.support import shared
+
+    assert not (changed := shared.changed()), f"this test has written to {', '.join(changed)}, which others read"
 
 
 def _prepared(model: Callable[[], T]) -> T:

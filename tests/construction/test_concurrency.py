@@ -178,6 +178,7 @@ def test_hundreds_of_loads_in_threads_with_failures_leave_nothing(rounds: int, c
     assert changes(before) == []
 
 
+@pytest.mark.nightly
 def test_control_run_without_any_patcher(checkpoint: Path) -> None:
     """Loads alone, in threads: what goes wrong in the test above would not be transformers' own doing."""
     before = snapshot()

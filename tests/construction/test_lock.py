@@ -71,8 +71,7 @@ def polled(thread: threading.Thread) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("wait", [joined, polled])
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(("load", "wait"), [*((load, joined) for load in LOADS), ("a patched load", polled)])
 def test_an_init_that_waits_for_a_thread_that_loads_ends(
     load: str, wait: Callable[[threading.Thread], None], checkpoint: Path
 ) -> None:

@@ -183,6 +183,7 @@ def test_a_patched_model_can_be_copied_after_its_hooks_are_installed(
     assert_recorded_alike(outputs(again), expected)
 
 
+@pytest.mark.libraries
 def test_outputs_can_be_recorded_after_torch_compile_has_seen_the_model(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama, patcher=OWN | Patcher({"LlamaAttention": OwnAttention}), **EAGER)
     expected = outputs(LlamaForCausalLM.from_pretrained(llama, **EAGER))

@@ -433,6 +433,7 @@ def test_threads_with_and_without(folder: Path, stock: Any) -> None:
         assert list(pool.map(one, range(4))) == [True, False, True, False]
 
 
+@pytest.mark.libraries
 def test_compiled_no_worse_than_stock_and_beside_it(folder: Path, stock: Any) -> None:
     """Two models in one process, one with and one without: neither has the other's code compiled anew."""
     import torch._dynamo
@@ -473,6 +474,7 @@ def test_compiled_code_is_not_that_of_stock(folder: Path, stock: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.libraries
 def test_exported(folder: Path) -> None:
     model = load(folder, PLAIN)
     exported = torch.export.export(model, (IDS,), {"use_cache": False})

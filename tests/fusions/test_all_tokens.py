@@ -112,6 +112,7 @@ def test_padding_is_seen_too_and_changes_no_output(config: PretrainedConfig) -> 
     assert rows == [IDS.numel()]
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
     stock, model = eager_and_listed(config, ALL_TOKENS)
@@ -120,6 +121,7 @@ def test_it_compiles_as_one_graph(config: PretrainedConfig) -> None:
         torch.testing.assert_close(logits(compiled, ids), logits(stock, ids), atol=1e-5, rtol=0)
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("config", EXPORTED)
 def test_it_is_exported(config: PretrainedConfig) -> None:
     stock, model = eager_and_listed(config, ALL_TOKENS)

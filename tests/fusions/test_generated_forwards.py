@@ -26,7 +26,7 @@ def test_what_is_accepted_computes_and_trains_as_before(tmp_path: Path) -> None:
     assert counts["refused"] > 30
 
 
-@pytest.mark.parametrize("left_out", ["unknown calls", "writes"])
+@pytest.mark.parametrize("left_out", ["unknown calls", pytest.param("writes", marks=pytest.mark.nightly)])
 def test_a_proof_that_leaves_something_out_is_found(
     left_out: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

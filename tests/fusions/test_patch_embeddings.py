@@ -307,6 +307,7 @@ def test_it_has_the_attributes_of_the_convolution() -> None:
     assert linear.bias is linear.linear.bias
 
 
+@pytest.mark.libraries
 def test_it_compiles_whole_and_exports_with_sizes_left_open() -> None:
     linear = linear_form(nn.Conv2d(3, 8, 4, 4)).eval()
     compiled = torch.compile(linear, fullgraph=True, backend="eager", dynamic=True)

@@ -276,6 +276,7 @@ def test_training_with_recomputed_activations_takes_the_steps_of_stock(name: str
 # --- compiled, exported ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("name", sampled(["llama", "t5, gated", "llava", "mixtral"], {"t5, gated"}))
 def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
     graphs = []
@@ -306,6 +307,7 @@ def test_compiled_it_gives_the_outputs_and_gradients_of_stock(name: str) -> None
         torch.testing.assert_close(found, torch.cat(gradients), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("name", ["llama", "t5, gated", "llava"])
 def test_it_exports_and_computes_what_it_did(name: str) -> None:
     _, fused = pair(name)
@@ -321,6 +323,7 @@ def test_it_exports_and_computes_what_it_did(name: str) -> None:
     assert not any(key.endswith("q_proj.weight") for key in names if "cross" not in key and "encoder_attn" not in key)
 
 
+@pytest.mark.libraries
 def test_it_exports_with_sizes_left_open() -> None:
     _, fused = pair("llama")
     batch, length = torch.export.Dim("batch", min=2, max=8), torch.export.Dim("length", min=4, max=64)

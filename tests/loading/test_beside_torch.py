@@ -53,6 +53,7 @@ def test_it_generates_what_stock_does(pair: tuple[Any, Any], options: dict[str, 
     assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))
 
 
+@pytest.mark.libraries
 def test_it_compiles_as_stock_does(pair: tuple[Any, Any]) -> None:
     inputs = tiny_inputs(pair[1].config)
     outputs, breaks = [], []

@@ -62,7 +62,7 @@ def models() -> dict[str, tuple[Any, Any]]:
     return {row.name: (row.patched(), row.stock()) for row in ROWS}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_pieces_of_a_state_dict_load_as_in_stock(models: dict[str, tuple[Any, Any]], data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(ROWS))
@@ -282,6 +282,7 @@ def test_weights_on_the_disk_are_in_the_original_state_dict(tmp_path: Path) -> N
     assert same_weights(model, row.stock())
 
 
+@pytest.mark.libraries
 def test_a_compiled_model_and_a_module_around_take_either_layout() -> None:
     row = BY_NAME["class mapping with conversions"]
     model, stock = row.patched(), row.stock()

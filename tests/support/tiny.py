@@ -9,6 +9,7 @@ that was swapped or is missing would go unnoticed.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from tests.support.remote_code import remote_code_model as remote_code_model  # one place to import tiny models from
+from tests.support.shared import checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -171,11 +173,16 @@ def save_tiny(
     seed: int = 0,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Save what :func:`build_tiny` makes, by stock transformers, and return ``folder``.
+    """Save what :func:`build_tiny` makes, by stock transformers, and return ``folder``, to do with as one likes.
 
-    With ``max_shard_size="100KB"`` the checkpoint is sharded.
+    With ``max_shard_size="100KB"`` the checkpoint is sharded. Whoever only reads it takes :func:`shared.checkpoint`.
     """
-    model = build_tiny(config, model_class=model_class, dtype=dtype, seed=seed)
+    options = {"model_class": model_class, "dtype": dtype, "seed": seed, "max_shard_size": max_shard_size}
+    return Path(shutil.copytree(checkpoint(config, **options), folder, dirs_exist_ok=True))
+
+
+def write_tiny(config: PretrainedConfig, folder: Path, *, max_shard_size: str = "5GB", **options: Any) -> Path:
+    model = build_tiny(config, **options)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
 

@@ -73,8 +73,11 @@ def global_state() -> dict[str, Any]:
     }
 
 
+NIGHTLY = [pytest.param(mode, marks=pytest.mark.nightly) for mode in (torch.no_grad, torch.inference_mode)]
+
+
 @pytest.mark.usefixtures("_drawn_from")
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.enable_grad, *NIGHTLY])
 def test_it_changes_no_global_state(llama: Path, mode: Any) -> None:
     with mode():
         before = global_state()

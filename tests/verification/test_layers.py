@@ -260,6 +260,7 @@ def marked(condition: Callable[[Any, torch.Tensor], bool]) -> Patcher:
             marked(lambda m, x: m.training and x.shape[1] > 100),
             r"training: on a row of 128 tokens .*model\.layers\.5 ",
             id="a marked layer, long rows in training",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             marked(lambda m, x: x.shape[1] == 1 and m.calls > 38),

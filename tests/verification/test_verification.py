@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from patcher import InvalidPatcherError, Patcher, Verification, verify
 from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import JOINED, OWN
+from tests.support.sampling import sampled
 from tests.support.tiny import tiny_bert_config, tiny_llama_config, tiny_llava_config
 from tests.verification.models import LLAMA, T5, VIT, WHISPER
 
@@ -26,8 +27,9 @@ RIGHT: dict[str, tuple[Any, Patcher, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "patcher", "unchecked"), RIGHT.values(), ids=RIGHT.keys())
-def test_what_is_right_passes_at_every_stage(config: Any, patcher: Patcher, unchecked: set[str]) -> None:
+@pytest.mark.parametrize("name", sampled(RIGHT, {"a class", "encoder and decoder"}))
+def test_what_is_right_passes_at_every_stage(name: str) -> None:
+    config, patcher, unchecked = RIGHT[name]
     found = verify(config, patcher)
 
     assert found.failures == ()

@@ -1,0 +1,92 @@
+"""Tiny checkpoints and stock models that many tests only read: made once a session, for each config.
+
+    >>> from tests.support.shared import checkpoint, stock
+    >>> from tests.support.tiny import tiny_llama_config
+    >>> stock(tiny_llama_config()) is stock(tiny_llama_config())
+    True
+
+A test that writes to one of them fails, see `changed`, and the next one gets another.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+__all__ = ["changed", "checkpoint", "stock"]
+
+_folder = tempfile.TemporaryDirectory(prefix="patcher-tests-shared-")
+_checkpoints: dict[Hashable, tuple[Path, object]] = {}
+_models: dict[Hashable, tuple[Any, object]] = {}
+_lent: set[Hashable] = set()
+
+
+def key_of(config: PretrainedConfig, **options: Any) -> Hashable:
+    said = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return (type(config), said, *sorted((name, str(value)) for name, value in options.items()))
+
+
+def checkpoint(config: PretrainedConfig, **options: Any) -> Path:
+    """The folder of what `save_tiny` saves of a config, and of the same options."""
+    from tests.support.tiny import write_tiny
+
+    key = key_of(config, **options)
+    if key not in _checkpoints:
+        folder = write_tiny(config, Path(tempfile.mkdtemp(dir=_folder.name)), **options)
+        _checkpoints[key] = folder, _files(folder)
+    return _checkpoints[key][0]
+
+
+def stock(config: PretrainedConfig, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """The stock model of such a checkpoint, loaded, in eval mode.
+
+    Args:
+        model_class: the class or Auto class that loads it.
+        options: of the load.
+    """
+    key = key_of(config, model_class=model_class, **options)
+    if key not in _models:
+        model = model_class.from_pretrained(checkpoint(config), **options).eval()
+        _models[key] = model, _state(model)
+    _lent.add(key)
+    return _models[key][0]
+
+
+def changed() -> list[str]:
+    """What is no longer as it was made: every checkpoint, and every model that was given since the last call."""
+    folders = [key for key, (folder, files) in _checkpoints.items() if _files(folder) != files]
+    models = [key for key in _lent if _state(_models[key][0]) != _models[key][1]]
+    _lent.clear()
+    said = [str(_checkpoints.pop(key)[0]) for key in folders]
+    return said + [type(_models.pop(key)[0]).__name__ for key in models]
+
+
+def _files(folder: Path) -> object:
+    stats = [(path.name, path.stat()) for path in folder.iterdir()]
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _state(model: PreTrainedModel) -> object:
+    """Its classes, modes, hooks and attributes, and the bytes of its tensors."""
+    modules = [
+        (
+            name,
+            type(module),
+            module.training,
+            len(module._forward_hooks) + len(module._forward_pre_hooks),
+            {*vars(module)},
+        )
+        for name, module in model.named_modules()
+    ]
+    tensors = [
+        (name, tensor.requires_grad, tensor.grad is None, zlib.crc32(tensor.detach().view(torch.uint8).numpy().data))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return modules, tensors
