@@ -15,6 +15,7 @@ import pytest
 from tests import real_models
 from tests.support import kinds
 from tests.support.browser import NO_BROWSER
+from tests.support.sampling import leave_to_the_night
 
 # Before anything imports transformers or torch, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,6 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(kind)
         if REAL_MODEL_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("real")
+    leave_to_the_night(items)
 
 
 def pytest_collection_finish() -> None:

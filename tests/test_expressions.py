@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchEr
 from patcher.compat.quantizers import names_setting
 from patcher.expressions import Expressions, checked_expression, compiled, matches, search
 from patcher.loading.adapters.refusals import check_saved_modules
+from tests.support.sampling import sampled
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 # --- they mean what they mean to `re` ------------------------------------------------------------------------------
@@ -111,17 +111,10 @@ FIELDS: dict[str, Callable[[str], Patcher]] = {
 QUICK = ("new_weights",)  # nothing is missing, so nothing is searched
 
 
-def everywhere() -> Iterator[Any]:
-    """Each expression in each field, at a load and at a plan. CI runs each expression in one of them."""
-    fields = [field for field in FIELDS if field not in QUICK]
-    places = list(itertools.product(fields, ("load", "plan")))
-    for number, expression in enumerate(SLOW):
-        for place in places:
-            marks = [] if place == places[number % len(places)] else [pytest.mark.nightly]
-            yield pytest.param(expression, *place, marks=marks)
-
-
-@pytest.mark.parametrize(("expression", "field", "do"), list(everywhere()))
+@pytest.mark.crossed
+@pytest.mark.parametrize("do", ["load", "plan"])
+@pytest.mark.parametrize("expression", SLOW)
+@pytest.mark.parametrize("field", [field for field in FIELDS if field not in QUICK])
 def test_no_expression_can_stop_a_load(
     field: str, expression: str, do: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +240,7 @@ CROWDS: dict[str, Callable[[], Patcher]] = {
 }
 
 
-@pytest.mark.parametrize("crowd", CROWDS)
+@pytest.mark.parametrize("crowd", sampled(CROWDS, {"names", "grouped"}))
 def test_ten_thousand_are_loaded_in_about_a_second(crowd: str, folder: Path) -> None:
     LlamaForCausalLM.from_pretrained(folder)
     before = time.process_time()

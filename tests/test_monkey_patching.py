@@ -31,9 +31,9 @@ from patcher.monkey_patching import (
     unregister_patch_mapping,
 )
 from tests import real_models
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.snapshot import changes, snapshot
-from tests.support.tiny import save_tiny, tiny_jamba_config, tiny_llama_config
+from tests.support.tiny import tiny_jamba_config, tiny_llama_config
 
 
 class MyMLP(LlamaMLP):
@@ -53,7 +53,7 @@ def _empty() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def mlp_of(model: nn.Module) -> type[nn.Module]:

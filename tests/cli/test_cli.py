@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from patcher.cli import app
-from tests.support import fresh
+from tests.support import fresh, shared
 
 CONFIG = """
 from patcher.codegen import PatchConfig
@@ -140,9 +140,9 @@ print("said while it is imported")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny import save_tiny, tiny_llama_config
+    from tests.support.tiny import tiny_llama_config
 
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture

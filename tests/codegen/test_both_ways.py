@@ -20,7 +20,7 @@ from patcher import CodegenError, Patcher, UnmatchedPatchError, report
 from patcher.codegen import PatchConfig, generate
 from tests.codegen import every_kind
 from tests.codegen.unwritable import Halves, Unspeakable
-from tests.support import fresh, replaced_elsewhere, tiny
+from tests.support import fresh, replaced_elsewhere, shared, tiny
 from tests.support.comparing import assert_equal_models, logits
 from tests.support.replaced_elsewhere import AdaptedMLP, InheritingMLP, JoinedMLP, NegatedMLP
 from tests.support.sampling import sampled
@@ -32,10 +32,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Stock checkpoints of tiny models."""
     configs = [tiny.tiny_llama_config(), tiny.tiny_mixtral_config(), tiny.tiny_qwen2_moe_config()]
-    return {
-        config.model_type: tiny.save_tiny(config, tmp_path_factory.mktemp(config.model_type))
-        for config in [*configs, tiny.tiny_bert_config()]
-    }
+    return {config.model_type: shared.checkpoint(config) for config in [*configs, tiny.tiny_bert_config()]}
 
 
 def stock_class(model_type: str) -> type[PreTrainedModel]:

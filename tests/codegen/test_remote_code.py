@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralForCausalLM, PreTrainedMod
 
 from patcher import Patcher
 from patcher.codegen import PatchConfig, write
-from tests.support import fresh, tiny
+from tests.support import fresh, shared, tiny
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 
@@ -24,7 +24,7 @@ MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_tiny(tiny.tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral") / "checkpoint")
+    return shared.checkpoint(tiny.tiny_mixtral_config())
 
 
 def patched() -> PatchConfig:

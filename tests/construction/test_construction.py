@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
 from patcher import InvalidPatcherError, PatchConstructionError, Patcher, plan
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+from tests.support import shared
 from tests.support.replacements import OWN, OwnLayer, OwnMLP, OwnNorm, classes, in_block
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
@@ -52,7 +53,7 @@ class Slotted(nn.Module):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture
@@ -71,39 +72,43 @@ def nothing_is_left(llama: Path) -> Iterator[Callable[[], None]]:
 # --- what the error says -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mapping", "text"),
-    [
-        (
-            {"LlamaMLP": Raising},
-            r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
-            r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
-            r"It was called as Raising\(<LlamaConfig>\)\. A replacement is built from the very arguments of "
-            r"LlamaMLP\.__init__",
-        ),
-        (
-            {"LlamaRMSNorm": Narrow},
-            r"Narrow could not be built in place of LlamaRMSNorm, in __init__ of LlamaDecoderLayer .*: TypeError: "
-            r".*unexpected keyword argument 'eps'\nIt was called as Narrow\(64, eps=1e-06\)\. .*"
-            r"take them all, or accept \*\*kwargs",
-        ),
-        (
-            {"LlamaAttention": Narrow},
-            r"in place of LlamaAttention.*TypeError.*\nIt was called as Narrow\(config=<LlamaConfig>, layer_idx=0\)",
-        ),
-        ({"LlamaMLP": Slotted}, r"Slotted could not be built in place of LlamaMLP.*object layout differs"),
-        ({"LlamaModel": Narrow}, r"Narrow could not be built in place of LlamaModel, in __init__ of LlamaForCausalLM"),
-        (
-            {"LlamaForCausalLM": RaisingModel},
-            r"RaisingModel could not be built in place of LlamaForCausalLM.*no such width",
-        ),
-    ],
-    ids=["raises", "other arguments", "keyword arguments", "layout", "sub-model", "root"],
-)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "raises": (
+        {"LlamaMLP": Raising},
+        r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
+        r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
+        r"It was called as Raising\(<LlamaConfig>\)\. A replacement is built from the very arguments of "
+        r"LlamaMLP\.__init__",
+    ),
+    "other arguments": (
+        {"LlamaRMSNorm": Narrow},
+        r"Narrow could not be built in place of LlamaRMSNorm, in __init__ of LlamaDecoderLayer .*: TypeError: "
+        r".*unexpected keyword argument 'eps'\nIt was called as Narrow\(64, eps=1e-06\)\. .*"
+        r"take them all, or accept \*\*kwargs",
+    ),
+    "keyword arguments": (
+        {"LlamaAttention": Narrow},
+        r"in place of LlamaAttention.*TypeError.*\nIt was called as Narrow\(config=<LlamaConfig>, layer_idx=0\)",
+    ),
+    "layout": ({"LlamaMLP": Slotted}, r"Slotted could not be built in place of LlamaMLP.*object layout differs"),
+    "sub-model": (
+        {"LlamaModel": Narrow},
+        r"Narrow could not be built in place of LlamaModel, in __init__ of LlamaForCausalLM",
+    ),
+    "root": (
+        {"LlamaForCausalLM": RaisingModel},
+        r"RaisingModel could not be built in place of LlamaForCausalLM.*no such width",
+    ),
+}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("way", ["load", "from_config", "applied"])
 def test_the_error_says_which_and_where_and_with_what(
-    mapping: dict[str, Any], text: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
+    what: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
 ) -> None:
+    mapping, text = WRONG[what]
     patcher = Patcher(mapping)
     loads: dict[str, Callable[[], Any]] = {
         "load": lambda: LlamaForCausalLM.from_pretrained(llama, patcher=patcher),
@@ -157,27 +162,35 @@ def following(advice: str) -> dict[str, type[nn.Module]]:
     return {"LlamaMLP": OwnMLP}
 
 
-@pytest.mark.parametrize(
-    ("mapping", "text"),
-    [
-        ({"LlamaMLP": NoBeginning}, r"NoBeginning\.__init__ doesn't call super\(\)\.__init__\(\).* call it first"),
-        (
-            {"LlamaMLP": Yielding},
-            r"Yielding\.__init__ returns an object of generator: it must return None, so it .* yield",
-        ),
-        ({"LlamaMLP": Returning}, r"Returning\.__init__ returns an object of int: it must return None\.$"),
-        ({"LlamaMLP": Unhashable}, r"Unhashable defines __eq__ and so has no hash.* add __hash__ = torch\.nn\.Module"),
-        (
-            {"LlamaForCausalLM": PlainRoot},
-            r"PlainRoot is to be the model itself in place of LlamaForCausalLM.* derive it",
-        ),
-    ],
-    ids=["no super().__init__()", "a generator", "a value", "unhashable", "a plain root"],
-)
+NO_MODULES: dict[str, tuple[dict[str, Any], str]] = {
+    "no super().__init__()": (
+        {"LlamaMLP": NoBeginning},
+        r"NoBeginning\.__init__ doesn't call super\(\)\.__init__\(\).* call it first",
+    ),
+    "a generator": (
+        {"LlamaMLP": Yielding},
+        r"Yielding\.__init__ returns an object of generator: it must return None, so it .* yield",
+    ),
+    "a value": ({"LlamaMLP": Returning}, r"Returning\.__init__ returns an object of int: it must return None\.$"),
+    "unhashable": (
+        {"LlamaMLP": Unhashable},
+        r"Unhashable defines __eq__ and so has no hash.* add __hash__ = torch\.nn\.Module",
+    ),
+    "a plain root": (
+        {"LlamaForCausalLM": PlainRoot},
+        r"PlainRoot is to be the model itself in place of LlamaForCausalLM.* derive it",
+    ),
+}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("what", NO_MODULES)
 @pytest.mark.parametrize("way", ["load", "from_config", "applied", "plan"])
 def test_what_is_no_module_of_torch_is_named(
-    mapping: dict[str, Any], text: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
+    what: str, way: str, llama: Path, nothing_is_left: Callable[[], None]
 ) -> None:
+    mapping, text = NO_MODULES[what]
+
     def build(patcher: Patcher) -> None:
         if way == "load":
             LlamaForCausalLM.from_pretrained(llama, patcher=patcher)

@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import Patcher, UnmatchedPatchError
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.replacements import OWN, OwnMLP, classes, same_output
 from tests.support.tiny import (
     remote_code_model,
@@ -46,7 +46,7 @@ class OwnReLU(nn.Module):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 # --- sub-models and tables -----------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def drawn(make: Any) -> tuple[Any, torch.Tensor]:
     return make(), torch.rand(4)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("config", "patcher"), CASES)
 def test_from_config(config: Any, patcher: Patcher, dtype: torch.dtype) -> None:

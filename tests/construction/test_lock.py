@@ -22,23 +22,24 @@ import patcher
 from patcher import PatchConstructionError, Patcher
 from patcher.construction import lock
 from patcher.construction.lock import ConstructionLock
+from tests.support import shared
 from tests.support.snapshot import changes, snapshot
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_vl_config
+from tests.support.tiny import tiny_llama_config, tiny_qwen2_vl_config
 
 TOLD = (
     r"LlamaForCausalLM.* can't be constructed: the thread 'the holder' has been constructing LlamaForCausalLM from "
-    r"\S+ since \d\d:\d\d:\d\d, and for 1 seconds has done nothing but wait\..*: load that model before"
+    r"\S+ since \d\d:\d\d:\d\d, and for 0\.5 seconds has done nothing but wait\..*: load that model before"
 )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 0.5)
 
 
 class Plain(LlamaMLP):  # type: ignore[misc]
@@ -127,7 +128,7 @@ def test_a_construction_that_takes_long_is_waited_for(checkpoint: Path) -> None:
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             begun.set()
-            until = time.thread_time() + 2
+            until = time.thread_time() + 1
             while time.thread_time() < until:
                 sum(range(1000))
 
@@ -146,7 +147,7 @@ def test_many_that_follow_each_other_are_waited_for() -> None:
 
     def hold(name: int) -> int:
         with alone.held_for(str(name)), alone.held_for("inside"):
-            time.sleep(0.6)
+            time.sleep(0.3)
             return name
 
     with ThreadPoolExecutor(5) as pool:

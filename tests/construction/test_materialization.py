@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from patcher import Patcher
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.offloaded import DEVICE_MAPS, offloaded
 from tests.support.replacements import OWN, OwnMLP, in_block, same_output
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -24,7 +24,7 @@ from tests.support.tiny import save_tiny, tiny_llama_config
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 class Computing(OwnMLP):

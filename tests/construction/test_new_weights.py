@@ -14,14 +14,15 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import InvalidPatcherError, Patcher
+from tests.support import shared
 from tests.support.offloaded import DEVICE_MAPS, offloaded
 from tests.support.replacements import OWN, OwnMLP, in_block, same_output
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 class Marked(nn.Parameter):

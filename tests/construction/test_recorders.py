@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils import output_capturing
 
 from patcher import Patcher
+from tests.support import shared
 from tests.support.replacements import OWN, OwnLayer, OwnMLP
 from tests.support.tiny import (
     save_tiny,
@@ -58,7 +59,7 @@ class OwnBlock(nn.Module):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def outputs(model: Any, **more: Any) -> Any:

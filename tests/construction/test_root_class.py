@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from patcher import PatchConstructionError, Patcher
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OWN, OwnLayer, OwnMLP, same_output
 from tests.support.tiny import (
@@ -67,12 +68,12 @@ ROOTS = [SubLlama, OwnLlama, NewLlama]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(tie_word_embeddings=True), tmp_path_factory.mktemp("tied"))
+    return shared.checkpoint(tiny_llama_config(tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("root", ROOTS)

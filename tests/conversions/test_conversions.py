@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForImageTextToText, Concatenate, WeightConverter
 
 from patcher import Patcher
+from tests.support import shared
 from tests.support.replacements import JoinedAttention
-from tests.support.tiny import save_tiny, tiny_llava_config
+from tests.support.tiny import tiny_llava_config
 
 
 def joining(before: str = "", after: str = "") -> WeightConverter:
@@ -21,7 +22,7 @@ def joining(before: str = "", after: str = "") -> WeightConverter:
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llava_config(), tmp_path_factory.mktemp("llava"))
+    return shared.checkpoint(tiny_llava_config())
 
 
 def load(folder: Path, **options: Any) -> Any:

@@ -18,8 +18,9 @@ from patcher import Patcher
 from patcher.conversions.sources import Computed, Conversion, fused_sources
 from patcher.conversions.unchanged import Trace
 from patcher.fusions.experts.matrices import Matrices
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
-from tests.support.tiny import save_tiny, tiny_mixtral_config
+from tests.support.tiny import tiny_mixtral_config
 
 Tensors = list[torch.Tensor]
 
@@ -153,7 +154,7 @@ EXPERTS = Patcher(fusions="sequential_experts")
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+    return shared.checkpoint(tiny_mixtral_config())
 
 
 def weights_of(experts: Any) -> dict[str, torch.Tensor]:

@@ -11,9 +11,10 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import Patcher, diff, plan, report, verify
+from tests.support import shared
 from tests.support.browser import Seen, look_at, needs_chromium
 from tests.support.replacements import JOINED, Both
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support.tiny import tiny_llama_config
 
 pytestmark = needs_chromium
 
@@ -82,7 +83,7 @@ class Scaled(LlamaAttention):
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = save_tiny(tiny_llama_config(num_hidden_layers=6), tmp_path_factory.mktemp("llama"))
+    folder = shared.checkpoint(tiny_llama_config(num_hidden_layers=6))
     mixed = Patcher(module_mapping={"model.layers.1.mlp": Hooked}, fusions=["qkv", "gate_up"])
     shown: dict[str, Any] = {
         "report": report(LlamaForCausalLM.from_pretrained(folder, patcher=mixed)),

@@ -11,13 +11,14 @@ from transformers import BartConfig, LlamaForCausalLM
 
 from patcher import Patcher, plan, report
 from patcher.display.tree import IN_A_ROW, ModuleNode, Weights, in_rows, module_tree
+from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(num_hidden_layers=6), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config(num_hidden_layers=6))
 
 
 def paths(node: ModuleNode | None, inside: str = "") -> dict[str, ModuleNode]:

@@ -29,6 +29,7 @@ from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
 from patcher.fusions import QKV, SequentialExperts
+from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.bringing import BringingMLP
 from tests.support.checkpoints import files
@@ -131,7 +132,7 @@ if DEALS_EXPERTS:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(config, tmp_path_factory.mktemp("model")) for name, config in CONFIGS.items()}
+    return {name: shared.checkpoint(config) for name, config in CONFIGS.items()}
 
 
 def stock_in_one_process(folder: Path) -> Any:

@@ -27,7 +27,7 @@ from patcher.loading.record import record_of
 from patcher.verification.small_configs import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
-from tests.support import fresh, tiny
+from tests.support import fresh, shared, tiny
 
 ROPE = Patcher(function_mapping={"apply_rotary_pos_emb": functions.counted_rope})
 PLAIN = Patcher(function_mapping={"apply_rotary_pos_emb": functions.plain_rope})
@@ -51,7 +51,7 @@ def names() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save_tiny(tiny.tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny.tiny_llama_config())
 
 
 @pytest.fixture(scope="module")

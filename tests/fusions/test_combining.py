@@ -16,6 +16,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, report
 from patcher.fusions import QKV, Fusion, PatchEmbeddings, SequentialExperts
 from patcher.loading.saving import saved_state_dict
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     build_tiny,
@@ -36,7 +37,7 @@ class OwnNorm(Qwen3VLMoeTextRMSNorm):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")

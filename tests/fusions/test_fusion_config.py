@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError
 from patcher.fusions.config import split_fusion_config
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support import shared
+from tests.support.tiny import tiny_llama_config
 
 NO_MAPPING = [["qkv"], [["qkv"]], "qkv", "patcher", 1, -1.5, True, ["patcher", "qkv"], ("qkv",), [{"qkv": True}]]
 NO_NAMES = ["qkv", 1, True, None, {"qkv": True}, [1], [None], [["qkv"]], [{"qkv": True}], -1.5]
@@ -25,7 +26,7 @@ FOUND = r"fusion_config maps names .*, found .* \({}\); write \{{\"patcher\": \[
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def say(folder: Path, value: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, UnmatchedPatchError
 from patcher.fusions import QKV, PatchEmbeddings
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.replacements import JOINED, OwnNorm
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_vl_config
 
@@ -31,7 +31,7 @@ def say(folder: Path, fusion_config: Any) -> None:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("stock"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ from tests.fuzz.generator import forward_of, program
 
 def test_what_is_accepted_computes_and_trains_as_before(tmp_path: Path) -> None:
     counts: Counter[str] = Counter()
-    for seed in range(150):
+    for seed in range(90):
         source = program(seed)
         result = compared(source, tmp_path / f"generated_{seed}.py")
         counts[result.status] += 1
         assert result.status != "wrong", f"seed {seed}: {result.reason}\n{forward_of(source)}"
 
-    assert counts["same"] > 60
-    assert counts["refused"] > 30
+    assert counts["same"] > 35
+    assert counts["refused"] > 10
 
 
 @pytest.mark.parametrize("left_out", ["unknown calls", pytest.param("writes", marks=pytest.mark.nightly)])

@@ -48,6 +48,7 @@ def calls(modules: list[nn.Module]) -> list[int]:
     return counted
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fusions", ORDERS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_gradients_and_files_are_those_of_stock(
@@ -84,6 +85,7 @@ def test_outputs_gradients_and_files_are_those_of_stock(
     assert same_checkpoint(tmp_path / "stock", tmp_path / "fused")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}, {"cache_implementation": "static"}])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.generated])
 def test_generation_projects_the_encoder_output_as_often_as_stock(

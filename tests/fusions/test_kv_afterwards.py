@@ -44,6 +44,7 @@ def test_either_layout_is_loaded_and_a_part_takes_values(bart: Path) -> None:
     ]
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("settings", [{}, {"target_modules": ["v_proj", "q_proj"], "use_rslora": True}], ids=str)
 def test_an_adapter_of_the_stock_layers_computes_the_same(
     settings: dict[str, Any], bart: Path, tmp_path: Path
@@ -68,6 +69,7 @@ def test_an_adapter_of_the_stock_layers_computes_the_same(
     assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
+@pytest.mark.libraries
 def test_an_adapter_of_the_joined_layer_is_one_of_the_stock_layers(bart: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = BartForConditionalGeneration.from_pretrained(bart, patcher=ALONE)

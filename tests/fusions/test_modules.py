@@ -27,6 +27,7 @@ from patcher import (
 )
 from patcher.codegen import PatchConfig, generate
 from patcher.fusions import QKV, Fusion, GateUp, PatchEmbeddings, SequentialExperts
+from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike
 from tests.support.tiny import (
     build_tiny,
@@ -42,7 +43,7 @@ LAYERS = tiny_llama_config(num_hidden_layers=4)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(LAYERS, tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(LAYERS)
 
 
 def load(folder: Path, *fusions: str | Fusion, **options: Any) -> Any:

@@ -22,8 +22,9 @@ from patcher.codegen.runtime import fuse
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.fusions import Fusion, GateUp, Layout, Rows
+from tests.support import shared
 from tests.support.comparing import logits
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts")
 
@@ -97,7 +98,7 @@ class Local(Fusion):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def load(folder: Path, *fusions: Any) -> Any:

@@ -476,6 +476,7 @@ def test_it_is_applied_to_a_model_in_memory_and_taken_back() -> None:
     assert all(torch.equal(value, stock.state_dict()[name]) for name, value in back.state_dict().items())
 
 
+@pytest.mark.libraries
 def test_quantized_it_still_takes_images(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     config = SiglipVisionConfig(**IMAGE_MODEL)

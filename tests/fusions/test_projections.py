@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize(("config", "patcher"), CASES)
 def test_outputs_are_those_of_stock(
@@ -84,6 +85,7 @@ def test_outputs_are_those_of_stock(
     torch.testing.assert_close(fused(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
 @pytest.mark.parametrize(("config", "patcher"), CASES)
 def test_saving_writes_what_stock_writes(

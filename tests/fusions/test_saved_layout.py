@@ -23,7 +23,7 @@ from transformers import (
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher, report
 from patcher.fusions import QKV
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import OwnNorm
 from tests.support.tiny import (
@@ -60,7 +60,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("stock"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +248,7 @@ def test_a_stock_model_made_from_its_config_says_nothing_of_fusions(made: str, l
 QUANTIZATIONS = {"8 bits": {"load_in_8bit": True}, "4 bits": {"load_in_4bit": True}}
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("bits", QUANTIZATIONS)
 def test_what_is_quantized_can_be_saved_so(bits: str, tmp_path: Path) -> None:
     """In the original format it can't: nothing can split the scales of a quantized matrix."""

@@ -121,6 +121,7 @@ def test_every_expert_is_a_plain_linear_layer(config: PretrainedConfig, tmp_path
     assert sum(p.numel() for p in listed.parameters()) == sum(p.numel() for p in stock.parameters())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
 @pytest.mark.parametrize("config", CASES)
 def test_saving_writes_what_stock_writes(config: PretrainedConfig, max_shard_size: str, tmp_path: Path) -> None:
@@ -421,6 +422,7 @@ def is_quantized(layer: nn.Module) -> bool:
     return weight.dtype in (torch.int8, torch.uint8) or type(weight.data) is not torch.Tensor
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("name", ["bitsandbytes, 8 bits", "bitsandbytes, 4 bits", "torchao, int8"])
 @pytest.mark.parametrize(
     "config",

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
 from patcher.conversions.fused_weights import fused_modules
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.comparing import logits
 from tests.support.surgery import SURGERY, operated
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_mixtral_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_mixtral_config
 
 BOTH = Patcher(fusions=["qkv", "gate_up"])
 CONFIGS = {
@@ -32,7 +32,7 @@ PATCHERS = {"llama": BOTH, "biases": BOTH, "experts": Patcher(fusions=["qkv", "s
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(config(), tmp_path_factory.mktemp(name)) for name, config in CONFIGS.items()}
+    return {name: shared.checkpoint(config()) for name, config in CONFIGS.items()}
 
 
 def load(folder: Path, patcher: Patcher | None = None) -> Any:

@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Diff, InvalidPatcherError, Patcher, diff
+from tests.support import shared
 from tests.support.replacements import JOINED, OWN, OtherMLP, OwnMLP, OwnNorm
 from tests.support.tiny import (
     build_tiny,
-    save_tiny,
     tiny_bert_config,
     tiny_llama_config,
     tiny_mixtral_config,
@@ -327,7 +327,7 @@ def test_it_works_in_a_real_notebook(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.mark.parametrize(

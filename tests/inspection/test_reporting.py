@@ -16,18 +16,19 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, report
 from patcher.display.tree import Weights
+from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+    return shared.checkpoint(tiny_mixtral_config())
 
 
 class Experts(nn.ModuleList):

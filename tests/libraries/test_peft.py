@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM, WeightConverter
 from transformers.core_model_loading import Concatenate
 
 from patcher import Patcher
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, count
 from tests.support.comparing import logits
 from tests.support.replacements import OwnMLP
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config, tiny_qwen2_moe_config
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {"llama": tiny_llama_config(), "moe": tiny_qwen2_moe_config()}
-    return {name: save_tiny(config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
+    return {name: shared.checkpoint(config) for name, config in configs.items()}
 
 
 CASES = pytest.mark.parametrize(

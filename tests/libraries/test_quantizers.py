@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan
 from patcher.fusions import QKV
+from tests.support import shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, LinearExperts
 from tests.support.comparing import logits
 from tests.support.quantizers import (
@@ -32,7 +33,7 @@ from tests.support.quantizers import (
     torchao_int8,
 )
 from tests.support.replacements import JOINED, OWN
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config, tiny_qwen2_moe_config
+from tests.support.tiny import tiny_llama_config, tiny_mixtral_config, tiny_qwen2_moe_config
 
 both = pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8])
 each = pytest.mark.parametrize("quantizer", [bnb_int8, torchao_int8, quanto_int8])
@@ -41,18 +42,18 @@ GATE_UP = Patcher(fusions="gate_up")
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Every expert is asked: a router that decides between nearly equal experts would hide how near the outputs are.
-    return save_tiny(tiny_qwen2_moe_config(num_experts_per_tok=4), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_qwen2_moe_config(num_experts_per_tok=4))
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+    return shared.checkpoint(tiny_mixtral_config())
 
 
 # --- a replacement of layers that stock doesn't quantize -----------------------------------------------------------

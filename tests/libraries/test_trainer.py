@@ -25,10 +25,10 @@ from transformers import (
 from patcher import PatchedWeightsError, Patcher, original_state_dict
 from patcher.fusions import QKV
 from tests.compatibility.outcomes import EXACT, compared
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.replacements import JOINED, OWN, JoinedMLP, joining
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 from tests.support.trainer import FIRST_IS_BEST, MIDDLE, STEPS, batches, in_shards, losses, trained, trainer, weights
 
 #: With dropout a resumed run has to go on with the random numbers of the one before.
@@ -76,7 +76,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(config(), tmp_path_factory.mktemp("model")) for name, config in CONFIGS.items()}
+    return {name: shared.checkpoint(config()) for name, config in CONFIGS.items()}
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import InvalidPatcherError, Patcher
 from tests.support.replacements import JOINED, JoinedMLP
+from tests.support.shared import checkpoint
+from tests.support.tiny import tiny_llama_config
 
 
 class Norm(LlamaRMSNorm):
@@ -33,6 +35,14 @@ ADAPTED = Patcher({"LlamaMLP": AdaptedMLP}, new_weights="adapter")
 IDS = torch.arange(100, 140).view(2, 20)
 
 
+@pytest.fixture(params=["a tiny Llama", pytest.param("SmolLM2, four layers", marks=pytest.mark.real)])
+def folder(request: pytest.FixtureRequest) -> Path:
+    """A tied Llama."""
+    if request.param != "a tiny Llama":
+        return request.getfixturevalue("smollm2_small")
+    return checkpoint(tiny_llama_config(vocab_size=256, num_hidden_layers=4, tie_word_embeddings=True))
+
+
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
@@ -52,8 +62,8 @@ def weights(model: nn.Module) -> dict[str, bytes]:
     return {key: tensor.numpy().tobytes() for key, tensor in model.state_dict().items()}
 
 
-def test_patched_otherwise_and_back_on_a_real_model(smollm2_small: Path, tmp_path: Path) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(smollm2_small)
+def test_patched_otherwise_and_back_on_a_real_model(folder: Path, tmp_path: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folder)
     bytes_before, logits_before = weights(stock), logits(stock)
 
     norms = NORM.apply(stock)
@@ -80,19 +90,19 @@ def test_patched_otherwise_and_back_on_a_real_model(smollm2_small: Path, tmp_pat
     for name, model in {"joined": joined, "back": back}.items():
         model.save_pretrained(tmp_path / name)
         saved = (tmp_path / name / "model.safetensors").read_bytes()
-        assert saved == (smollm2_small / "model.safetensors").read_bytes()
+        assert saved == (folder / "model.safetensors").read_bytes()
 
 
-def test_a_training_step_of_the_new_model_is_its_own(smollm2_small: Path) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(smollm2_small)
+def test_a_training_step_of_the_new_model_is_its_own(folder: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(folder)
     patched = NORM.apply(stock)
     patched(IDS, labels=IDS).loss.backward()
     assert patched.model.layers[0].mlp.up_proj.weight.grad is not None
     assert stock.model.layers[0].mlp.up_proj.weight.grad is None
 
 
-def test_what_the_model_was_set_to_is_kept(smollm2_small: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(smollm2_small, dtype=torch.bfloat16, attn_implementation="eager")
+def test_what_the_model_was_set_to_is_kept(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     model.train()
     model.generation_config.max_new_tokens = 7
     patched = JOINED.apply(model)
@@ -124,15 +134,17 @@ def test_weights_of_several_dtypes_keep_them() -> None:
         Patcher(fusions="gate_up").apply(stock)
 
 
-def test_offloaded_and_quantized_models_are_refused(smollm2_small: Path, tmp_path: Path) -> None:
-    quantized = AutoModelForCausalLM.from_pretrained(
-        smollm2_small, quantization_config=BitsAndBytesConfig(load_in_8bit=True)
-    )
+@pytest.mark.libraries
+def test_a_quantized_model_is_refused(folder: Path) -> None:
+    quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(InvalidPatcherError, match=r"can't take a quantized model.*Load it again with patcher="):
         NORM.apply(quantized)
+
+
+def test_an_offloaded_model_is_refused(folder: Path, tmp_path: Path) -> None:
     device_map = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     device_map |= {f"model.layers.{number}": "disk" if number else "cpu" for number in range(4)}
-    offloaded = AutoModelForCausalLM.from_pretrained(smollm2_small, device_map=device_map, offload_folder=tmp_path)
+    offloaded = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path)
     with pytest.raises(InvalidPatcherError, match=r"whose weights are offloaded.*Load it again with patcher="):
         NORM.apply(offloaded)
 

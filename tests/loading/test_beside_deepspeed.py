@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher
+from tests.support import shared
 from tests.support.snapshot import changes, snapshot
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support.tiny import tiny_llama_config
 
 REFUSED = r"A patcher was asked for while DeepSpeed ZeRO-3 is on, .*: no patcher follows that\. Load the"
 
@@ -29,7 +30,7 @@ class Own(LlamaMLP):  # type: ignore[misc]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @contextmanager
@@ -55,6 +56,7 @@ WAYS: dict[str, Callable[[Path, Patcher], Any]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("asked", PATCHERS.values(), ids=PATCHERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_patcher_is_refused_before_anything_is_read(

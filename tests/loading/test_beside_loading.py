@@ -18,6 +18,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 import patcher
 from patcher import PatchedWeightsError, Patcher
+from tests.support import shared
 from tests.support.beside import FUSED_QKV, LINEAR_EXPERTS, JoinedBertAttention, count, joined
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
@@ -27,12 +28,12 @@ from tests.support.tiny import save_tiny, tiny_bert_config, tiny_inputs, tiny_ll
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_qwen2_moe_config(), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_qwen2_moe_config())
 
 
 # --- implementations -----------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ def test_a_replacement_of_the_experts_is_called_as_experts_implementation_says(m
 # --- dtype ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", ["auto", None, "bfloat16", torch.float16, torch.float32, torch.float64], ids=str)
 def test_parameters_have_the_dtype_that_they_have_without_the_patcher(
@@ -214,7 +216,7 @@ def test_key_mapping_is_never_filtered(moe: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_bert_config(num_labels=3)
-    return save_tiny(config, tmp_path_factory.mktemp("bert"), model_class=BertForSequenceClassification)
+    return shared.checkpoint(config, model_class=BertForSequenceClassification)
 
 
 def test_ignore_mismatched_sizes_makes_a_new_head_and_loads_the_rest(classifier: Path) -> None:

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 from patcher import Patcher, load_original_state_dict, original_state_dict, report
 from tests.compatibility.outcomes import compared
 from tests.compatibility.rows import ROWS, Row
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.checkpoints import saved
 from tests.support.replacements import JOINED, OWN, JoinedMLP, OwnNorm
-from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config
+from tests.support.tiny import tiny_inputs, tiny_llama_config
 
 PATCHERS = {
     "a class": OWN,
@@ -31,7 +31,7 @@ PATCHERS = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(params=PATCHERS.values(), ids=PATCHERS.keys())
@@ -40,6 +40,7 @@ def pair(request: pytest.FixtureRequest, llama: Path) -> tuple[Any, Any]:
     return LlamaForCausalLM.from_pretrained(llama, patcher=request.param).eval(), stock
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "options",
     [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}],

@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, TorchAoConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from patcher import PatchConstructionError, PatchedWeightsError, Patcher
+from tests.support import shared
 from tests.support.offloaded import DEVICE_MAPS
 from tests.support.replacements import OwnMLP, OwnNorm, same_output
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -33,7 +33,7 @@ BASE = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every weight has values that no initialisation gives."""
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 # --- generated ---------------------------------------------------------------------------------------------------
@@ -226,20 +226,24 @@ def test_where_nobody_said_that_it_is_new_the_load_refuses(llama: Path) -> None:
         LlamaForCausalLM.from_pretrained(llama, patcher=MAGNITUDES.replace(new_weights=()))
 
 
-@pytest.mark.parametrize("way", ["disk", "bitsandbytes", "torchao"])
+def quantized(way: str) -> dict[str, Any]:
+    if way == "bitsandbytes":
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "way", ["disk", *(pytest.param(way, marks=pytest.mark.libraries) for way in ("bitsandbytes", "torchao"))]
+)
 def test_a_weight_derived_from_what_has_no_value_is_refused(way: str, llama: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"patcher": MAGNITUDES}
-    if way == "disk":
-        options |= {"device_map": DEVICE_MAPS["a layer on disk"], "offload_folder": tmp_path}
-    elif way == "bitsandbytes":
-        options |= {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
-    else:
-        options |= {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "device_map": "cpu"}
+    disk: dict[str, Any] = {"device_map": DEVICE_MAPS["a layer on disk"], "offload_folder": tmp_path}
     text = (
         r"Magnitudes.__init__ computes .* from weights of the checkpoint, and these have no values there: .*gate_proj"
     )
     with pytest.raises(PatchConstructionError, match=text):
-        LlamaForCausalLM.from_pretrained(llama, **options)
+        LlamaForCausalLM.from_pretrained(llama, patcher=MAGNITUDES, **(disk if way == "disk" else quantized(way)))
 
 
 class Adapter(OwnMLP):
@@ -249,20 +253,15 @@ class Adapter(OwnMLP):
         self.twice = nn.Parameter(self.scale.detach() * 4)
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("way", ["bitsandbytes", "torchao"])
 def test_what_depends_on_no_quantized_weight_is_computed_beside_them(way: str, llama: Path) -> None:
-    quantized = (
-        BitsAndBytesConfig(load_in_8bit=True) if way == "bitsandbytes" else TorchAoConfig(Int8WeightOnlyConfig())
-    )
-    model = LlamaForCausalLM.from_pretrained(
-        llama,
-        quantization_config=quantized,
-        device_map="cpu",
-        patcher=Patcher({"LlamaMLP": Adapter}, new_weights="scale|twice"),
-    )
+    patcher = Patcher({"LlamaMLP": Adapter}, new_weights="scale|twice")
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=patcher, **quantized(way))
     assert (model.model.layers[1].mlp.twice == 2).all()
 
 
+@pytest.mark.libraries
 def test_what_depends_on_a_weight_that_is_not_quantized_is_computed_from_it(llama: Path) -> None:
     class Layer(LlamaDecoderLayer):
         def __init__(self, config: Any, layer_idx: int) -> None:
@@ -270,9 +269,7 @@ def test_what_depends_on_a_weight_that_is_not_quantized_is_computed_from_it(llam
             self.scale = nn.Parameter(self.input_layernorm.weight.detach() * 2)
 
     patcher = Patcher({"LlamaDecoderLayer": Layer}, new_weights=r"\.scale$")
-    model = LlamaForCausalLM.from_pretrained(
-        llama, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu", patcher=patcher
-    )
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=patcher, **quantized("bitsandbytes"))
     for layer in model.model.layers:
         assert type(layer.mlp.gate_proj) is not nn.Linear
         assert torch.equal(layer.scale, layer.input_layernorm.weight * 2)

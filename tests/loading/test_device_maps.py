@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher
 from patcher import InvalidPatcherError, Patcher
 from tests.compatibility.outcomes import EXACT, compared
+from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.offloaded import places
 from tests.support.replacements import JOINED, Without
@@ -45,12 +46,12 @@ RENAMED = Patcher({"LlamaMLP": Renamed}, extra_weight_conversions=RENAMINGS)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_qwen2_moe_config(), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_qwen2_moe_config())
 
 
 def load(folder: Path, asked: Patcher, device_map: dict[str, Any], **options: Any) -> Any:

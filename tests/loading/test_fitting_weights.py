@@ -25,18 +25,19 @@ from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.llama import modeling_llama
 
 from patcher import PatchedWeightsError, Patcher
+from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, OwnMLP, With, Without, classes, same_output
 from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_bert_config(), tmp_path_factory.mktemp("bert"))
+    return shared.checkpoint(tiny_bert_config())
 
 
 def load(folder: Path, patcher: Patcher, **options: Any) -> Any:

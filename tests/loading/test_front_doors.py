@@ -108,6 +108,7 @@ def test_parts_of_a_model_that_is_put_together_take_a_patcher_each(tmp_path: Pat
     assert saved(model, tmp_path / "ours") == saved(stock, tmp_path / "theirs")
 
 
+@pytest.mark.libraries
 def test_sentence_transformers_take_a_patcher_in_model_kwargs_only(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     save_tiny(tiny_bert_config(), tmp_path, model_class=AutoModel)

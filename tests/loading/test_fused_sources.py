@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Chunk, LlamaConfig, LlamaForCausalLM, WeightConverter
 
 from patcher import PatchedWeightsError, Patcher, plan
+from tests.support import shared
 from tests.support.tiny import build_tiny, save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def write(tensors: dict[str, torch.Tensor], folder: Path, config: LlamaConfig | None = None) -> None:

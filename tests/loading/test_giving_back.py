@@ -107,6 +107,7 @@ QKV_BIAS = joined("weight", "bias")
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("heads", HEADS)
@@ -118,6 +119,7 @@ def test_joined_attention_is_given_back(heads: str, bias: bool, dtype: torch.dty
     assert_saved_alike(patched, AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "patcher", [QKV, TRANSPOSED, SPLIT, RENAMED, QKV | SPLIT], ids=["qkv", "turn", "split", "rename", "both"]
 )
@@ -240,6 +242,7 @@ def test_a_changed_shape_raises(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.libraries
 def test_a_quantized_fused_weight_raises(tmp_path: Path) -> None:
     checkpoint = save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
     quantization = BitsAndBytesConfig(load_in_8bit=True)

@@ -28,6 +28,7 @@ from transformers import (
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
 from patcher.checkpoints.weight_files import is_default, is_layout
 from patcher.fusions import QKV
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.hub_server import serving
 from tests.support.offloaded import offloaded
@@ -57,7 +58,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("stock"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,7 @@ def test_a_model_in_the_original_format_takes_its_place(
     assert same(AutoModelForCausalLM.from_pretrained(layout), model)
 
 
+@pytest.mark.libraries
 def test_by_a_trainer_as_well(layout: Path, stock: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -167,6 +169,7 @@ def test_by_a_trainer_as_well(layout: Path, stock: Path) -> None:
     assert same_checkpoint(layout, stock)
 
 
+@pytest.mark.libraries
 def test_adapters_are_saved_beside_it(layout: Path) -> None:
     from peft import LoraConfig
 

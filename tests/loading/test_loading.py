@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import PatchConflictError, PatchConstructionError, Patcher, PatcherWarning, UnmatchedPatchError
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
+from tests.support import shared
 from tests.support.replacements import (
     OWN,
     OtherMLP,
@@ -33,12 +34,12 @@ from tests.support.replacements import (
     classes,
     same_output,
 )
-from tests.support.tiny import build_tiny, save_tiny, tiny_inputs, tiny_llama_config, tiny_tokenizer
+from tests.support.tiny import build_tiny, tiny_inputs, tiny_llama_config, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 # --- every way in --------------------------------------------------------------------------------------------------

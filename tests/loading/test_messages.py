@@ -13,13 +13,14 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
 from patcher.loading.suggestions import missing_conversions
+from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, With, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def load(folder: Path, patcher: Patcher, **options: Any) -> Any:

@@ -21,6 +21,7 @@ from patcher import Patcher, UnmatchedPatchError, diff, plan, report, verify
 from patcher.codegen import PatchConfig
 from patcher.errors import CodegenError, InvalidPatcherError, PatchConflictError, PatchedWeightsError
 from patcher.fusions import GateUp
+from tests.support import shared
 from tests.support.bringing import BringingMLP, ExpertLinears, ExpertStack, TurnedMLP
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.comparing import logits
@@ -62,12 +63,12 @@ class WrappedAttention(nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(num_hidden_layers=LAYERS), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config(num_hidden_layers=LAYERS))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(num_hidden_layers=4), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_mixtral_config(num_hidden_layers=4))
 
 
 def load(folder: Path, given: Patcher | None = None, **options: Any) -> Any:
@@ -345,6 +346,7 @@ class DoubledMLP(BringingMLP):
         return super().forward(x) * 2
 
 
+@pytest.mark.nightly
 def test_verify_knows_it(folder: Path) -> None:
     assert verify(folder, Patcher(module_mapping={"**.{0..1}.mlp": BringingMLP, "lm_head": OwnHead})).passed
     assert "logits" in str(verify(folder, Patcher(module_mapping={"**.2.mlp": DoubledMLP})).failures)

@@ -71,6 +71,7 @@ def offloaded(folder: Path, where: Path, patcher: Patcher | None = None, *on_dis
     return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, device_map=device_map, offload_folder=where)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("asked", PATCHERS.values(), ids=PATCHERS)
 def test_shards_are_those_of_stock(asked: Patcher, tied: bool, tmp_path: Path) -> None:

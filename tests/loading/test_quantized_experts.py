@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from patcher import Patcher, load_original_state_dict, original_state_dict
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
 from patcher.fusions import SequentialExperts
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
 from tests.support.tiny import save_tiny, tiny_jamba_config, tiny_llama_config, tiny_mixtral_config
@@ -68,7 +69,7 @@ class PackedLinear(nn.Module):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(config, tmp_path_factory.mktemp("model")) for name, config in CONFIGS.items()}
+    return {name: shared.checkpoint(config) for name, config in CONFIGS.items()}
 
 
 def load(folder: Path, patcher: Patcher | None = ALL_TOKENS, **options: Any) -> Any:
@@ -93,6 +94,7 @@ def saved(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
     return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("share", "dtype"),
     [(1.0, torch.float32), (0.5, torch.bfloat16), (0.1, torch.float32)],
@@ -224,6 +226,7 @@ class PackedQuantizer(HfQuantizer):
         return True
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.1], ids=["all", "half of them", "few"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_load_reads_them_into_what_a_quantizer_has_made(

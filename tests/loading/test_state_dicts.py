@@ -239,6 +239,7 @@ def test_conversions_that_keep_a_name_or_only_change_it(width: int, tmp_path: Pa
         assert same_weights(model, other)
 
 
+@pytest.mark.libraries
 def test_parts_are_not_written_into_a_quantized_weight(tmp_path: Path) -> None:
     folder = save_tiny(tiny_llama_config(), tmp_path)
     quantized = BitsAndBytesConfig(load_in_8bit=True)

@@ -14,18 +14,19 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError
+from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, With, joining
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_qwen2_moe_config, tiny_tokenizer
+from tests.support.tiny import tiny_llama_config, tiny_qwen2_moe_config, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_qwen2_moe_config(), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_qwen2_moe_config())
 
 
 def load(folder: Path, patcher: Patcher, **options: Any) -> Any:

@@ -45,8 +45,9 @@ from patcher import InvalidPatcherError, Patcher, PresetDriftError, presets, rep
 from patcher.spec.fingerprints import fingerprint
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.numerics import difference
+from tests.support import shared
 from tests.support.sampling import sampled
-from tests.support.tiny import save_tiny
+from tests.support.tiny import save_tiny, tiny_bert_config
 
 TEXT = {
     "vocab_size": 128,
@@ -391,8 +392,8 @@ def test_the_presets_of_a_model_are_found_by_its_config(name: str) -> None:
     assert found[0] == getattr(presets, name)
 
 
-def test_they_are_found_by_its_folder(minilm: Path) -> None:
-    assert presets.for_model(str(minilm)) == (presets.BERT_FUSED_PROJECTIONS,)
+def test_they_are_found_by_its_folder() -> None:
+    assert presets.for_model(str(shared.checkpoint(tiny_bert_config()))) == (presets.BERT_FUSED_PROJECTIONS,)
 
 
 def test_a_model_without_presets_has_none() -> None:

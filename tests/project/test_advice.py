@@ -37,7 +37,8 @@ from tests.project.advice import (
     training,
     values,
 )
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support import shared
+from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 ROOT = Path(__file__).parents[2]
 TABLES = (
@@ -163,12 +164,12 @@ def test_every_case_and_every_exception_is_of_an_advice_that_there_is() -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("moe"))
+    return shared.checkpoint(tiny_mixtral_config())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from patcher import Patcher, monkey_patching, plan, presets, report
 from patcher.cli import app
 from patcher.fusions import SequentialExperts
+from tests.support import shared
 from tests.support.replacements import JoinedMLP
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 ROOT = Path(__file__).parents[2]
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -55,12 +56,12 @@ def my_rotary(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(num_hidden_layers=4), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config(num_hidden_layers=4))
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+    return shared.checkpoint(tiny_mixtral_config())
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from patcher import Patcher, PatcherWarning, PresetDriftError
 from patcher.spec.fingerprints import check_pins, fingerprint
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support import shared
+from tests.support.tiny import tiny_llama_config
 
 BASE = """
     from torch import nn
@@ -99,7 +100,7 @@ class MyNorm(LlamaRMSNorm):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())
 
 
 def test_a_load_on_the_pinned_code_passes(llama: Path) -> None:

@@ -28,18 +28,27 @@ _models: dict[Hashable, tuple[Any, object]] = {}
 _lent: set[Hashable] = set()
 
 
-def key_of(config: PretrainedConfig, **options: Any) -> Hashable:
-    said = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return (type(config), said, *sorted((name, str(value)) for name, value in options.items()))
+def checkpoint(
+    config: PretrainedConfig,
+    *,
+    model_class: Any = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """The folder of a tiny model of a config, with random weights, saved by stock transformers.
 
+    Args:
+        model_class: a model class or an Auto class; by default the model with the usual language head.
+        max_shard_size: with "100KB" the checkpoint is sharded.
+    """
+    from tests.support.tiny import build_tiny  # which copies from here what a test wants for itself
 
-def checkpoint(config: PretrainedConfig, **options: Any) -> Path:
-    """The folder of what `save_tiny` saves of a config, and of the same options."""
-    from tests.support.tiny import write_tiny
-
-    key = key_of(config, **options)
+    key = _key(config, model_class, dtype, seed, max_shard_size)
     if key not in _checkpoints:
-        folder = write_tiny(config, Path(tempfile.mkdtemp(dir=_folder.name)), **options)
+        folder = Path(tempfile.mkdtemp(dir=_folder.name))
+        model = build_tiny(config, model_class=model_class, dtype=dtype, seed=seed)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         _checkpoints[key] = folder, _files(folder)
     return _checkpoints[key][0]
 
@@ -51,7 +60,7 @@ def stock(config: PretrainedConfig, model_class: Any = AutoModelForCausalLM, **o
         model_class: the class or Auto class that loads it.
         options: of the load.
     """
-    key = key_of(config, model_class=model_class, **options)
+    key = _key(config, model_class, *sorted(options.items()))
     if key not in _models:
         model = model_class.from_pretrained(checkpoint(config), **options).eval()
         _models[key] = model, _state(model)
@@ -68,6 +77,10 @@ def changed() -> list[str]:
     return said + [type(_models.pop(key)[0]).__name__ for key in models]
 
 
+def _key(config: PretrainedConfig, *options: object) -> Hashable:
+    return type(config), json.dumps(config.to_dict(), sort_keys=True, default=str), str(options)
+
+
 def _files(folder: Path) -> object:
     stats = [(path.name, path.stat()) for path in folder.iterdir()]
     return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -76,13 +89,7 @@ def _files(folder: Path) -> object:
 def _state(model: PreTrainedModel) -> object:
     """Its classes, modes, hooks and attributes, and the bytes of its tensors."""
     modules = [
-        (
-            name,
-            type(module),
-            module.training,
-            len(module._forward_hooks) + len(module._forward_pre_hooks),
-            {*vars(module)},
-        )
+        (name, type(module), module.training, {*vars(module)}, [*module._forward_hooks, *module._forward_pre_hooks])
         for name, module in model.named_modules()
     ]
     tensors = [

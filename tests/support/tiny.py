@@ -181,12 +181,6 @@ def save_tiny(
     return Path(shutil.copytree(checkpoint(config, **options), folder, dirs_exist_ok=True))
 
 
-def write_tiny(config: PretrainedConfig, folder: Path, *, max_shard_size: str = "5GB", **options: Any) -> Path:
-    model = build_tiny(config, **options)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return Path(folder)
-
-
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
     """Give every parameter random values of its own, of a size that keeps activations near 1."""

@@ -206,6 +206,7 @@ def test_optimizers_of_others_are_refused_before_they_step() -> None:
             original_optimizer_state_dict(model, optimizer)
 
 
+@pytest.mark.libraries
 def test_quantized_state_is_refused() -> None:
     model = built(QKV)
     optimizer = pytest.importorskip("bitsandbytes").optim.AdamW8bit(model.parameters())

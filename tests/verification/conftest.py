@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support import shared
+from tests.support.tiny import tiny_llama_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_llama_config(), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config())

@@ -272,6 +272,7 @@ def marked(condition: Callable[[Any, torch.Tensor], bool]) -> Patcher:
             Patcher({"LlamaAttention": off(LlamaAttention, lambda m, x, k: m.layer_idx == 5 and kept(k) > 40)}),
             r"outputs: on a prompt in chunks .*model\.layers\.5\.self_attn ",
             id="a full cache in one layer",
+            marks=pytest.mark.nightly,
         ),
     ],
 )  # fmt: skip

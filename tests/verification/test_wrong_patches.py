@@ -9,7 +9,7 @@ from tests.support.sampling import sampled
 from tests.verification.wrong_patches import WRONG
 
 
-@pytest.mark.parametrize("name", sampled(WRONG, [*WRONG][::9]))
+@pytest.mark.parametrize("name", sampled(WRONG, [*WRONG][::15]))
 def test_a_wrong_patch_is_seen(name: str) -> None:
     wrong = WRONG[name]
     found = verify(wrong.config, wrong.patcher, **wrong.options)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support import shared
+from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With biases in its attention."""
-    return save_tiny(tiny_llama_config(attention_bias=True), tmp_path_factory.mktemp("llama"))
+    return shared.checkpoint(tiny_llama_config(attention_bias=True))
 
 
 @pytest.fixture(scope="session")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tiny_mixtral_config(), tmp_path_factory.mktemp("mixtral"))
+    return shared.checkpoint(tiny_mixtral_config())

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
+from tests.support import shared
 from tests.support.adapters import (
     LOADS,
     SEVEN,
@@ -51,7 +52,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_tiny(each, tmp_path_factory.mktemp(name)) for name, each in CONFIGS.items()}
+    return {name: shared.checkpoint(each) for name, each in CONFIGS.items()}
 
 
 @pytest.mark.parametrize(
