@@ -339,15 +339,16 @@ def test_conversions_with_what_they_may_not_survive_raise_before_anything_is_rea
         LlamaForCausalLM.from_pretrained("there/is-no-such-model", **options)
 
 
-@pytest.mark.skipif(not hasattr(modeling_utils, "get_distributed_checkpoint_dir"), reason="came with 5.18")
-def test_conversions_with_a_distributed_checkpoint_raise_before_anything_is_read(tmp_path: Path) -> None:
-    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").write_bytes(b"nothing that could be read")
-    patcher = Patcher({"LlamaMLP": OwnMLP}, "experts")
-    with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
-        LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
-    (tmp_path / "part").mkdir()
-    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").rename(
-        tmp_path / "part/shard-00000-model-00001-of-00001.safetensors"
-    )
-    with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
-        LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, subfolder="part", patcher=patcher)
+if hasattr(modeling_utils, "get_distributed_checkpoint_dir"):  # they came with 5.18
+
+    def test_conversions_with_a_distributed_checkpoint_raise_before_anything_is_read(tmp_path: Path) -> None:
+        (tmp_path / "shard-00000-model-00001-of-00001.safetensors").write_bytes(b"nothing that could be read")
+        patcher = Patcher({"LlamaMLP": OwnMLP}, "experts")
+        with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
+            LlamaForCausalLM.from_pretrained(tmp_path, patcher=patcher)
+        (tmp_path / "part").mkdir()
+        (tmp_path / "shard-00000-model-00001-of-00001.safetensors").rename(
+            tmp_path / "part/shard-00000-model-00001-of-00001.safetensors"
+        )
+        with pytest.raises(InvalidPatcherError, match=r"together with the distributed checkpoint in .*not supported"):
+            LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path, subfolder="part", patcher=patcher)

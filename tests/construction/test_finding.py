@@ -107,7 +107,7 @@ def test_a_class_of_torch_in_a_table_of_a_model_is_patched_and_torch_is_not(tmp_
         stock = classes(model)["OwnLayerNorm"]
     assert stock > 2 * 4
     assert modeling_mobilebert.NORM2FN["layer_norm"] is before is nn.LayerNorm
-    plain = AutoModelForMaskedLM.from_pretrained(folder)
+    plain = shared.stock(folder, AutoModelForMaskedLM)
     assert "OwnLayerNorm" not in classes(plain)
     assert torch.equal(model(torch.arange(5)[None]).logits.detach(), plain(torch.arange(5)[None]).logits.detach())
 

@@ -237,7 +237,7 @@ def test_computed_values_are_right_where_a_part_is_on_disk(
     if not offload_buffers:
         for layer in model.model.layers:
             assert_computed(layer.mlp)
-    stock = LlamaForCausalLM.from_pretrained(llama)
+    stock = shared.stock(llama, LlamaForCausalLM)
     assert same_output(model, stock)
     assert same_output(model, stock)  # the weights went back to the disk, and came again
 

@@ -236,7 +236,7 @@ def test_new_weights_are_right_where_a_part_is_on_disk(name: str, llama: Path, t
     model = offloaded(
         llama, name, tmp_path / "patched", patcher=Patcher({"LlamaMLP": Added}, new_weights="adapter|scale")
     )
-    stock = LlamaForCausalLM.from_pretrained(llama)
+    stock = shared.stock(llama, LlamaForCausalLM)
     assert same_output(model, stock)
     assert same_output(model, stock)
 

@@ -85,7 +85,7 @@ def test_the_root_class_can_be_replaced(
     model = load_class.from_pretrained(llama, patcher=patcher)
     assert type(model) is root
     assert type(model.model.layers[0].mlp) is OwnMLP
-    stock = LlamaForCausalLM.from_pretrained(llama)
+    stock = shared.stock(llama, LlamaForCausalLM)
     assert same_output(model, stock)
     inputs = tiny_inputs(stock.config)
     options = {"max_new_tokens": 4, "do_sample": False}
@@ -254,7 +254,7 @@ def test_a_replaced_decoder_layer_is_never_split_across_devices(
     mapping = {"LlamaDecoderLayer": layer}
     if root is OwnLlama:
         mapping["LlamaForCausalLM"] = root
-    stock = LlamaForCausalLM.from_pretrained(llama)
+    stock = shared.stock(llama, LlamaForCausalLM)
     whole = sum(parameter.nbytes for parameter in stock.model.layers[0].parameters())
     mlp = sum(parameter.nbytes for parameter in stock.model.layers[0].mlp.parameters())
     rooms = (whole + mlp, whole + whole // 2, 2 * whole - 8, 2 * whole)
@@ -284,7 +284,7 @@ def test_a_sub_model_can_be_replaced(load_class: Any, llama: Path, tmp_path: Pat
     assert type(inner) is OwnModel
     assert torch.equal(inner.computed, torch.arange(4))
     assert type(inner.layers[0].mlp) is OwnMLP
-    stock = load_class.from_pretrained(llama)
+    stock = shared.stock(llama, load_class)
     assert same_output(model, stock)
     model.save_pretrained(tmp_path / "patched")
     stock.save_pretrained(tmp_path / "stock")

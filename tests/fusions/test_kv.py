@@ -19,6 +19,7 @@ from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausa
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
 from patcher.conversions.fused_weights import fused_modules
 from patcher.fusions import KV, QKV
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.cross_attention import CASES, save
 from tests.support.tiny import ENCODER_DECODER_SIZES, randomize, tiny_llama_config
@@ -55,7 +56,7 @@ def test_outputs_gradients_and_files_are_those_of_stock(
     name: str, fusions: tuple[str, ...], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     case = CASES[name]
-    stock = case.cls.from_pretrained(folders[name])
+    stock = shared.stock(folders[name], case.cls)
     model = case.cls.from_pretrained(folders[name], patcher=Patcher(fusions=fusions))
 
     families = {path: carried.fusion for path, _, carried in fused_modules(model)}
@@ -92,7 +93,7 @@ def test_generation_projects_the_encoder_output_as_often_as_stock(
     name: str, options: dict[str, Any], folders: dict[str, Path]
 ) -> None:
     case = CASES[name]
-    stock = case.cls.from_pretrained(folders[name])
+    stock = shared.stock(folders[name], case.cls)
     model = case.cls.from_pretrained(folders[name], patcher=Patcher(fusions=["qkv", "kv"]))
     theirs = calls([part for n in (0, 1) for part in (_keys(stock.get_submodule(case.cross.format(n))),)])
     ours = calls(projections(model))
@@ -141,7 +142,7 @@ def test_keys_that_are_also_computed_by_themselves_are_left_alone() -> None:
 
 def test_it_is_asked_for_at_some_paths_only_and_travels(folders: dict[str, Path], tmp_path: Path) -> None:
     family = KV("model.decoder.layers.1.*")
-    stock = BartForConditionalGeneration.from_pretrained(folders["Bart"])
+    stock = shared.stock(folders["Bart"], BartForConditionalGeneration)
     model = BartForConditionalGeneration.from_pretrained(folders["Bart"], patcher=Patcher(fusions=[family, "qkv"]))
     inputs = CASES["Bart"].inputs
 

@@ -14,6 +14,7 @@ from transformers import BartForConditionalGeneration
 
 import patcher
 from patcher import InvalidPatcherError, Patcher
+from tests.support import shared
 from tests.support.cross_attention import CASES, save, text
 
 ALONE = Patcher(fusions="kv")
@@ -25,7 +26,7 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_either_layout_is_loaded_and_a_part_takes_values(bart: Path) -> None:
-    stock = BartForConditionalGeneration.from_pretrained(bart)
+    stock = shared.stock(bart, BartForConditionalGeneration)
     model = BartForConditionalGeneration._from_config(CASES["Bart"].config(), patcher=Patcher(fusions=["qkv", "kv"]))
     model.eval().load_state_dict(stock.state_dict())
     inputs = CASES["Bart"].inputs
@@ -81,7 +82,7 @@ def test_an_adapter_of_the_joined_layer_is_one_of_the_stock_layers(bart: Path, t
     inputs = CASES["Bart"].inputs
     expected = adapted(**inputs).logits
     adapted.save_pretrained(tmp_path)
-    stock = BartForConditionalGeneration.from_pretrained(bart)
+    stock = shared.stock(bart, BartForConditionalGeneration)
 
     torch.testing.assert_close(
         peft.PeftModel.from_pretrained(stock, tmp_path).eval()(**inputs).logits, expected, atol=1e-4, rtol=0

@@ -36,6 +36,7 @@ from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedP
 from patcher.fusions import Fusion, patch_embeddings
 from patcher.fusions.fused_module import fuse
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding, PatchEmbeddings
+from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     DECODER_SIZES,
@@ -125,7 +126,7 @@ def inputs_of(config: PretrainedConfig) -> dict[str, Any]:
 def test_a_vision_language_model_gives_what_stock_gives(make: Any, kind: type, tmp_path: Path) -> None:
     config = make()
     save_tiny(config, tmp_path, model_class=AutoModelForImageTextToText)
-    stock = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    stock = shared.stock(tmp_path, AutoModelForImageTextToText)
     fused = AutoModelForImageTextToText.from_pretrained(tmp_path, patcher=FUSED)
     inputs = inputs_of(config)
 
@@ -144,7 +145,7 @@ def test_the_weights_are_those_of_the_checkpoint_and_go_back_into_it(
 ) -> None:
     """Row 5: `fusion_config` leaves the weight of Qwen2-VL random, and saves it."""
     save_tiny(make(), tmp_path / "checkpoint", model_class=AutoModelForImageTextToText, max_shard_size=max_shard_size)
-    stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "checkpoint")
+    stock = shared.stock(tmp_path / "checkpoint", AutoModelForImageTextToText)
     fused, info = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "checkpoint", patcher=FUSED, output_loading_info=True
     )
@@ -164,7 +165,7 @@ def test_an_image_model_gives_what_stock_gives_and_the_same_gradients(
     config: PretrainedConfig, tmp_path: Path
 ) -> None:
     save_tiny(config, tmp_path, model_class=AutoModel)
-    stock = AutoModel.from_pretrained(tmp_path)
+    stock = shared.stock(tmp_path, AutoModel)
     fused = AutoModel.from_pretrained(tmp_path, patcher=FUSED)
     images = torch.randn(2, 3, config.image_size, config.image_size)
     outputs = [model(pixel_values=images).last_hidden_state for model in (stock, fused)]

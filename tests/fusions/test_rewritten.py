@@ -290,6 +290,7 @@ def test_it_compiles_with_no_more_graph_breaks_than_stock(name: str) -> None:
     assert graphs[1] <= graphs[0]
 
 
+@pytest.mark.libraries
 @pytest.mark.parametrize("name", sampled(["llama", "t5, gated"], {"llama"}))
 def test_compiled_it_gives_the_outputs_and_gradients_of_stock(name: str) -> None:
     stock, fused = pair(name)

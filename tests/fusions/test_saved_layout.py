@@ -212,7 +212,7 @@ def test_names_may_be_asked_for_by_an_argument(stock: Path) -> None:
 def test_it_is_not_in_force_for_the_next_load(stock: Path, layout: Path) -> None:
     AutoModelForCausalLM.from_pretrained(layout)
 
-    plain = AutoModelForCausalLM.from_pretrained(stock)
+    plain = shared.stock(stock)
 
     assert not report(plain).fused
     assert isinstance(plain.model.layers[0].self_attn.q_proj, nn.Linear)

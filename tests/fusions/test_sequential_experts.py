@@ -32,7 +32,7 @@ from patcher.compat.conversions import stock_revert
 from patcher.fusions.fused_module import fused_class_of
 from patcher.fusions.sequential_experts import SequentialExperts
 from patcher.loading.saving import saved_state_dict
-from tests.support import fresh
+from tests.support import fresh, shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import (
     DECODER_SIZES,
@@ -378,7 +378,7 @@ def test_training_an_expert_changes_its_part_of_the_saved_stack(tmp_path: Path) 
 
 def test_it_combines_with_the_other_families(tmp_path: Path) -> None:
     save_tiny(tiny_mixtral_config(), tmp_path / "checkpoint")
-    stock = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    stock = shared.stock(tmp_path / "checkpoint", MixtralForCausalLM)
     both = MixtralForCausalLM.from_pretrained(
         tmp_path / "checkpoint", patcher=Patcher(fusions=["qkv", "sequential_experts"])
     )

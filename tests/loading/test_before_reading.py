@@ -16,6 +16,7 @@ from transformers import Concatenate, LlamaConfig, LlamaForCausalLM, WeightConve
 
 from patcher import PatchedWeightsError, Patcher, PatcherError, UnmatchedPatchError, plan
 from patcher.resolution import resolution
+from tests.support import shared
 from tests.support.replacements import OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
 
@@ -135,7 +136,7 @@ def test_an_operation_that_looks_at_values_is_judged_when_it_has_run(tmp_path: P
         return Patcher({"LlamaMLP": GateUpMLP}, extra_weight_conversions=converter)
 
     model = LlamaForCausalLM.from_pretrained(folder, patcher=patcher("gate_proj.weight", "up_proj.weight"))
-    stock = LlamaForCausalLM.from_pretrained(folder)
+    stock = shared.stock(folder, LlamaForCausalLM)
     joined = model.model.layers[0].mlp.gate_up_proj.weight
     assert joined.equal(
         torch.cat([stock.model.layers[0].mlp.gate_proj.weight, stock.model.layers[0].mlp.up_proj.weight])

@@ -91,7 +91,7 @@ def test_a_load_without_a_patcher_goes_the_way_of_stock(folder: Path) -> None:
 
 @pytest.mark.parametrize("asked", [PATCHERS["classes"], PATCHERS["fusions"]], ids=["classes", "fusions"])
 def test_what_the_error_advises_works(asked: Patcher, folder: Path) -> None:
-    stock = LlamaForCausalLM.from_pretrained(folder)
+    stock = shared.stock(folder, LlamaForCausalLM)
     with deepspeed(2):
         second = LlamaForCausalLM.from_pretrained(folder, patcher=asked)
     before = LlamaForCausalLM.from_pretrained(folder, patcher=asked)  # and then comes the config

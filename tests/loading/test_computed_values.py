@@ -293,7 +293,7 @@ def test_what_is_written_to_a_weight_of_the_checkpoint_while_it_is_built_has_no_
             weight.detach().numpy()[:] = 4  # behind torch's back
 
     model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": Writing}))
-    stock = LlamaForCausalLM.from_pretrained(llama)
+    stock = shared.stock(llama, LlamaForCausalLM)
     for layer, plain in zip(model.model.layers, stock.model.layers, strict=True):
         assert torch.equal(layer.mlp.gate_proj.weight, plain.mlp.gate_proj.weight)
         assert torch.equal(layer.mlp.norm, plain.mlp.gate_proj.weight.norm(dim=1))
@@ -443,7 +443,7 @@ def test_parameters_of_somebody_else_stay_what_they_are(looks: bool, llama: Path
     patcher = Patcher({"LlamaMLP": Holding}, new_weights=r"mlp\.(one|other|third|shared|twice)$")
     for _ in range(2):
         model = LlamaForCausalLM.from_pretrained(llama, patcher=patcher)
-        stock = LlamaForCausalLM.from_pretrained(llama)
+        stock = shared.stock(llama, LlamaForCausalLM)
         for layer, plain in zip(model.model.layers, stock.model.layers, strict=True):
             mlp = layer.mlp
             assert mlp.one is mlp.other is mlp.third

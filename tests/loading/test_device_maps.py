@@ -60,12 +60,12 @@ def load(folder: Path, asked: Patcher, device_map: dict[str, Any], **options: An
 
 def of_stock(folder: Path, *on_disk: str) -> dict[str, Any]:
     """A map of the layers that the stock model has."""
-    stock = AutoModelForCausalLM.from_pretrained(folder)
+    stock = shared.stock(folder)
     return places(stock, lambda path: any(part in path for part in on_disk))
 
 
 def computes_as(model: Any, folder: Path) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(folder)
+    stock = shared.stock(folder)
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=1e-5)
     assert compared(patcher.original_state_dict(model), dict(stock.state_dict()), rounding=0) == EXACT
 
@@ -98,7 +98,7 @@ def test_experts_follow_the_stack_that_they_are_of(moe: Path, tmp_path: Path) ->
         for name in ("gate_proj", "up_proj")
     }
     assert on_disk == gates
-    stock = AutoModelForCausalLM.from_pretrained(moe)
+    stock = shared.stock(moe)
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-6, rtol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_a_bias_that_stays_by_itself_goes_with_its_module(tmp_path: Path) -> Non
     sizes = ENCODER_DECODER_SIZES | {"max_source_positions": 8, "max_target_positions": 16, "num_mel_bins": 4}
     config = WhisperConfig(**sizes)
     folder = save_tiny(config, tmp_path / "stock", model_class=WhisperForConditionalGeneration)
-    stock = WhisperForConditionalGeneration.from_pretrained(folder)
+    stock = shared.stock(folder, WhisperForConditionalGeneration)
     inputs = {"input_features": torch.randn(1, 4, 16), "decoder_input_ids": torch.tensor([[3, 4, 5]])}
     asked = Patcher(fusions="qkv")
 

@@ -254,7 +254,7 @@ def test_a_checkpoint_may_carry_or_lack_the_prefix_of_the_base_model(
         BertModel.from_pretrained(bert).save_pretrained(folder)
     model: Any = model_class.from_pretrained(folder, patcher=Patcher({"BertIntermediate": OwnIntermediate}))
     base = getattr(model, "bert", model)
-    stock = BertModel.from_pretrained(bert)
+    stock = shared.stock(bert, BertModel)
     for layer, other in zip(base.encoder.layer, stock.encoder.layer, strict=True):
         assert type(layer.intermediate) is OwnIntermediate
         assert torch.equal(layer.intermediate.dense.weight, other.intermediate.dense.weight)

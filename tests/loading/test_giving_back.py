@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from patcher import PatchedWeightsError, Patcher, report
 from patcher.conversions.reversal import reverse_conversions
 from patcher.conversions.tracing import with_trace
+from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.replacements import JoinedAttention
 from tests.support.tiny import save_tiny, tiny_llama_config
@@ -156,7 +157,7 @@ def test_checkpoints_with_and_without_the_base_model_prefix(patcher: Patcher, tm
 
 def test_bin_checkpoints(tmp_path: Path) -> None:
     checkpoint = save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
-    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    stock = shared.stock(checkpoint)
     torch.save(stock.state_dict(), checkpoint / "pytorch_model.bin")
     (checkpoint / "model.safetensors").unlink()
     assert_saved_alike(AutoModelForCausalLM.from_pretrained(checkpoint, patcher=QKV), stock, tmp_path)
@@ -179,7 +180,7 @@ def test_models_made_without_a_checkpoint_save_in_the_original_format(tmp_path: 
 
 def test_copies_pickles_and_sub_models_save_alike(tmp_path: Path) -> None:
     checkpoint = save_tiny(tiny_llama_config(), tmp_path / "checkpoint")
-    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    stock = shared.stock(checkpoint)
     patched = AutoModelForCausalLM.from_pretrained(checkpoint, patcher=QKV)
     cases = {"copy": copy.deepcopy(patched), "pickle": pickle.loads(pickle.dumps(patched))}
     for name, model in cases.items():

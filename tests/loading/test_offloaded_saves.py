@@ -12,6 +12,7 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher
+from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.checkpoints import saved
 from tests.support.offloaded import places
@@ -66,7 +67,7 @@ PATCHERS = {
 
 
 def offloaded(folder: Path, where: Path, patcher: Patcher | None = None, *on_disk: str) -> Any:
-    stock = AutoModelForCausalLM.from_pretrained(folder)
+    stock = shared.stock(folder)
     device_map = places(stock, lambda path: any(part in f"{path}." for part in on_disk or (".1.",)), whole=True)
     return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, device_map=device_map, offload_folder=where)
 

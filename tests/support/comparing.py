@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tests.support import tiny
+from tests.support import shared, tiny
 from tests.support.checkpoints import saved
 
 
 def logits(model: Any, inputs: dict[str, Any] | None = None) -> torch.Tensor:
     """What a model computes: its logits, or its first output where it has none."""
+    return shared.output_of(model, _output) if inputs is None else _output(model, inputs)
+
+
+def _output(model: Any, inputs: dict[str, Any] | None = None) -> torch.Tensor:
     with torch.no_grad():
         found = model.eval()(**(tiny.tiny_inputs(model.config) if inputs is None else inputs))
     result: torch.Tensor = found.logits if "logits" in found else found[0]

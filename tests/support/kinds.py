@@ -18,6 +18,7 @@ KINDS = ("process", "libraries", "project", "real", "nightly")
 #: What has tests of one kind only, below `tests/`.
 FOLDERS = {
     "benchmarks": "project",
+    "codegen/test_gallery.py": "project",
     "compatibility": "libraries",
     "coverage": "project",
     "display/test_in_a_browser.py": "project",

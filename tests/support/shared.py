@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import tempfile
 import zlib
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -25,7 +26,9 @@ __all__ = ["changed", "checkpoint", "stock"]
 _folder = tempfile.TemporaryDirectory(prefix="patcher-tests-shared-")
 _checkpoints: dict[Hashable, tuple[Path, object]] = {}
 _models: dict[Hashable, tuple[Any, object]] = {}
+_outputs: dict[tuple[Hashable, object], Any] = {}
 _lent: set[Hashable] = set()
+T = TypeVar("T")
 
 
 def checkpoint(
@@ -47,25 +50,38 @@ def checkpoint(
     key = _key(config, model_class, dtype, seed, max_shard_size)
     if key not in _checkpoints:
         folder = Path(tempfile.mkdtemp(dir=_folder.name))
-        model = build_tiny(config, model_class=model_class, dtype=dtype, seed=seed)
+        model = build_tiny(deepcopy(config), model_class=model_class, dtype=dtype, seed=seed)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         _checkpoints[key] = folder, _files(folder)
     return _checkpoints[key][0]
 
 
-def stock(config: PretrainedConfig, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
-    """The stock model of such a checkpoint, loaded, in eval mode.
+def stock(source: PretrainedConfig | Path, model_class: Any = AutoModelForCausalLM) -> Any:
+    """The stock model of a checkpoint that is shared, loaded, in eval mode.
 
     Args:
+        source: the config, or the folder of the checkpoint. What lies in another folder is loaded anew.
         model_class: the class or Auto class that loads it.
-        options: of the load.
     """
-    key = _key(config, model_class, *sorted(options.items()))
+    folder = source if isinstance(source, Path) else checkpoint(source)
+    if folder not in [each for each, _ in _checkpoints.values()]:
+        return model_class.from_pretrained(folder)
+    key = folder, model_class
     if key not in _models:
-        model = model_class.from_pretrained(checkpoint(config), **options).eval()
+        model = model_class.from_pretrained(folder)
         _models[key] = model, _state(model)
     _lent.add(key)
     return _models[key][0]
+
+
+def output_of(model: Any, compute: Callable[[Any], T]) -> T:
+    """What is computed with a model: of a stock model that is shared once, if nobody has changed it meanwhile."""
+    key = next((key for key in _lent if _models[key][0] is model), None)
+    if key is None or _state(model) != _models[key][1]:
+        return compute(model)
+    if (key, compute) not in _outputs:
+        _outputs[key, compute] = compute(model)
+    return _outputs[key, compute]
 
 
 def changed() -> list[str]:
@@ -74,6 +90,8 @@ def changed() -> list[str]:
     models = [key for key in _lent if _state(_models[key][0]) != _models[key][1]]
     _lent.clear()
     said = [str(_checkpoints.pop(key)[0]) for key in folders]
+    for key in [key for key in _outputs if key[0] in models]:
+        del _outputs[key]
     return said + [type(_models.pop(key)[0]).__name__ for key in models]
 
 
