@@ -77,8 +77,8 @@ def run_file(path: Path, *arguments: object, **options: Any) -> CompletedProcess
 def run_pytest(*arguments: object, **options: Any) -> CompletedProcess[str]:
     """Run `python -m pytest ARGUMENTS`."""
     code = "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))"
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:anyio")  # a plugin that is imported already
-    return run(code, *options, *arguments, check=False, **options)
+    flags = ("-q", "-p", "no:cacheprovider", "-p", "no:anyio")  # a plugin that is imported already
+    return run(code, *flags, *arguments, check=False, **options)
 
 
 def _program(
