@@ -77,7 +77,8 @@ def run_file(path: Path, *arguments: object, **options: Any) -> CompletedProcess
 def run_pytest(*arguments: object, **options: Any) -> CompletedProcess[str]:
     """Run `python -m pytest ARGUMENTS`."""
     code = "import pytest, sys; raise SystemExit(pytest.main(sys.argv[1:]))"
-    flags = ("-q", "-p", "no:cacheprovider", "-p", "no:anyio")  # a plugin that is imported already
+    # A plugin of pytest is imported already, by what transformers imports.
+    flags = ("-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
     return run(code, *flags, *arguments, check=False, **options)
 
 
