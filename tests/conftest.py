@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -87,6 +88,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+    if (shared := sys.modules.get("tests.support.shared")) is not None:  # it imports torch
+        shared.remove()
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ from tests.project.advice import (
     values,
 )
 from tests.support import shared
+from tests.support.imports import trees_of
 from tests.support.tiny import tiny_llama_config, tiny_mixtral_config
 
 ROOT = Path(__file__).parents[2]
@@ -125,8 +126,7 @@ NOT_HERE = {
 def texts() -> dict[str, str]:
     """Every text of the package that gives advice, with `{}` for what is filled in, and where it stands."""
     found = {}
-    for path in sorted((ROOT / "patcher").rglob("*.py")):
-        tree = ast.parse(path.read_text("utf-8"))
+    for path, tree in trees_of(ROOT / "patcher").items():
         apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
@@ -156,9 +156,7 @@ def test_every_advice_is_executed_by_a_case() -> None:
 
 def test_every_case_and_every_exception_is_of_an_advice_that_there_is() -> None:
     known = [*NO_ADVICE, *NOT_HERE, *(text for listed, *_ in CASES.values() for text in listed)]
-    every = [
-        text_of(node) for path in (ROOT / "patcher").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-    ]
+    every = [text_of(node) for tree in trees_of(ROOT / "patcher").values() for node in ast.walk(tree)]
     assert [each for each in known if not any(each in text for text in every)] == []
 
 

@@ -27,6 +27,7 @@ from patcher import Patcher, monkey_patching
 from patcher.cli import app
 from patcher.codegen import PatchConfig
 from tests.support import fresh
+from tests.support.imports import trees_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -164,8 +165,8 @@ def programs_of(text: str, file: str, line: int = 1) -> list[Program]:
 def all_programs() -> Iterator[Program]:
     for path in DOCUMENTS:
         yield from programs_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
-    for path in sorted((ROOT / "patcher").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees_of(ROOT / "patcher").items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
                 first = node.body[0]
                 if isinstance(first, ast.Expr) and isinstance(text := getattr(first.value, "value", None), str):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-__all__ = ["Import", "Module", "dotted", "modules_of", "parse"]
+__all__ = ["Import", "Module", "dotted", "modules_of", "parse", "trees_of"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,28 @@ def parse(name: str, source: str, *, is_package: bool = False) -> Module:
 
     What is imported for annotations only (`if TYPE_CHECKING:`) doesn't count, nor what stands in strings.
     """
-    tree = ast.parse(source)
-    return Module(name, tree, tuple(_imports(tree, name if is_package else name.rpartition(".")[0], "")))
+    return _module(name, ast.parse(source), is_package)
+
+
+@cache
+def trees_of(folder: Path) -> Mapping[Path, ast.Module]:
+    """The syntax trees of a package, by file: parsed once a session, and only read."""
+    return MappingProxyType({path: ast.parse(path.read_text("utf-8")) for path in sorted(folder.rglob("*.py"))})
 
 
 def modules_of(folder: Path) -> dict[str, Module]:
     """Every module of the package in a folder, by name."""
     found = {}
-    for path in sorted(folder.rglob("*.py")):
+    for path, tree in trees_of(folder).items():
         parts = path.relative_to(folder.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
-        found[name] = parse(name, path.read_text("utf-8"), is_package=is_package)
+        found[name] = _module(name, tree, is_package)
     return found
+
+
+def _module(name: str, tree: ast.Module, is_package: bool) -> Module:
+    return Module(name, tree, tuple(_imports(tree, name if is_package else name.rpartition(".")[0], "")))
 
 
 def dotted(node: ast.AST) -> str:

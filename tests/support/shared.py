@@ -11,6 +11,7 @@ A test that writes to one of them fails, see `changed`, and the next one gets an
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Hashable
@@ -21,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-__all__ = ["changed", "checkpoint", "stock"]
+__all__ = ["changed", "checkpoint", "output_of", "remove", "stock"]
 
-_folder = tempfile.TemporaryDirectory(prefix="patcher-tests-shared-")
+_folder: list[str] = []  # in which all lie, as soon as there are any
 _checkpoints: dict[Hashable, tuple[Path, object]] = {}
 _models: dict[Hashable, tuple[Any, object]] = {}
 _outputs: dict[tuple[Hashable, object], Any] = {}
@@ -49,7 +50,9 @@ def checkpoint(
 
     key = _key(config, model_class, dtype, seed, max_shard_size)
     if key not in _checkpoints:
-        folder = Path(tempfile.mkdtemp(dir=_folder.name))
+        if not _folder:
+            _folder.append(tempfile.mkdtemp(prefix="patcher-tests-shared-"))
+        folder = Path(tempfile.mkdtemp(dir=_folder[0]))
         model = build_tiny(deepcopy(config), model_class=model_class, dtype=dtype, seed=seed)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         _checkpoints[key] = folder, _files(folder)
@@ -93,6 +96,12 @@ def changed() -> list[str]:
     for key in [key for key in _outputs if key[0] in models]:
         del _outputs[key]
     return said + [type(_models.pop(key)[0]).__name__ for key in models]
+
+
+def remove() -> None:
+    """Remove all of it from the disk, at the end of a session."""
+    for folder in _folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(config: PretrainedConfig, *options: object) -> Hashable:
