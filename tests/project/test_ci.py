@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.support.kinds import wants
 
@@ -53,3 +56,13 @@ def test_the_main_branch_of_transformers_is_tried_every_week() -> None:
         line for line in (ROOT / ".ci" / "install").read_text().splitlines() if line.strip().startswith("main)")
     )
     assert "git+https://github.com/huggingface/transformers'" in branch
+
+
+def test_the_oldest_of_everything_is_what_the_package_promises() -> None:
+    promised = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    lines = (ROOT / ".ci" / "oldest.txt").read_text(encoding="utf-8").splitlines()
+    run = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert run.keys() == {Requirement(each).name for each in promised}
+    for requirement in map(Requirement, promised):
+        (floor,) = (each.version for each in requirement.specifier if each.operator == ">=")
+        assert Version(run[requirement.name]) == Version(floor), requirement
