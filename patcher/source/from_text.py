@@ -35,7 +35,9 @@ class TextLoader(SourceFileLoader):
 def is_current(module: ModuleType | None) -> bool:
     """Whether a module was made of the text that its file has now."""
     loader = getattr(module, "__loader__", None)
-    return isinstance(loader, TextLoader) and loader.text == Path(loader.path).read_bytes()
+    if not isinstance(loader, TextLoader) or not Path(loader.path).is_file():
+        return False
+    return loader.text == Path(loader.path).read_bytes()
 
 
 @contextlib.contextmanager
