@@ -331,6 +331,7 @@ TYPED: list[tuple[str, int, str]] = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.nightly
 def test_every_option_in_a_shell(project: Path) -> None:
     file = project / "configs" / "one" / "generated" / "patched_modeling_checked.py"

@@ -294,6 +294,7 @@ def test_what_has_no_source_says_so() -> None:
     assert "+    # forward: a function whose source can't be read" in changed(entry.text)
 
 
+@pytest.mark.project
 @pytest.mark.nightly
 def test_it_works_in_a_real_notebook(tmp_path: Path) -> None:
     import nbformat
