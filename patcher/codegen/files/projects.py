@@ -143,7 +143,7 @@ def _import_name(name: str) -> ModuleType:
     with _on_path(Path.cwd()):
         known = sys.modules.get(name)
         if isinstance(getattr(known, "__loader__", None), TextLoader) and not is_current(known):
-            del sys.modules[name]
+            sys.modules.pop(name, None)
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -170,7 +170,7 @@ def _import_file(path: Path) -> ModuleType:
         if known is not None and Path(getattr(known, "__file__", None) or "") == path:
             if is_current(known):
                 return known
-            del sys.modules[name]
+            sys.modules.pop(name, None)
         if len(parts) > 1:
             return importlib.import_module(name)
         # two folders may each hold a config of this name: loaded by its path, known by its name to its neighbours
