@@ -164,20 +164,11 @@ def build_tiny(
     return model.eval()
 
 
-def save_tiny(
-    config: PretrainedConfig,
-    folder: Path,
-    *,
-    model_class: Any = None,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    max_shard_size: str = "5GB",
-) -> Path:
-    """Save what :func:`build_tiny` makes, by stock transformers, and return ``folder``, to do with as one likes.
+def save_tiny(config: PretrainedConfig, folder: Path, **options: Any) -> Path:
+    """Copy what :func:`shared.checkpoint` makes of a config and options to ``folder``, to do with as one likes.
 
-    With ``max_shard_size="100KB"`` the checkpoint is sharded. Whoever only reads it takes :func:`shared.checkpoint`.
+    Whoever only reads it takes that one.
     """
-    options = {"model_class": model_class, "dtype": dtype, "seed": seed, "max_shard_size": max_shard_size}
     return Path(shutil.copytree(checkpoint(config, **options), folder, dirs_exist_ok=True))
 
 
