@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from patcher.inspection.diff import ClassDiff as ClassDiff, Diff as Diff, diff as diff
     from patcher.inspection.plan import Plan as Plan, plan as plan
     from patcher.inspection.report import Report as Report, report as report
-    from patcher.loading import install as install
+    from patcher.integrations import install as install
     from patcher.loading.state_dicts import (
         load_original_state_dict as load_original_state_dict,
         original_state_dict as original_state_dict,
@@ -51,7 +51,7 @@ _HOMES = {
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
     "fused_parameters": "patcher.training.parts",
-    "install": "patcher.loading",
+    "install": "patcher.integrations",
     "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
     "load_original_state_dict": "patcher.loading.state_dicts",
     "original_optimizer_state_dict": "patcher.training.optimizer_state",
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     elif name not in _HOMES:
         raise errors.no_such_name("patcher", name, __dir__(), "dir(patcher)")
     else:
-        errors.public_name("patcher.loading", "install")()
+        errors.public_name("patcher.integrations", "install")()
         value = errors.public_name(_HOMES[name], name)
     globals()[name] = value
     return value

@@ -27,8 +27,8 @@ from torch import nn
 
 from patcher.compat.recorders import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
+from patcher.integrations import install
 from patcher.loading.applying import applied
-from patcher.loading.hooks.install import install
 from patcher.patterns import find_key, nearest
 from patcher.spec.patcher import Patcher
 

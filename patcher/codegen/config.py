@@ -45,7 +45,7 @@ def _installed() -> bool:
     if "transformers.modeling_utils" not in sys.modules:
         return False
     try:
-        from patcher.loading import install
+        from patcher.integrations import install
     except ImportError:  # of modules that are being imported
         return False
     with contextlib.suppress(PatcherError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
@@ -228,13 +227,6 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:
 def has_used_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
     return vars(model).get("_weight_conversions") is not None
-
-
-def follow_earlier_imports() -> None:
-    """Let peft ask the hook for conversions if it was imported before, with the function under a name of its own."""
-    peft = sys.modules.get("peft.utils.transformers_weight_conversion")
-    if peft is not None and vars(peft).get("get_model_conversion_mapping") is _stock_conversion_mapping:
-        peft.get_model_conversion_mapping = conversion_mapping.get_model_conversion_mapping  # type: ignore[attr-defined]
 
 
 def partitions_parameters() -> bool:

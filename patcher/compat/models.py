@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.integrations.accelerate import get_device as get_device, offload_weight
+from transformers.integrations.accelerate import (
+    get_device as get_device,
+    load_offloaded_parameter,
+    offload_weight,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
@@ -110,6 +115,12 @@ def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
     module.__dict__[ORIGINAL] = unrebound(original)
 
 
+def unmark_original_class(module: nn.Module) -> None:
+    """Forget it for a module that is of that class again."""
+    if module.__dict__.get(ORIGINAL) is unrebound(type(module)):
+        del module.__dict__[ORIGINAL]
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without patchers: neither replaced nor fused, its functions those of its file."""
     return original_class(module) or unrebound(type(module))
@@ -141,12 +152,29 @@ def as_stock(model: Any) -> Any:
         for name, module in model.named_modules(*args, **kwargs):
             shown = module
             if is_replaced(module):
-                shown = object.__new__(shown_class(module))
-                object.__setattr__(shown, "__dict__", module.__dict__)  # the same attributes, of the other class
+                shown = passing_for(module, shown_class(module))
             yield name, shown
 
     replaced = any(is_replaced(module) for _, module in named_modules(model))
     return ModelView(model, named_modules=shown_modules) if replaced else model
+
+
+def passing_for(model: Any, model_class: type[nn.Module]) -> Any:
+    """The model, as one of another class if that has another name: its attributes, and the methods of that class.
+
+    transformers writes the name of the class into the config that it saves.
+    """
+    if type(model).__name__.removeprefix("FSDP") == model_class.__name__:
+        return model
+    shown = object.__new__(model_class)
+    object.__setattr__(shown, "__dict__", model.__dict__)
+    return shown
+
+
+def read_offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """A parameter that the device map has put on the disk."""
+    found: torch.Tensor = load_offloaded_parameter(model, name)
+    return found
 
 
 def has_adapters(model: Any) -> bool:
@@ -175,6 +203,29 @@ def settle_keys(model: PreTrainedModel, info: Any) -> None:
     model.mark_tied_weights_as_initialized(info)  # type: ignore[no-untyped-call]
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
+
+
+@contextmanager
+def unreported(
+    model: PreTrainedModel, info: Any, *, missing: Iterable[str], unexpected: Iterable[str]
+) -> Iterator[None]:
+    """Have a load that ends inside the block log no such key as missing or unexpected; `info` keeps them all."""
+    declared = {"missing_keys": set(missing), "unexpected_keys": set(unexpected)}
+    left_out: dict[str, set[str]] = {}
+
+    def adjust(found: Any) -> None:  # the last that a load does before it logs
+        type(model)._adjust_missing_and_unexpected_keys(model, found)
+        for name, keys in declared.items():
+            left_out[name] = keys & getattr(found, name)
+            setattr(found, name, getattr(found, name) - keys)
+
+    model.__dict__["_adjust_missing_and_unexpected_keys"] = adjust
+    try:
+        yield
+    finally:
+        del model.__dict__["_adjust_missing_and_unexpected_keys"]
+        for name, keys in left_out.items():
+            setattr(info, name, getattr(info, name) | keys)
 
 
 def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedModel]:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.distributed import tensor_parallel
@@ -17,10 +17,8 @@ OUTPUTS = ("colwise", "packed_colwise")
 INPUTS = ("rowwise", "packed_rowwise")
 #: Styles that give each process a share of the outputs, which are gathered then.
 GATHERED = ("colwise_gather_output", "colwise_rep")
-#: The style of a module of experts whose results are summed, and that of one that each process has some experts of.
-SUMMED_EXPERTS, DEALT_EXPERTS = "moe_tp_experts", "ep_dispatch_experts"
-#: The style of the stacks of such a module.
-DEALT_STACK = "grouped_gemm"
+#: The style of a module of experts whose results are summed.
+SUMMED_EXPERTS = "moe_tp_experts"
 
 
 class Sizes(NamedTuple):
@@ -69,38 +67,22 @@ def expert_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
     return {**(getattr(model, "ep_plan", None) or {}), **(getattr(config, "ep_plan", None) or {})}
 
 
-def with_plans(
-    model: PreTrainedModel, config: Any, tensors: dict[str, str], experts: dict[str, str] | None = None
-) -> Any:
-    """Give a model its plans; and a config that asks for no other."""
+def set_plans(model: PreTrainedModel, tensors: dict[str, str], experts: dict[str, str] | None) -> None:
+    """Give a model its plans."""
     model._tp_plan = tensors
-    changed = copy.copy(config)
-    if isinstance(changed.tp_plan, dict) and changed.tp_plan:
-        changed.tp_plan = "auto"
     if experts is not None:
-        model._ep_plan, changed.ep_plan = experts, None
-    return changed
-
-
-def keep_config(model: PreTrainedModel, config: Any) -> None:
-    """Let a model say that it was asked for by this config."""
-    model.config.distributed_config = config
-
-
-def has_some_experts(module: nn.Module, number: int) -> None:
-    """Let a module of experts know how many of them it has: a greater index is one of another process."""
-    module.num_experts = number  # type: ignore[assignment]
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a quantizer has prepared a model for its weights."""
-    return bool(getattr(model, "is_quantized", False))
+        model._ep_plan = experts
 
 
 def gathers_for_saving(model: Any) -> bool:
     """Whether transformers itself puts the pieces of a model together when it saves that: it has split it."""
     config = getattr(model.config, "distributed_config", None)
     return config is not None and max(sizes(config)) > 1
+
+
+def is_written_here(is_main_process: bool) -> bool:
+    """Whether this process writes the files of a save."""
+    return is_main_process and (not distributed.is_initialized() or distributed.get_rank() == 0)
 
 
 def unsplit_class(module: nn.Module) -> type[Any]:

@@ -48,6 +48,14 @@ def read_either_layout(module: nn.Module) -> None:
         module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
 
 
+def read_one_layout(module: nn.Module) -> None:
+    """The reverse, for a module that carries no layout any more."""
+    for hooks, function in (("_load_state_dict_pre_hooks", _join_parts), ("_state_dict_hooks", _mark_layout)):
+        table: dict[Any, Any] = getattr(module, hooks)
+        for key in [key for key, hook in table.items() if getattr(hook, "hook", hook) is function]:
+            del table[key]
+
+
 #: Whether the state dict that is being loaded is known to be in the layout of transformers.
 _ORIGINAL: ContextVar[bool] = ContextVar("patcher_original_layout", default=False)
 #: In the metadata of a state dict, where a module says that its parameters lie as the patched module has them.
@@ -96,10 +104,6 @@ def _join_parts(
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for layout in layouts_of(module):
         current = {name: named_parameter(module, name) for name in layout.fused}
-        if getattr(module, "are_dealt", False):  # the others are experts that other processes have
-            for name in [name for name, parameter in current.items() if parameter is None]:
-                del current[name]
-                state_dict.pop(f"{prefix}{name}", None)
         if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
             if not local_metadata.get(_MARK):
                 error_msgs.append(

@@ -127,9 +127,9 @@ def fused_weights(module: nn.Module) -> FusedWeights | None:
     return module.__dict__.get(FUSED)
 
 
-def is_shared(module: nn.Module, carried: FusedWeights) -> bool:
-    """Whether what this process has of a fused module is not what others have: other rows, or other experts."""
-    return getattr(module, "are_dealt", False) or any(map(lies_in_blocks, carried.layouts))
+def is_shared(carried: FusedWeights) -> bool:
+    """Whether what this process has of a fused module is not what others have: other rows."""
+    return any(map(lies_in_blocks, carried.layouts))
 
 
 def fused_modules(model: nn.Module) -> list[tuple[str, nn.Module, FusedWeights]]:

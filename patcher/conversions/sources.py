@@ -252,12 +252,8 @@ def in_blocks(layout: Rows, source: Any) -> Any:
     return JoinedRows(parts, layout.blocks)
 
 
-def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool] | None = None) -> list[Any]:
-    """What stands for the fused parameters of a layout, from what stands for those of transformers.
-
-    Args:
-        wanted: for each of them whether it is; all are, if that isn't said.
-    """
+def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
+    """What stands for the fused parameters of a layout, from what stands for those of transformers."""
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
 
@@ -275,10 +271,9 @@ def fused_sources(layout: Layout, sources: Sequence[Any], wanted: Sequence[bool]
         for source in computed:
             source.leave()
     dtype = dtype_of(sources[0])
-    numbers = range(len(shapes)) if wanted is None else itertools.compress(range(len(shapes)), wanted)
     return [
-        unchanged[number] if number in unchanged else Computed(group, number, shapes[number], dtype)
-        for number in numbers
+        unchanged[number] if number in unchanged else Computed(group, number, shape, dtype)
+        for number, shape in enumerate(shapes)
     ]
 
 

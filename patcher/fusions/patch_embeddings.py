@@ -69,6 +69,14 @@ class LinearPatchEmbedding(nn.Module):
             dtype=convolution.weight.dtype,
         )
 
+    def to_module(self) -> nn.Conv2d | nn.Conv3d:
+        """A convolution of the same shape."""
+        kind: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(self.kernel_size)]
+        made: nn.Conv2d | nn.Conv3d = kind(
+            self.in_channels, self.out_channels, self.kernel_size, self.stride, bias=self.linear.bias is not None
+        )
+        return made
+
     @property
     def weight(self) -> torch.Tensor:
         """That of the convolution. Modeling code reads its type to cast the input, and its shape to cut patches."""

@@ -21,7 +21,7 @@ from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import full_name
 from patcher.inspection.class_texts import composed
-from patcher.loading.hooks.install import install
+from patcher.integrations import install
 from patcher.loading.record import record_of
 from patcher.patterns import compress
 from patcher.resolution.resolution import Resolution, resolve_in_force

@@ -28,6 +28,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
 from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
 from patcher.inspection.signatures import misfits
+from patcher.integrations import install
 from patcher.loading.checks import Diagnostics
 from patcher.loading.dry_run import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -193,6 +194,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     if layout:  # the weights lie so, whatever is asked for
         said = options.get("fusion_config") or getattr(config, "fusion_config", None)
         for_the_load["fusion_config"] = with_fusion_names(said, layout)
+    install()
     load, error = dry_run(cls, patcher, tensors, asked, config=config, **for_the_load)
     constructed = load if isinstance(load, Constructed) else None
     in_force = load.in_force if load is not None else in_force_for(patcher)[0]

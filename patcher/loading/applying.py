@@ -18,7 +18,6 @@ from patcher.construction.init_hooks import covering
 from patcher.conversions.sharded import whole
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
-from patcher.loading.hooks.install import install
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
@@ -29,7 +28,6 @@ from patcher.spec.patcher import Patcher
 @contextmanager
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
-    install()
     entry, block = InForce(patcher, origin), Block()
     entries = (entry, *entered())
     check_pins(patcher)
@@ -41,7 +39,6 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """See `Patcher.apply`."""
-    install()
     if not isinstance(model, PreTrainedModel):
         raise InvalidPatcherError(
             f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "

@@ -7,7 +7,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.errors import PatcherError
-from patcher.loading.hooks.install import install
 from patcher.loading.hooks.loads import DRY_RUN
 from patcher.loading.load import DryRun, Loaded, Request
 from patcher.spec.patcher import Patcher
@@ -21,7 +20,6 @@ def dry_run(
     Raises:
         Exception: what transformers raises there, of its own.
     """
-    install()
     results: list[Request] = []
     token = DRY_RUN.set((asked, results))
     error: PatcherError | None = None

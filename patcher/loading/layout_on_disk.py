@@ -14,9 +14,11 @@ nothing else, for a config that is given says nothing of how they lie.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import create_repo
 
 from patcher.checkpoints.weight_files import VARIANT, is_default, is_layout, whole_names
 from patcher.compat.files import has_file
@@ -93,38 +95,51 @@ def check_variant(variant: str | None, *, in_layout: bool) -> None:
         )
 
 
-def remove_others(folder: str | os.PathLike[str], written: Iterable[str]) -> None:
+def remove_others(folder: str | os.PathLike[str], *, in_layout: bool) -> None:
     """Remove what earlier saves have left of the weights in a folder, where one has just written others.
 
-    Of a checkpoint in the original format transformers itself has removed what it removes.
+    Shards of earlier saves in the same format transformers itself has removed.
 
     Args:
-        written: the names of the files that hold the weights now.
+        in_layout: whether the weights that lie there now are in a runtime layout.
     """
-    kept = set(written)
-    in_layout = any(map(is_layout, kept))
-    if not in_layout and not any(name.startswith("model") for name in kept):
-        return  # nothing, or adapters
-    if in_layout and len(kept) > 1:
-        kept.add(whole_names(VARIANT)[1])
-    for file in list(Path(folder).iterdir()):
-        if file.name not in kept and (is_layout(file.name) or (in_layout and is_default(file.name))):
+    names = {file.name for file in Path(folder).iterdir()} if Path(folder).is_dir() else set()
+    if in_layout:
+        single, index = whole_names(VARIANT)[:2]
+        is_sharded = any(is_layout(name) and name not in (single, index) for name in names)
+        stale = {name for name in names if is_default(name)} | {single if is_sharded else index}
+    else:
+        stale = {name for name in names if is_layout(name)}
+    for name in stale:
+        Path(folder, name).unlink(missing_ok=True)
+
+
+def remove_weights(folder: str | os.PathLike[str]) -> None:
+    """Remove the weights from a folder: they were written wrong."""
+    for file in Path(folder).iterdir():
+        if file.suffix in (".safetensors", ".bin") or is_layout(file.name) or is_default(file.name):
             file.unlink()
 
 
-def check_upload(written: Iterable[str], repo: str, options: Mapping[str, Any]) -> None:
+def check_upload(repo: str, token: Any, options: Mapping[str, Any]) -> str:
     """Raise where an upload would put a runtime layout beside other weights: an upload deletes nothing.
 
     Args:
-        written: the names of the files that hold the weights.
-        options: the `token` of the upload.
+        repo: where it goes; it is made if there is none.
+        options: what `huggingface_hub.create_repo` takes, which transformers calls as well.
+
+    Returns:
+        The repo, with its namespace.
 
     Raises:
         PatchedWeightsError: with what to do instead.
     """
-    if any(map(is_layout, written)) and (default := _found(repo, options, None)):
+    given = {key: options[key] for key in ("private", "repo_type") if key in options}
+    repo = create_repo(repo, token=token, exist_ok=True, **given).repo_id
+    if default := _found(repo, {"token": token}, None):
         raise PatchedWeightsError(
             f"{repo} holds {', '.join(default)}, and weights in a runtime layout never lie beside others: which of "
             "them are meant can't be known. Push to a repo without them, or delete them first: "
             f"huggingface_hub.HfApi().delete_files({repo!r}, {default!r})."
         )
+    return repo

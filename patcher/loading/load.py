@@ -22,15 +22,16 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
-from patcher.compat.hooks import not_called
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
+from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
+from patcher.conversions.fused_weights import fused_weights
 from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
@@ -44,6 +45,7 @@ from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
 from patcher.loading.record import PatchRecord, Replaced, keep_record
 from patcher.loading.traced_layouts import carry_conversions
+from patcher.loading.unfusing import ADAPTED, without
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
@@ -128,7 +130,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
             "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
-    if not any(map(_converts, entries)):
+    if not any(map(brings_conversions, entries)):
         return
     asked = [name for name in ("device_mesh",) if options.get(name)]
     if sizes(options.get("distributed_config")).stages > 1:
@@ -142,27 +144,9 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
         )
 
 
-def _converts(entry: InForce) -> bool:
+def brings_conversions(entry: InForce) -> bool:
+    """Whether a patcher in force changes how weights are read."""
     return bool(entry.patcher.fusions) or converts(entry.patcher)
-
-
-def check_gguf(load: Request, *, by_name: bool, architecture: str) -> None:
-    """Raise for a GGUF file that the conversions of a load can't be applied to.
-
-    Args:
-        by_name: whether transformers reads it under the names of the stock model. Of newer architectures it makes
-            these by conversions, which take the place of all others.
-
-    Raises:
-        InvalidPatcherError: with what can be done instead.
-    """
-    if not by_name and any(map(_converts, load.in_force)):
-        raise InvalidPatcherError(
-            f"A patcher with weight conversions was asked for together with a GGUF file of {architecture}, which "
-            "transformers reads by conversions of its own; that is not supported. Load the model without the patcher "
-            "(with quantization_config=GgufConfig(dequantize=True)), save it with save_pretrained, and load that with "
-            "it."
-        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -198,7 +182,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
         yield
     model = check_stands(construction, asked.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
-        raise not_called("stands")
+        raise not_called("patch_output_recorders")
     matched, record, outermost, models = _seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
@@ -244,7 +228,7 @@ def never_constructed(load: Request) -> PatcherError:
     """The error for a load that has returned without a model of ours."""
     owner = next(cls for cls in load.model_class.__mro__ if "get_init_context" in vars(cls))
     if owner is PreTrainedModel:
-        return not_called("construction contexts")
+        return not_called("PreTrainedModel.get_init_context")
     return PatchConstructionError(
         f"{owner.__name__}.get_init_context leaves out the contexts in which a patched model is built, so nothing was "
         "patched: let it return those of super().get_init_context(...) as well."
@@ -380,8 +364,12 @@ class Finalized(Loaded):
     """The rest of the model has its values as well."""
 
 
-#: Where a load has come to -> the place of transformers that leads on from there.
-_LEADS_ON: dict[type[Request], str] = {Constructed: "conversions", Selected: "read", Loaded: "finish"}
+#: Where a load has come to -> the seam that leads on from there.
+_LEADS_ON: dict[type[Request], str] = {
+    Constructed: "get_model_conversion_mapping",
+    Selected: "convert_and_load_state_dict_in_model",
+    Loaded: "PreTrainedModel._finalize_model_loading",
+}
 
 
 def finish(load: Constructed) -> None:
@@ -398,10 +386,13 @@ def finish(load: Constructed) -> None:
         diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
-    keep_record(load.models, replace(load.record, seconds=seconds, warnings=diagnostics.warnings))
+    record = replace(load.record, seconds=seconds, warnings=diagnostics.warnings)
+    still_fused = {path for path, module in named_modules(load.model) if fused_weights(module) is not None}
+    record = without(record, record.fused.keys() - still_fused, ADAPTED)  # an adapter may have been loaded, too
+    keep_record(load.models, record)
     follow_state_dicts(load.models)
     if isinstance(load, Loaded):
-        carry_conversions(load.model, load.record, [item.trace for item in load.traced], load.record.conversions)
+        carry_conversions(load.model, record, [item.trace for item in load.traced], load.record.conversions)
     diagnostics.warn()
 
 

@@ -20,7 +20,7 @@ from patcher.compat.conversions import (
     used_conversions,
     was_used,
 )
-from patcher.compat.models import ModelView, has_adapters, named_modules
+from patcher.compat.models import ModelView, named_modules
 from patcher.compat.quantizers import is_prequantized
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import modules_with_layouts
@@ -35,7 +35,6 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
-from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import resolve_in_force, skeleton
@@ -71,6 +70,11 @@ class SavePlan:
     original_format: bool = True
     conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """The class that the checkpoint is of."""
+        return type(self.model) if self.record is None else self.record.model_class
 
     @property
     def fusions(self) -> tuple[str | Fusion, ...]:
@@ -234,12 +238,9 @@ def plan_saving(
             )
         return SavePlan(model, record, original_format)
     plan = _plan_original_format(model, record)
-    if has_adapters(model) and state_dict is None:
-        return plan
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
-    all_of_it = with_all_experts(model, given, on_meta=True)
-    plan.saved_state_dict({key: on_meta(value) for key, value in all_of_it.items()})
+    plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
     return plan
 
 

@@ -17,7 +17,6 @@ from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.conversions.layouts import lies_in_blocks
 from patcher.conversions.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
-from patcher.loading.parallel.dealt_experts import with_all_experts
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import in_state_dict, inside
@@ -131,7 +130,7 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     state_dict: dict[str, torch.Tensor] = model.state_dict()
     if any(value.is_meta for value in state_dict.values()):
         state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
-    return {key: whole(value) for key, value in with_all_experts(model, state_dict).items()}
+    return {key: whole(value) for key, value in state_dict.items()}
 
 
 def _unconverted(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -321,8 +321,10 @@ class Patcher:
         Raises:
             UnmatchedPatchError: on leaving the block, if a class key replaced nothing in it.
         """
+        from patcher.integrations import install
         from patcher.loading.applying import applied
 
+        install()
         return applied(self)
 
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -342,8 +344,10 @@ class Patcher:
             InvalidPatcherError: the model is quantized or its weights are offloaded.
             PatchedWeightsError: a weight can't be given back, or is missing for the replacement.
         """
+        from patcher.integrations import install
         from patcher.loading.applying import apply
 
+        install()
         return apply(self, model)
 
     def resolve(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:

@@ -21,7 +21,7 @@ from patcher.construction.in_force import unpatched
 from patcher.display.parts import Bar, Cell, Chart, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, VerificationError
-from patcher.loading.hooks.install import install
+from patcher.integrations import install
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher

@@ -19,7 +19,7 @@ from patcher.codegen.runtime import CONVERSIONS
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec
 from patcher.errors import CodegenError
 from patcher.functions.references import references_of
-from patcher.loading import install
+from patcher.integrations import install
 from patcher.source.scopes import bound_names, top_level
 from patcher.source.synthetic import module_of_text
 from patcher.spec.patcher import Patcher

@@ -15,13 +15,8 @@ from patcher.compat.models import is_exporting
 class ListedExperts(nn.Module):
     """What rewritten classes of experts have in common: the experts are the children that have numbers as names.
 
-    `experts[3].down_proj` is a linear layer of the fourth; `len(experts)`, and iteration, go by the experts. Where
-    experts are dealt to processes, these are the ones that this process has; their names stay.
+    `experts[3].down_proj` is a linear layer of the fourth; `len(experts)`, and iteration, go by the experts.
     """
-
-    #: whether other processes have the others, and the number of the first expert that this one has
-    are_dealt = False
-    first_expert = 0
 
     def __len__(self) -> int:
         return sum(name.isdigit() for name in self._modules)
@@ -35,16 +30,10 @@ class ListedExperts(nn.Module):
             return [self[each] for each in range(*number.indices(len(self)))]
         position = index(number)
         number = position + len(self) if position < 0 else position
-        name = str(number + self.first_expert)
+        name = str(number)
         if number < 0 or name not in self._modules:
             raise IndexError(f"expert {position} of {len(self)}")
         return self._modules[name]
-
-    def keep_experts(self, numbers: range) -> None:
-        """Leave the other experts to other processes."""
-        for name in [name for name in self._modules if name.isdigit() and int(name) not in numbers]:
-            del self._modules[name]
-        self.are_dealt, self.first_expert = True, numbers.start
 
     def every_expert_runs(self) -> bool:
         """Whether experts without tokens run too, on no rows.

@@ -6,7 +6,6 @@ variable.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,18 +17,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.conversions import adapted_to_quantizer, reads_gguf_by_name
-from patcher.compat.hooks import Stock
-from patcher.compat.models import as_stock, named_modules
-from patcher.compat.parallel import keep_config
-from patcher.compat.quantizers import settings_by_name
-from patcher.construction.construction import current_construction, outside_of_construction
+from patcher.compat.conversions import adapted_to_quantizer, stock_conversions
+from patcher.compat.models import as_stock, unreported
+from patcher.compat.seams import Stock, seam
+from patcher.construction.construction import outside_of_construction
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading.device_maps import for_patched_model
+from patcher.loading.integration import integrations
+from patcher.loading.later_loads import without_stacked
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
@@ -38,7 +36,6 @@ from patcher.loading.load import (
     Loaded,
     Request,
     Selected,
-    check_gguf,
     check_supported,
     construct,
     finish,
@@ -46,12 +43,8 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.parallel.sharing import follow_plan
-from patcher.loading.quantizers import names_of_stock, remade_weights, settings_of_stock
 from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read
-from patcher.loading.record import PatchRecord
-from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in: the result of its last step.
@@ -62,6 +55,7 @@ _CALL: ContextVar[Request | None] = ContextVar("patcher_call", default=None)
 DRY_RUN: ContextVar[tuple[DryRun, list[Request]] | None] = ContextVar("patcher_dry_run", default=None)
 
 
+@seam("transformers.modeling_utils:PreTrainedModel.from_pretrained")
 def from_pretrained(
     stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
@@ -97,12 +91,19 @@ def from_pretrained(
         return result
 
 
-def record_of_load(model: Any) -> PatchRecord | None:
-    """The record of a model whose load in this thread has come as far as its weights, and not to its end."""
-    load = _LOAD.get()
-    return load.record if isinstance(load, Loaded) and load.model is model else None
+def current_load() -> Request | None:
+    """The load that this thread is in, as far as it has come; None where nothing is patched."""
+    return _LOAD.get()
 
 
+@seam(
+    "transformers.modeling_utils:_get_resolved_checkpoint_files",
+    "pretrained_model_name_or_path",
+    "variant",
+    "gguf_file",
+    "transformers_explicit_filename",
+    "download_kwargs",
+)
 def find_weights(
     stock: Stock,
     pretrained_model_name_or_path: Any,
@@ -132,6 +133,7 @@ def find_weights(
     return stock(path, variant, gguf_file, *args, **kwargs)
 
 
+@seam("transformers.fusion_mapping:register_fusion_patches", "cls", "config", "fusion_config")
 def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
     asked, rest = split_fusion_config(fusion_config)
@@ -167,13 +169,20 @@ def _ask_for(names: Iterable[str], origin: str) -> None:
         _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
 
 
+@seam("transformers.modeling_utils:PreTrainedModel.get_init_context")
 def get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
     load = _LOAD.get()
-    inner = [construct(load, _LOAD.set)] if type(load) is Request else []
+    inner = [construct(load, _constructed)] if type(load) is Request else []
     call = _CALL.get()
     what = f"{cls.__name__} from {call.path}" if call is not None and call.path is not None else cls.__name__
     return [_entered([construction_lock.held_for(what), *contexts, *inner])]
+
+
+def _constructed(load: Constructed) -> None:
+    for each in integrations():
+        each.on_constructed(load)
+    _LOAD.set(load)
 
 
 @contextmanager
@@ -185,80 +194,42 @@ def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def preprocess(stock: Stock, self: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    construction = current_construction()
-    if construction is None or construction.root is not model:
-        return stock(self, model, *args, **kwargs)
-    built = {id(each.module) for each in construction.outermost_built}
-    replaced = [path for path, module in named_modules(model) if id(module) in built]
-    with names_of_stock(self, remade_weights(model, construction.rules.entries, replaced)):
-        return stock(self, model, *args, **kwargs)
-
-
+@seam(
+    "transformers.conversion_mapping:get_model_conversion_mapping",
+    *("model", "key_mapping", "hf_quantizer", "add_legacy"),
+    follow=True,
+)
 def conversion_mapping(
     stock: Stock, model: PreTrainedModel, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    """The conversions of a load; or of a model that whoever asks loads something into."""
     load = _LOAD.get()
-    if type(load) is not Constructed:
-        return stock(model, key_mapping, hf_quantizer, *args, **kwargs)
+    if type(load) is not Constructed or load.model is not model:
+        found = stock(as_stock(model), key_mapping, hf_quantizer, *args, **kwargs)
+        return without_stacked(model, found)
     found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
+    for each in integrations():
+        each.on_routed(selected, hf_quantizer)
     _LOAD.set(selected)
     return adapted_to_quantizer(hf_quantizer, conversions, model)
 
 
-def read_gguf(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a GGUF file read under the names that the stock model has: it goes by what it finds in the model."""
-    load = _LOAD.get()
-    if type(load) is Constructed:
-        by_name = reads_gguf_by_name(self)
-        check_gguf(load, by_name=by_name, architecture=load.model_class.__name__)
-        if by_name:
-            model = skeleton(load.record.model_class, model.config)
-    return stock(self, checkpoint_file, model, *args, **kwargs)
-
-
-def distribute(
-    stock: Stock,
-    cls: type[PreTrainedModel],
-    model: PreTrainedModel,
-    distributed_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Have processes share the layers that the patched model has, before its weights are read."""
-    load = _LOAD.get()
-    if not isinstance(load, Selected) or load.model is not model:
-        return stock(cls, model, distributed_config, *args, **kwargs)
-    config = follow_plan(load, distributed_config)
-    model = stock(cls, model, config, *args, **kwargs)
-    if config is not distributed_config:
-        keep_config(model, distributed_config)
-    return model
-
-
-def device_map(stock: Stock, model: PreTrainedModel, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let a map name the parameters of the stock model."""
-    found, load = stock(model, device_map, *args, **kwargs), _LOAD.get()
-    return for_patched_model(load, found) if isinstance(load, Selected) and load.model is model else found
-
-
+@seam("transformers.modeling_utils:convert_and_load_state_dict_in_model", "model", "state_dict", "load_config")
 def convert_and_load(
     stock: Stock, model: PreTrainedModel, state_dict: dict[str, Any], load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
         return stock(model, state_dict, load_config, *args, **kwargs)
-    quantizer = load_config.hf_quantizer
-    remade = remade_weights(model, load.in_force, dict(load.outermost)) if settings_by_name(quantizer) else ()
-    with settings_of_stock(quantizer, remade):
-        loaded, info, disk_index = read(
-            load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
-        )
+    loaded, info, disk_index = read(
+        load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
+    )
     _LOAD.set(loaded)
     return info, disk_index
 
 
+@seam("transformers.modeling_utils:PreTrainedModel._finalize_model_loading", "model", "load_config", "loading_info")
 def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
     load = _LOAD.get()
     with construction_lock.held_for(type(model).__name__):
@@ -266,18 +237,13 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
             return stock(model, load_config, loading_info)
         if load.dry_run is not None:
             return loading_info
-        values = InitialValues(load)
-        info = stock(model, load_config, loading_info)
+        values, record = InitialValues(load), load.record
+        with unreported(model, loading_info, missing=record.new_weights, unexpected=record.dropped_weights):
+            info = stock(model, load_config, loading_info)
         values.put_back(load_config)
+        if load_config.weight_mapping is not None:
+            # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
+            asked = load_config.weight_mapping[: len(load.key_mapping or ())]
+            load_config.weight_mapping[:] = [*asked, *without_stacked(model, stock_conversions(model))]
         _LOAD.set(Finalized(**vars(load)))
         return info
-
-
-def report_keys(stock: Stock, model: PreTrainedModel, *args: Any, loading_info: Any, **kwargs: Any) -> None:
-    """Log no key as missing or unexpected that a patcher has declared."""
-    load = _LOAD.get()
-    if isinstance(load, Loaded) and load.model is model:
-        loading_info = copy.copy(loading_info)
-        loading_info.missing_keys = set(loading_info.missing_keys).difference(load.record.new_weights)
-        loading_info.unexpected_keys = set(loading_info.unexpected_keys).difference(load.record.dropped_weights)
-    stock(model, *args, loading_info=loading_info, **kwargs)

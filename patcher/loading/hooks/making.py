@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.hooks import Stock
 from patcher.compat.models import original_class, stock_class
+from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, begin_by_hand, current_construction
 from patcher.construction.in_force import in_force_for
@@ -30,6 +30,7 @@ from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
 
+@seam("transformers.modeling_utils:PreTrainedModel._from_config", "config")
 def from_config(
     stock: Stock, cls: type[PreTrainedModel], config: Any, *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
@@ -52,6 +53,7 @@ def from_config(
     return model
 
 
+@seam("transformers.modeling_utils:PreTrainedModel.__init__", "config")
 def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
     if isinstance(getattr(config, "__dict__", {}).get("patcher"), Patcher):  # configs take whatever they are given
         raise InvalidPatcherError(
@@ -66,12 +68,14 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
     stock(self, config, *args, **kwargs)
 
 
+@seam("transformers.modeling_utils:PreTrainedModel.post_init")
 def post_init(stock: Stock, self: PreTrainedModel) -> None:
     # Built by hand as well: it rebinds `torch.nn.init` here, and a load in another thread has rebound `tie_weights`.
     with construction_lock.held_if_it_comes_free(type(self).__name__):
         _initialise(stock, self)
 
 
+@seam("transformers.modeling_utils:patch_output_recorders", "model")
 def stands(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
     construction = current_construction()

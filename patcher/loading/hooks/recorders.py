@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.hooks import Stock
 from patcher.compat.models import original_class
 from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
+from patcher.compat.seams import Stock, seam
 from patcher.loading.record import record_of
 from patcher.patterns import inside
 
@@ -34,6 +34,7 @@ class RecordOutput:
         return (RecordOutput, self.settings)
 
 
+@seam("transformers.utils.output_capturing:install_all_output_capturing_hooks", "model", "prefix")
 def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | None = None) -> None:
     """Install all hooks of a patched model, or transformers' own and those of modules that it passes by."""
     patched = record_of(model) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import compress as compressed
 from typing import Any
 
 import torch
@@ -91,16 +90,15 @@ def with_fused_sources(
     rename = key_renamer(conversions, model, own)
     read = {rename(key)[0]: key for key in parts.unused if key in parts.rest}
     fused_already = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.fused} & read.keys()
-    _share(parts.rest, read, fused, own)
+    _share(parts.rest, read, fused)
     keys: dict[str, tuple[tuple[str, ...], Layout]] = {}
     shapes: dict[str, torch.Size] = {}
     sources: dict[str, Any] = {}
     missing: dict[str, tuple[str, ...]] = {}
     incomplete: list[str] = []
     misfits: list[str] = []
-    for path, module, carried in fused:
+    for path, _, carried in fused:
         prefix = inside(path)
-        shared = is_shared(module, carried)
         for layout in carried.layouts:
             names = [f"{prefix}{name}" for name in layout.stock]
             found = [parts.found[name] for name in names if name in parts.found]
@@ -120,12 +118,10 @@ def with_fused_sources(
                 misfits += unfit
                 continue
             taken = tuple(dict.fromkeys(key for part in found for key in part.keys))
-            here = [not shared or target in own for target in targets]  # the others are experts of other processes
-            keys |= dict.fromkeys(compressed(targets, here), (taken, layout))
-            shapes |= compressed(zip(targets, layout.fused_shapes(), strict=True), here)
+            keys |= dict.fromkeys(targets, (taken, layout))
+            shapes |= zip(targets, layout.fused_shapes(), strict=True)
             if not simulated:
-                made = fused_sources(layout, [part.source for part in found], here)
-                sources |= zip(compressed(targets, here), made, strict=True)
+                sources |= zip(targets, fused_sources(layout, [part.source for part in found]), strict=True)
     for key, (target, layout) in as_they_are.items():
         keys[target] = (key,), layout
         shapes[target] = torch.Size(shape_of(checkpoint[key]))
@@ -145,10 +141,10 @@ def in_runtime_layout(
 ) -> FusedReading:
     """A checkpoint that has the parameters of the model as they are."""
     rest, fused = dict(checkpoint), fused_modules(model)
-    if any(is_shared(module, carried) for _, module, carried in fused):
+    if any(is_shared(carried) for *_, carried in fused):
         own = state_tensors(model)
         rename = key_renamer(conversions, model, own)
-        _share(rest, {rename(key)[0]: key for key in checkpoint}, fused, own)
+        _share(rest, {rename(key)[0]: key for key in checkpoint}, fused)
     return FusedReading(rest, fused_already=True)
 
 
@@ -156,24 +152,18 @@ def _share(
     rest: dict[str, Any],
     read: Mapping[str, str],
     fused: Iterable[tuple[str, nn.Module, FusedWeights]],
-    own: Mapping[str, torch.Tensor],
 ) -> None:
-    """Leave of a checkpoint in the runtime layout what this process takes, its rows in the blocks that are shared.
+    """Have the rows of a checkpoint in the runtime layout lie in the blocks that processes share.
 
     Args:
         rest: the checkpoint, which is changed.
         read: parameter -> its key in the checkpoint.
     """
-    for path, module, carried in fused:
-        for layout in carried.layouts if is_shared(module, carried) else ():
+    for path, _, carried in fused:
+        for layout in filter(lies_in_blocks, carried.layouts):
             for target in (f"{inside(path)}{name}" for name in layout.fused):
-                if target not in read:
-                    continue
-                key = read[target]
-                if target not in own:  # an expert of another process
-                    del rest[key]
-                elif lies_in_blocks(layout):
-                    rest[key] = in_blocks(layout, rest[key])
+                if target in read:
+                    rest[read[target]] = in_blocks(layout, rest[read[target]])
 
 
 def stock_tensors(

@@ -1,4 +1,4 @@
-"""What stands at the place where transformers' exporters change classes of models while they trace.
+"""transformers' exporters, which change classes of models while they trace.
 
 They put methods that can be traced into classes by name: an attention that loops over the images of a batch gets a
 `forward` without the loop. A fused class has a `forward` of its own, which would hide that.
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from patcher.compat.hooks import Stock
+from patcher.compat.seams import Stock, seam, seams_in
 from patcher.fusions.fused_module import fused_classes
+from patcher.loading.integration import Integration, register
 
 #: The owner of an attribute, its name, and what makes the replacement from what stands there.
 Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
+@seam("transformers.exporters.utils:patch_attributes", "patches")
 def patch_attributes(stock: Stock, patches: Iterable[Patch]) -> Any:
     """Give fused classes the methods that the classes they were made of are given.
 
@@ -32,3 +34,6 @@ def _in_fused_classes(owner: Any, name: str, factory: Callable[[Any], Any]) -> I
     for fused, original in fused_classes():
         if name in vars(fused) and issubclass(original, owner) and getattr(original, name) is method:
             yield fused, name, lambda _: factory(method)
+
+
+register(Integration("exporters", seams_in(__name__)))

@@ -16,31 +16,24 @@ What can't be done is said before a weight is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.distributed import get_rank
 
 from patcher.compat.conversions import target_patterns
 from patcher.compat.models import named_modules, state_tensors
 from patcher.compat.parallel import (
-    DEALT_EXPERTS,
-    DEALT_STACK,
     GATHERED,
     INPUTS,
     OUTPUTS,
     SUMMED_EXPERTS,
-    Sizes,
     deals_experts_by_plan,
     expert_plan,
-    has_some_experts,
     in_plan,
-    is_quantized,
+    set_plans,
     sizes,
     tensor_plan,
-    with_plans,
 )
 from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
 from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
@@ -49,8 +42,9 @@ from patcher.expressions import search
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
+from patcher.integrations.parallel.plans import Plan, cannot
 from patcher.loading.load import Selected
-from patcher.loading.parallel.plans import Plan, cannot
+from patcher.loading.stock_names import check_no_part_is_named, layer_name, parts_of
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -58,54 +52,60 @@ from patcher.resolution.resolution import skeleton
 LEAVE_EXPERTS = "Leave sequential_experts out; stacks of experts are shared as transformers does."
 
 
-def follow_plan(load: Selected, config: Any) -> Any:
+def follow_plan(load: Selected, quantizer: Any) -> None:
     """Have the plan of a model name the layers that it has, and its joined rows lie as the processes share them.
-
-    Args:
-        config: the `DistributedConfig` of the load.
-
-    Returns:
-        The config to go on with.
 
     Raises:
         InvalidPatcherError: a layer can't be shared as the plan has it; with what can be done instead.
     """
-    asked = sizes(config)
-    if max(asked) > 1 and is_quantized(load.model) and (fused_modules(load.model) or load.traced):
+    config = getattr(load.model.config, "distributed_config", None)
+    count = sizes(config)
+    if max(count) > 1 and quantizer is not None and (fused_modules(load.model) or load.traced):
         raise InvalidPatcherError(
-            "A patcher with weight conversions was asked for together with a quantizer and a distributed_config that "
+            "A patcher with weight conversions was used together with a quantizer and a distributed_config that "
             "shares weights among processes; that is not supported. Leave the fusions and conversions out, or the "
             "quantizer, or load in one process."
         )
-    if asked.tensors == asked.experts == 1:
-        return config
-    plan = Plan(tensor_plan(load.model, config), asked.tensors)
-    dealt = Plan(expert_plan(load.model, config), asked.experts) if asked.experts > 1 else None
-    if deals_experts_by_plan(config) and (listed := [path for path, each, _ in _lists_of_experts(load)]):
-        raise cannot(
-            listed,
-            "enable_expert_parallel deals stacks of experts in this release of transformers; a DistributedConfig with "
-            "an ep_size, in transformers 5.19 and newer, deals layers",
-            LEAVE_EXPERTS,
-        )
+    if count.tensors == count.experts == 1:
+        return
+    _check_names(load, config)
+    plan = Plan(tensor_plan(load.model, config), count.tensors)
+    experts = Plan(expert_plan(load.model, config), count.experts) if count.experts > 1 else None
     changes = []
     for path, module, carried in fused_modules(load.model):
-        if dealt is not None and isinstance(module, ListedExperts) and dealt.of(path) is not None:
-            changes.append(_deal(dealt, path, module, carried, asked))
-            plan.drop_below(path)
-        else:
-            changes.append(_share(plan, path, module, carried))
+        if isinstance(module, ListedExperts) and (
+            deals_experts_by_plan(config) or (experts is not None and experts.below(path))
+        ):
+            raise cannot([path], "ep_size deals stacks of experts to processes, and these are layers", LEAVE_EXPERTS)
+        changes.append(_share(plan, path, module, carried))
     for path in _converted(load):
         _replicate(plan, path)
-        if dealt is not None:
-            dealt.drop_below(path)
+        if experts is not None:
+            experts.drop_below(path)
     modules: dict[str, set[str]] = {}
     for path, _ in named_modules(load.model):
         modules.setdefault(in_plan(path), set()).add(path)
-    rules, of_experts = plan.result(modules), dealt.result(modules) if dealt is not None else None
+    rules, of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
+    _check_followed(config, rules)
     for change in changes:
         change.apply()
-    return with_plans(load.model, config, rules, of_experts)
+    set_plans(load.model, rules, of_experts)
+
+
+def _check_names(load: Selected, config: Any) -> None:
+    """Refuse plans that name parts of joined layers: they are looked up by the names that the model has."""
+    parts = parts_of(load)
+    for what in ("tp_plan", "ep_plan"):
+        given = getattr(config, what, None)
+        if isinstance(given, dict):
+            named = {name for name in parts if not given.keys().isdisjoint((in_plan(name), in_plan(layer_name(name))))}
+            check_no_part_is_named(what, named, parts)
+
+
+def _check_followed(config: Any, rules: dict[str, str]) -> None:
+    """Refuse a plan that is given as an argument, and of which something can't be followed."""
+    if isinstance(config.tp_plan, dict) and (others := sorted(config.tp_plan.keys() - rules.keys())):
+        raise cannot(others, "the patched model has other layers there", "Leave them out of tp_plan.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,6 @@ class _Change:
 
     module: nn.Module
     carried: FusedWeights
-    own: range | None = None
 
     def apply(self) -> None:
         self.module.__dict__[FUSED] = self.carried
@@ -123,10 +122,6 @@ class _Change:
                 owner, _, last = layout.fused[0].rpartition(".")
                 if last == "weight":
                     setattr(self.module, f"{owner}_sizes", layout.block_sizes)
-        if self.own is not None:
-            assert isinstance(self.module, ListedExperts)
-            self.module.keep_experts(self.own)
-            has_some_experts(self.module, len(self.own))
 
 
 def _share(plan: Plan, path: str, module: nn.Module, carried: FusedWeights) -> _Change:
@@ -236,49 +231,6 @@ def _share_experts(plan: Plan, path: str, carried: FusedWeights) -> None:
         plan.add(layer, style)
     plan.gone.update(rules.keys() - {in_plan(path)})
     plan.not_followed.add(in_plan(path))  # the layers that take some of the inputs sum the results themselves
-
-
-def _deal(plan: Plan, path: str, module: ListedExperts, carried: FusedWeights, asked: Sizes) -> _Change:
-    """Have each process keep some of the experts.
-
-    Raises:
-        InvalidPatcherError: they can't be dealt.
-    """
-    rules = plan.below(path)
-    prefix = inside(path)
-    stacks = {in_plan(f"{prefix}{name}") for layout in carried.layouts for name in layout.stock}
-    expected = dict.fromkeys(stacks & rules.keys(), DEALT_STACK) | {in_plan(path): DEALT_EXPERTS}
-    if rules != expected:
-        listed = ", ".join(f"{name}: {style!r}" for name, style in rules.items())
-        raise cannot(
-            [path],
-            f"the plan deals its experts in a way that is not known to hold for layers of each ({listed})",
-            LEAVE_EXPERTS,
-        )
-    if asked.tensors != asked.experts or asked.batches > 1:
-        raise cannot(
-            [path],
-            f"its experts can be dealt to processes that share one batch only: ep_size and tp_size "
-            f"equal, and nothing else; found ep_size={asked.experts}, tp_size={asked.tensors} and "
-            f"{asked.batches} batches",
-            LEAVE_EXPERTS,
-        )
-    if len(module) % plan.processes:
-        raise cannot(
-            [path],
-            f"{len(module)} experts can't be dealt equally to {plan.processes} processes",
-            LEAVE_EXPERTS,
-        )
-    plan.gone.update(stacks)
-    number = len(module) // plan.processes
-    first = get_rank() * number  # they are all the processes that there are
-    return _Change(module, carried, range(first, first + number))
-
-
-def _lists_of_experts(load: Selected) -> Iterator[tuple[str, nn.Module, FusedWeights]]:
-    for path, module, carried in fused_modules(load.model):
-        if isinstance(module, ListedExperts):
-            yield path, module, carried
 
 
 def _converted(load: Selected) -> list[str]:

@@ -1,4 +1,4 @@
-"""What stands at the places where `Trainer` takes up a run again: the shards of a model, the state of its optimizer.
+"""`Trainer`, where it takes up a run again: the shards of a model, the state of its optimizer.
 
 A model in one file it gives to `load_state_dict`, which needs nothing of this.
 """
@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.hooks import Stock
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
+from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
 from patcher.loading.checkpoint_names import stock_shapes
+from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import patched_models
@@ -29,6 +30,7 @@ from patcher.resolution.resolution import skeleton
 PARAMETERS_FILE = "patcher_optimizer.json"
 
 
+@seam("transformers.trainer_utils:load_sharded_checkpoint", "model", "folder", "strict", follow=True)
 def load_shards(stock: Stock, model: Any, folder: Any, strict: bool = True, *args: Any, **kwargs: Any) -> Any:
     """Load shards, and say truly what was missing: transformers compares their names with those of the model itself.
 
@@ -62,6 +64,7 @@ def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
     return [[name for name in names if name not in tied] for names in layouts]
 
 
+@seam("transformers.trainer:Trainer._save_optimizer_and_scheduler", "output_dir")
 def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """Note beside the optimizer of a patched model which parameters its state belongs to."""
     result = stock(self, output_dir, *args, **kwargs)
@@ -74,6 +77,7 @@ def save_optimizer(stock: Stock, self: Any, output_dir: Any, *args: Any, **kwarg
     return result
 
 
+@seam("transformers.trainer:Trainer._load_optimizer_and_scheduler", "checkpoint")
 def load_optimizer(stock: Stock, self: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse the state of an optimizer whose parameters lay otherwise.
 
@@ -145,3 +149,6 @@ def _trained(model: nn.Module) -> dict[str, str]:
         for name in layout.fused
     }
     return {name: made.get(name, "") for name, value in model.named_parameters() if value.requires_grad}
+
+
+register(Integration("trainer", seams_in(__name__)))

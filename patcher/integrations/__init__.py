@@ -1,0 +1,44 @@
+"""What other libraries do with patched models, one file each: each can be taken out without touching the rest.
+
+A file registers its `Integration` when it is imported, and it is imported when its library is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from patcher.loading.hooks.install import install_core, install_lock
+from patcher.source.importing import when_imported
+
+#: Integration -> the module of its library that brings it.
+INTEGRATIONS = {
+    "accelerate": "accelerate.utils.modeling",
+    "exporters": "transformers.exporters.utils",
+    "gguf": "transformers.quantizers.quantizer_gguf",
+    "parallel": "transformers.distributed.tensor_parallel",
+    "peft": "peft.tuners.tuners_utils",
+    "pipelines": "transformers.pipelines",
+    "quantizers": "transformers.quantizers.base",
+    "trainer": "transformers.trainer_utils",
+}
+
+
+def install() -> None:
+    """Teach `from_pretrained` and `from_config` the argument `patcher=`. Done once; using any public name does it.
+
+    >>> import patcher
+    >>> patcher.install()
+
+    Raises:
+        PatcherError: this release of transformers lacks a seam that the hook relies on.
+    """
+    with install_lock:
+        if install_core():
+            for name, library in INTEGRATIONS.items():
+                when_imported(library, functools.partial(_bring, name))
+
+
+def _bring(name: str, library: ModuleType) -> None:
+    importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,63 @@
+"""accelerate: reading a checkpoint into a model that is there, and maps of devices by the names of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from patcher.compat.models import named_modules, state_tensors
+from patcher.compat.seams import Stock, seam, seams_in
+from patcher.errors import InvalidPatcherError
+from patcher.loading.integration import Integration, register
+from patcher.loading.load import Constructed
+from patcher.loading.stock_names import check_no_part_is_named, parts_of
+from patcher.loading.traced_layouts import layouts_in
+
+
+@seam("accelerate.utils.modeling:load_checkpoint_in_model", "model", "checkpoint", "device_map", follow=True)
+def load_checkpoint(
+    stock: Stock, model: nn.Module, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse a patched model with a device map: tensors are then written one by one, by the names of the model.
+
+    Without a device map it goes through `load_state_dict`, which takes either layout.
+
+    Raises:
+        InvalidPatcherError: with what to write instead.
+    """
+    if device_map is not None and (layouts := layouts_in(model)):
+        path, _, own = layouts[0]
+        raise InvalidPatcherError(
+            f"load_checkpoint_in_model with device_map= writes tensors by the names of the model, and {path or 'it'} "
+            f"has {own[0]}. Load it with from_pretrained(..., patcher=..., device_map=...), which converts and "
+            "dispatches."
+        )
+    return stock(model, checkpoint, device_map, *args, **kwargs)
+
+
+def check_device_map(load: Constructed) -> None:
+    """Refuse a map that names parts of joined layers: accelerate moves modules, and of these there are none.
+
+    Raises:
+        InvalidPatcherError: with the names to write in their place.
+    """
+    given = load.options.get("device_map")
+    if not isinstance(given, Mapping):
+        return
+    known = {path for path, _ in named_modules(load.model)} | {*state_tensors(load.model)}
+    if unknown := given.keys() - known - {name for name, _ in load.model.named_buffers()}:
+        parts = parts_of(load)
+        named = {name for name in parts if unknown.intersection(_places(name))}
+        check_no_part_is_named("device_map", named, parts)
+
+
+def _places(name: str) -> Iterator[str]:
+    """A name, and the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+register(Integration("accelerate", seams_in(__name__), on_constructed=check_device_map))

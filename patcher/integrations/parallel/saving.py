@@ -1,0 +1,31 @@
+"""Models that a user has split with `fully_shard`: transformers gathers what it has split itself, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from patcher.compat.parallel import gathers_for_saving
+from patcher.conversions.either_layout import modules_with_layouts
+from patcher.conversions.sharded import gathered_on_first
+from patcher.loading.record import record_of
+
+
+@contextmanager
+def gathered(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[None]:
+    """Save whole tensors, from the first process; the others wait until the files are written."""
+    if gathers_for_saving(model) or (record_of(model) is None and not modules_with_layouts(model)):
+        yield
+        return
+    state_dict = model.state_dict() if given["state_dict"] is None else given["state_dict"]
+    is_split = any(isinstance(value, DTensor) for value in state_dict.values())
+    if is_split:
+        given["state_dict"] = gathered_on_first(state_dict)
+    yield
+    if is_split:
+        distributed.barrier()

@@ -1,0 +1,192 @@
+"""PEFT: an adapter un-fuses the layers that it names, so that PEFT meets those of transformers.
+
+    attn.qkv_proj  ->  attn.q_proj, attn.k_proj, attn.v_proj     on the storage of the joined weight
+
+Before PEFT puts an adapter into a model, each fused module whose stock layers the config of the adapter names gets its
+class and its layers back. From there on all is PEFT's own: every kind of adapter, training, merging, hot swapping,
+saving. Experts that are laid out as layers stay, where the config names these layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from patcher.compat.models import named_modules
+from patcher.compat.seams import Stock, seam, seams_in
+from patcher.conversions.converted_weights import converted_weights
+from patcher.conversions.either_layout import modules_with_layouts
+from patcher.conversions.fused_weights import FusedWeights
+from patcher.errors import InvalidPatcherError
+from patcher.loading.integration import Integration, register
+from patcher.loading.unfusing import ADAPTED, unfuse
+from patcher.patterns import inside
+
+#: Whether the config that PEFT puts into a model names layers of experts that transformers has as stacks, so that
+#: PEFT's own conversion of the config, from layers to stacks, is left out.
+_NAMES_EXPERTS: ContextVar[bool] = ContextVar("patcher_adapter_names_experts", default=False)
+
+
+@seam("peft.tuners.tuners_utils:BaseTuner.__init__", "model", "peft_config", "adapter_name", "state_dict")
+def construct(
+    stock: Stock, self: Any, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """The first adapter of a model: some kinds look at the shapes of layers before they put anything in."""
+    config = peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config
+    state_dict = kwargs.get("state_dict", args[1] if len(args) > 1 else None)
+    if hasattr(config, "peft_type"):
+        tuner = object.__new__(type(self))
+        nn.Module.__init__(tuner)
+        tuner.__dict__["model"] = model
+        _prepare(tuner, config, model, state_dict)
+    return stock(self, model, peft_config, adapter_name, *args, **kwargs)
+
+
+@seam("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "model", "adapter_name", "state_dict")
+def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Any adapter, also one that is added later."""
+    config = self.peft_config[adapter_name]
+    if not isinstance(model, nn.Module):
+        return stock(self, model, adapter_name, *args, **kwargs)
+    _prepare(self, config, model, kwargs.get("state_dict", args[2] if len(args) > 2 else None))
+    token = _NAMES_EXPERTS.set(_names_experts(config, model))
+    try:
+        return stock(self, model, adapter_name, *args, **kwargs)
+    finally:
+        _NAMES_EXPERTS.reset(token)
+
+
+@seam("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers", "peft_config", "model")
+def convert_config(stock: Stock, *args: Any, **kwargs: Any) -> Any:
+    return None if _NAMES_EXPERTS.get() else stock(*args, **kwargs)
+
+
+def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
+    """Un-fuse what a config names, or a state dict where that says which layers have an adapter.
+
+    Raises:
+        InvalidPatcherError: these weights can't be taken apart; nothing has been changed.
+    """
+    if not isinstance(model, nn.Module) or not modules_with_layouts(model):
+        return
+    named = _Named(tuner, config, model, state_dict)
+    named.check_converted()
+    unfuse(model, named.in_fused, ADAPTED)
+
+
+class _Named:
+    """What the config of an adapter names of the stock model, as PEFT itself compares names."""
+
+    def __init__(self, tuner: Any, config: Any, model: nn.Module, state_dict: Any) -> None:
+        from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+        from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+
+        self.tuner, self.model = tuner, model
+        self.config = config = copy.deepcopy(config)
+        if not _names_experts(config, model) and hasattr(getattr(model, "config", None), "model_type"):
+            from peft.utils import transformers_weight_conversion
+
+            transformers_weight_conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
+        targets = getattr(config, "target_modules", None)
+        self.all_linear = isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+        if hasattr(config, "target_modules") and not self.all_linear:
+            with suppress(ValueError):  # PEFT knows no targets for the architecture, and says so itself
+                self.config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
+        self.parameters = tuple(getattr(config, "target_parameters", None) or ())
+        self.saved = [name for name in getattr(config, "modules_to_save", None) or () if isinstance(name, str)]
+        self.patterns = [
+            *(getattr(config, "rank_pattern", None) or ()),
+            *(getattr(config, "alpha_pattern", None) or ()),
+        ]
+        self.in_state_dict: set[str] | None = None
+        if state_dict is not None:
+            prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+            self.in_state_dict = {key.rsplit(f".{prefix}", 1)[0].removeprefix("_orig_mod.") for key in state_dict}
+
+    def in_fused(self, path: str, carried: FusedWeights) -> bool:
+        """Whether something of a fused module is named."""
+        return self._is_named(path, carried.stock, _layers(path, carried.fused), _is_convolution(carried))
+
+    def check_converted(self) -> None:
+        """Refuse what a class mapping has converted: which of its rows are those of a stock layer isn't known.
+
+        Raises:
+            InvalidPatcherError: with what can be done instead.
+        """
+        for path, module in named_modules(self.model):
+            carried = converted_weights(module)
+            for layout in carried.layouts if carried is not None else ():
+                if self._is_named(path, layout.stock, (), is_whole=False):
+                    raise InvalidPatcherError(
+                        f"The adapter names layers of {path or 'the model'} whose weights a class mapping converts "
+                        f"({layout}), so they can't have one as on the stock model. Name the layers of "
+                        f"{type(module).__qualname__}, or load the model without this class mapping."
+                    )
+
+    def _is_named(self, path: str, stock: Iterable[str], own: Iterable[str], is_whole: bool) -> bool:
+        names = {f"{inside(path)}{name}" for name in stock}
+        layers = _layers(path, stock)
+        if any(name == each or name.endswith(f".{each}") for name in names for each in self.parameters):
+            return True
+        around = {path, *layers, *(path[: dot.start()] for dot in re.finditer(r"\.", path))}
+        if any(place.endswith(name) for place in around for name in self.saved):
+            return True
+        if any(re.match(rf"(.*\.)?({pattern})$", place) for place in layers for pattern in self.patterns):
+            return True
+        if self.in_state_dict is not None:
+            return not self.in_state_dict.isdisjoint(layers)
+        if self.all_linear:
+            return bool(layers) or is_whole
+        if is_whole:  # a linear layer here, and a convolution in stock
+            layers = {path}
+        # What only the patched module has counts as well, where a pattern would hit it; but for layers of experts.
+        return any(map(self._is_target, {*layers, *own} if layers else ()))
+
+    def _is_target(self, name: str) -> bool:
+        """Whether PEFT adapts a layer of that name, or is told to leave it out."""
+        if getattr(self.config, "target_modules", None) is None and not hasattr(self.config, "target_parameters"):
+            return False
+        found = self.tuner._check_target_module_exists(self.config, name)
+        return bool(found) or type(found).__name__ == "_ExcludedModule"
+
+
+def _layers(path: str, parameters: Iterable[str]) -> set[str]:
+    """The layers of parameters of a module, but for the module itself."""
+    return {f"{inside(path)}{owner}" for name in parameters if (owner := name.rpartition(".")[0])}
+
+
+def _is_convolution(carried: FusedWeights) -> bool:
+    return issubclass(carried.original, nn.Conv2d | nn.Conv3d)
+
+
+def _names_experts(config: Any, model: nn.Module) -> bool:
+    """Whether a config names layers which stock has as parameters of one module: experts one by one."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+
+    targets = getattr(config, "target_modules", None)
+    if not targets or getattr(config, "target_parameters", None):
+        return False
+    if isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+        is_named: Callable[[str], object] = bool
+    else:
+
+        def is_named(name: str) -> object:
+            return check_target_module_exists(config, name)
+
+    return any(
+        is_named(layer)
+        for path, _, layouts in modules_with_layouts(model)
+        for layout in layouts
+        if not _layers(path, layout.stock)
+        for layer in _layers(path, layout.fused)
+    )
+
+
+register(Integration("peft", seams_in(__name__)))

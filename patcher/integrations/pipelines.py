@@ -1,0 +1,50 @@
+"""`transformers.pipeline`: it is given `patcher=`, and hands what it doesn't know to the pipeline, not to the load."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from patcher.compat.seams import Stock, seam, seams_in
+from patcher.errors import InvalidPatcherError
+from patcher.loading.integration import Integration, register
+
+
+@seam("transformers.pipelines:pipeline", "model", "model_kwargs", follow=True)
+def pipeline(stock: Stock, *args: Any, patcher: Any = None, **kwargs: Any) -> Any:
+    """Give the load of the model the patcher.
+
+    Raises:
+        InvalidPatcherError: there are two, or a model that is loaded.
+    """
+    if patcher is None:
+        return stock(*args, **kwargs)
+    arguments = inspect.signature(stock).bind(*args, **kwargs)
+    model = arguments.arguments.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _too_late()
+    options = arguments.arguments.get("model_kwargs") or {}
+    if options.get("patcher") is not None:
+        raise InvalidPatcherError(
+            "pipeline was given two patchers, by patcher= and in model_kwargs=; write patcher=a | b alone."
+        )
+    arguments.arguments["model_kwargs"] = {**options, "patcher": patcher}
+    return stock(*arguments.args, **arguments.kwargs)
+
+
+@seam("transformers.pipelines:Pipeline.__init__", "model")
+def make_pipeline(stock: Stock, self: Any, *args: Any, patcher: Any = None, **kwargs: Any) -> None:
+    """Refuse a patcher for a model that is loaded."""
+    if patcher is not None:
+        raise _too_late()
+    stock(self, *args, **kwargs)
+
+
+def _too_late() -> InvalidPatcherError:
+    return InvalidPatcherError(
+        "patcher= is for the load of a model, and this pipeline was given one that is loaded; write "
+        'model=patcher.apply(model), or pipeline(..., model="repo", model_kwargs={"patcher": patcher}).'
+    )
+
+
+register(Integration("pipelines", seams_in(__name__)))

@@ -1,1 +1,0 @@
-"""Adapters of peft on fused models: of the layers that transformers has onto those that are there, and back."""

@@ -1,0 +1,64 @@
+"""What other libraries do with models, as far as a load or a save of ours has to follow.
+
+The core knows no library by name. An integration registers itself, and can be left out: then that library meets a
+patched model as it meets any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from patcher.compat.seams import Seam, install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from patcher.loading.load import Constructed, Selected
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _no_context(*args: Any) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Integration:
+    """What one library needs.
+
+    Attributes:
+        seams: its own places at which functions of ours are called.
+        on_constructed: is called when the modules of a load have been made, and raises for what can't be.
+        on_routed: the same when it is known what reads and converts the weights; the quantizer is given as well.
+        on_saved: gives a context for a save; it is given the arguments of `save_pretrained`, which it may change.
+    """
+
+    name: str
+    seams: tuple[Seam, ...] = ()
+    on_constructed: Callable[[Constructed], object] = _nothing
+    on_routed: Callable[[Selected, Any], object] = _nothing
+    on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = _no_context
+
+
+_registered: dict[str, Integration] = {}
+
+
+def register(integration: Integration) -> None:
+    """Have loads and saves follow an integration from now on.
+
+    Raises:
+        PatcherError: the library lacks one of the seams.
+    """
+    if integration.name not in _registered:
+        install(integration.seams)
+        _registered[integration.name] = integration
+
+
+def integrations() -> tuple[Integration, ...]:
+    """Those that are registered."""
+    return tuple(_registered.values())

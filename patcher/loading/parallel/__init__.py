@@ -1,1 +1,0 @@
-"""Models whose layers processes share: tensor and expert parallelism."""
