@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchError, expressions
 from patcher.compat.quantizers import names_setting
 from patcher.expressions import Expressions, checked_expression, compiled, matches, search
-from patcher.loading.adapters.refusals import check_saved_modules
 from tests.support.sampling import sampled
 from tests.support.tiny import save_tiny, tiny_llama_config
 
@@ -162,10 +160,6 @@ def test_the_whole_text_is_matched_as_re_does(expression: str, text: str) -> Non
 ENDLESS = r"(\w|[a-z._]|.)+[A-Z]$"
 WHERE: dict[str, Callable[[], object]] = {
     "settings of a quantizer": lambda: names_setting(f"re:{ENDLESS}", *["model.layers.0.self_attn.q_proj"] * 2),
-    "modules_to_save of an adapter": lambda: check_saved_modules(
-        SimpleNamespace(modules_to_save=[ENDLESS]),
-        SimpleNamespace(gone=["model.layers.0.self_attn.q_proj"], joined=[]),  # type: ignore[arg-type]
-    ),
 }
 
 

@@ -152,21 +152,24 @@ def as_stock(model: Any) -> Any:
         for name, module in model.named_modules(*args, **kwargs):
             shown = module
             if is_replaced(module):
-                shown = passing_for(module, shown_class(module))
+                shown = _seen_as(module, shown_class(module))
             yield name, shown
 
     replaced = any(is_replaced(module) for _, module in named_modules(model))
     return ModelView(model, named_modules=shown_modules) if replaced else model
 
 
-def passing_for(model: Any, model_class: type[nn.Module]) -> Any:
-    """The model, as one of another class if that has another name: its attributes, and the methods of that class.
-
-    transformers writes the name of the class into the config that it saves.
-    """
+def named_as(model: Any, model_class: type[nn.Module]) -> Any:
+    """The model, as one of a class of another name: transformers writes that name into the config that it saves."""
     if type(model).__name__.removeprefix("FSDP") == model_class.__name__:
         return model
-    shown = object.__new__(model_class)
+    namespace = {"__module__": model_class.__module__, "_patcher_stands_for": model_class}
+    return _seen_as(model, type(model_class.__name__, (type(model),), namespace))
+
+
+def _seen_as(model: nn.Module, cls: type[nn.Module]) -> Any:
+    """The same attributes, with the methods of a class."""
+    shown = object.__new__(cls)
     object.__setattr__(shown, "__dict__", model.__dict__)
     return shown
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from patcher.errors import PatcherError, unknown_release
-from patcher.source.importing import when_imported
+from patcher.source.importing import is_imported, when_imported
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,7 +107,7 @@ def install(seams: Iterable[Seam]) -> None:
     """
     seams = tuple(seams)
     for each in seams:
-        if each.module in sys.modules:
+        if is_imported(each.module):
             each.find()
     for each in seams:
         each.install()

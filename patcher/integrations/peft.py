@@ -4,14 +4,15 @@
 
 Before PEFT puts an adapter into a model, each fused module whose stock layers the config of the adapter names gets its
 class and its layers back. From there on all is PEFT's own: every kind of adapter, training, merging, hot swapping,
-saving. Experts that are laid out as layers stay, where the config names these layers.
+saving. Experts that are laid out as layers stay, where the config names these layers; "all-linear" means the layers
+of stock.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -22,9 +23,11 @@ from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.conversions.converted_weights import converted_weights
 from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import FusedWeights
+from patcher.conversions.fused_weights import FusedWeights, fused_weights
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import matches
 from patcher.loading.integration import Integration, register
+from patcher.loading.later_loads import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse
 from patcher.patterns import inside
 
@@ -55,7 +58,9 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
     if not isinstance(model, nn.Module):
         return stock(self, model, adapter_name, *args, **kwargs)
     _prepare(self, config, model, kwargs.get("state_dict", args[2] if len(args) > 2 else None))
-    token = _NAMES_EXPERTS.set(_names_experts(config, model))
+    if is_named := _names_experts(config, model):
+        _name_experts(config, model)
+    token = _NAMES_EXPERTS.set(is_named)
     try:
         return stock(self, model, adapter_name, *args, **kwargs)
     finally:
@@ -85,16 +90,14 @@ class _Named:
 
     def __init__(self, tuner: Any, config: Any, model: nn.Module, state_dict: Any) -> None:
         from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-        from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 
         self.tuner, self.model = tuner, model
         self.config = config = copy.deepcopy(config)
-        if not _names_experts(config, model) and hasattr(getattr(model, "config", None), "model_type"):
+        self.all_linear, self.names_experts = _means_all_linear(config), _names_experts(config, model)
+        if not self.names_experts and hasattr(getattr(model, "config", None), "model_type"):
             from peft.utils import transformers_weight_conversion
 
             transformers_weight_conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-        targets = getattr(config, "target_modules", None)
-        self.all_linear = isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
         if hasattr(config, "target_modules") and not self.all_linear:
             with suppress(ValueError):  # PEFT knows no targets for the architecture, and says so itself
                 self.config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
@@ -137,16 +140,18 @@ class _Named:
         around = {path, *layers, *(path[: dot.start()] for dot in re.finditer(r"\.", path))}
         if any(place.endswith(name) for place in around for name in self.saved):
             return True
-        if any(re.match(rf"(.*\.)?({pattern})$", place) for place in layers for pattern in self.patterns):
+        if any(matches(rf"(.*\.)?({pattern})", place) for place in layers for pattern in self.patterns):
             return True
         if self.in_state_dict is not None:
             return not self.in_state_dict.isdisjoint(layers)
-        if self.all_linear:
-            return bool(layers) or is_whole
+        if self.all_linear:  # which means what is linear in stock: neither experts nor a convolution
+            return bool(layers) or bool(own)
         if is_whole:  # a linear layer here, and a convolution in stock
             layers = {path}
-        # What only the patched module has counts as well, where a pattern would hit it; but for layers of experts.
-        return any(map(self._is_target, {*layers, *own} if layers else ()))
+        if layers:
+            return any(map(self._is_target, layers))
+        # Layers of experts, which the name of another layer may fit.
+        return not self.names_experts and any(map(self._is_target, own))
 
     def _is_target(self, name: str) -> bool:
         """Whether PEFT adapts a layer of that name, or is told to leave it out."""
@@ -166,27 +171,53 @@ def _is_convolution(carried: FusedWeights) -> bool:
 
 
 def _names_experts(config: Any, model: nn.Module) -> bool:
-    """Whether a config names layers which stock has as parameters of one module: experts one by one."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+    """Whether a config names layers of experts that stock has as stacks in one parameter.
 
+    A name such as `gate_proj` may mean them in a new adapter. In one that is read from a file it may be that of an
+    adapter of stock, which has no such layers, so only what can't mean another layer does: see `_name_experts`.
+    """
     targets = getattr(config, "target_modules", None)
     if not targets or getattr(config, "target_parameters", None):
         return False
-    if isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND:
-        is_named: Callable[[str], object] = bool
+    if _means_all_linear(config):  # what is fused will be un-fused
+        fused = tuple(inside(path) for path, module in named_modules(model) if fused_weights(module))
+        return not all(layer.startswith(fused) for layer in listed_layers(model))
+    named = _named_experts(config, model)
+    return bool(named) and (not config.inference_mode or any(_is_meant(targets, layer) for layer in named))
+
+
+def _named_experts(config: Any, model: nn.Module) -> list[str]:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    return [layer for layer in sorted(listed_layers(model)) if check_target_module_exists(config, layer)]
+
+
+def _is_meant(targets: Any, layer: str) -> bool:
+    """Whether targets name a layer of an expert, and not just any of the same last name."""
+    if not isinstance(targets, str):
+        return any("." in name and f".{layer}".endswith(f".{name}") for name in targets)
+    *around, _, _, name = layer.split(".")  # model.layers.0.mlp, experts, 3, gate_proj
+    return matches(targets, layer) and not matches(targets, ".".join((*around, name)))
+
+
+def _name_experts(config: Any, model: nn.Module) -> None:
+    """Have a config name the experts as such, so that it means them when it is read again."""
+    targets, named = config.target_modules, _named_experts(config, model)
+    if _means_all_linear(config) or all(_is_meant(targets, layer) for layer in named):
+        return
+    if isinstance(targets, str):
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        config.target_modules = {path for path, _ in named_modules(model) if check_target_module_exists(config, path)}
     else:
+        config.target_modules = {*targets, *(".".join(layer.split(".")[-3:]) for layer in named)}
 
-        def is_named(name: str) -> object:
-            return check_target_module_exists(config, name)
 
-    return any(
-        is_named(layer)
-        for path, _, layouts in modules_with_layouts(model)
-        for layout in layouts
-        if not _layers(path, layout.stock)
-        for layer in _layers(path, layout.fused)
-    )
+def _means_all_linear(config: Any) -> bool:
+    from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
+
+    targets = getattr(config, "target_modules", None)
+    return isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 
 register(Integration("peft", seams_in(__name__)))

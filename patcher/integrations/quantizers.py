@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from patcher.compat.models import named_modules
 from patcher.compat.quantizers import is_named, names_setting, settings_by_name, skipped_names, words_of
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
@@ -21,25 +22,30 @@ def check_names(load: Selected, quantizer: Any) -> None:
         return
     skipped, settings = skipped_names(quantizer), settings_by_name(quantizer)
     words = "" if skipped is not None or settings else words_of(quantizer)
+    modules = {path for path, _ in named_modules(load.model)}
+    of_made = {layer_name(name).rpartition(".")[2] for made in parts.values() for name in made}
 
-    def is_said(name: str) -> bool:
+    def keys_for(name: str) -> set[str]:
+        """What of the config says something of a parameter."""
         owner = layer_name(name)
-        if words:  # how it looks for names isn't known
-            return re.search(rf"(?<!\w){re.escape(owner.rpartition('.')[2])}(?!\w)", words) is not None
-        return any(is_named(key, each) for key in skipped or () for each in (owner, name)) or any(
-            names_setting(key, owner, name) for key in settings
-        )
+        if words:  # how it looks for names isn't known, so any word may be one; a stack has no layer of its own
+            word = (name if owner in modules and name in parts else owner).rpartition(".")[2]
+            is_word = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", words) is not None
+            return {word} if is_word and not (name in parts and word in of_made) else set()
+        found = {key for key in skipped or () if is_named(key, owner) or is_named(key, name)}
+        return found | {key for key in settings if names_setting(key, owner, name)}
 
-    siblings: dict[tuple[str, ...], list[str]] = {}
+    siblings: dict[tuple[str, ...], dict[str, set[str]]] = {}
     for name, made in parts.items():
-        siblings.setdefault(made, []).append(name)
-    # A name may fit the joined layer by its end and one of the parts as well: that says nothing of the others.
-    named = {
-        name
-        for made, names in siblings.items()
-        if (said := [each for each in names if is_said(each)]) and not (said == names and all(map(is_said, made)))
-        for name in said
-    }
+        siblings.setdefault(made, {})[name] = keys_for(name)
+    named: list[str] = []
+    for made, of_parts in siblings.items():
+        about_parts, about_made = set().union(*of_parts.values()), [keys_for(name) for name in made]
+        # A key may name all of them; one that names the joined layer alone is meant for this model.
+        if all(of_parts.values()) and all(about_made):
+            continue
+        if not all(keys - about_parts for keys in about_made):
+            named += [name for name, keys in of_parts.items() if keys]
     check_no_part_is_named("quantization_config", named, parts)
 
 

@@ -31,7 +31,6 @@ from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
-from patcher.conversions.fused_weights import fused_weights
 from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
 from patcher.conversions.simulation import Outcome
 from patcher.conversions.tracing import trace_of, with_trace
@@ -43,9 +42,8 @@ from patcher.fusions.base import Fusion
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
-from patcher.loading.record import PatchRecord, Replaced, keep_record
+from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.traced_layouts import carry_conversions
-from patcher.loading.unfusing import ADAPTED, without
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
@@ -372,27 +370,31 @@ _LEADS_ON: dict[type[Request], str] = {
 }
 
 
+def put_down(load: Constructed) -> None:
+    """Put down on the model what was done, by which it is saved, and what is loaded into it later is judged."""
+    keep_record(load.models, load.record)
+    follow_state_dicts(load.models)
+    if isinstance(load, Loaded):
+        carry_conversions(load.model, load.record, [item.trace for item in load.traced], load.record.conversions)
+
+
 def finish(load: Constructed) -> None:
-    """Put down on the model what was done, and warn of what is not as it was asked for.
+    """Add to the record what is known at the end, and warn of what is not as it was asked for.
 
     Raises:
         PatcherError: transformers has gone around one of the steps, so the weights aren't what was asked for.
     """
     diagnostics = load.diagnostics
-    if type(load) is not Finalized and not distributed_checkpoint(load.path, load.options):
-        raise not_called(_LEADS_ON[type(load)])
-    if not isinstance(load, Loaded):  # torch.distributed has read it
+    if type(load) is not Finalized:
+        if not distributed_checkpoint(load.path, load.options):
+            raise not_called(_LEADS_ON[type(load)])
+        put_down(load)  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
         diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
-    record = replace(load.record, seconds=seconds, warnings=diagnostics.warnings)
-    still_fused = {path for path, module in named_modules(load.model) if fused_weights(module) is not None}
-    record = without(record, record.fused.keys() - still_fused, ADAPTED)  # an adapter may have been loaded, too
-    keep_record(load.models, record)
-    follow_state_dicts(load.models)
-    if isinstance(load, Loaded):
-        carry_conversions(load.model, record, [item.trace for item in load.traced], load.record.conversions)
+    record = record_of(load.model) or load.record  # an adapter may have been loaded, too
+    load.model.__dict__[RECORD] = replace(record, seconds=seconds, warnings=diagnostics.warnings)
     diagnostics.warn()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from patcher.compat.models import state_tensors
+from patcher.compat.models import named_parameters, state_tensors
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
@@ -18,7 +18,7 @@ Parts = Mapping[str, tuple[str, ...]]
 
 def parts_of(load: Constructed) -> Parts:
     """The parameters of the stock model that are parts of others in the model of a load."""
-    own = state_tensors(load.model)
+    own = dict(named_parameters(load.model))  # a quantizer adds buffers
     found = {
         f"{inside(path)}{name}": tuple(f"{inside(path)}{fused}" for fused in layout.fused)
         for path, _, carried in fused_modules(load.model)

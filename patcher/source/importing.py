@@ -10,12 +10,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+#: Modules that are imported, and whose import goes on to tell watchers of it.
+_executed: set[str] = set()
+
+
+def is_imported(name: str) -> bool:
+    """Whether a module is there, and all of it."""
+    module = sys.modules.get(name)
+    return module is not None and (name in _executed or not getattr(module.__spec__, "_initializing", False))
+
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
     """Call with a module as soon as it is imported: at once, if it is."""
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        call(module)
+    if is_imported(name):
+        call(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Watcher(name, lambda each: each == name, lambda found: call(found) or True))
 
@@ -41,7 +49,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if not self.is_meant(name) or self not in sys.meta_path:
             return None
-        for finder in [each for each in sys.meta_path if each is not self]:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # there may be others for this module
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
@@ -67,4 +75,5 @@ class _Loader(importlib.abc.Loader):
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
+        _executed.add(module.__name__)
         self.executed(module)

@@ -18,8 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, report
-from patcher.compat import hooks
-from patcher.compat.hooks import check
+from patcher.compat import used
+from patcher.compat.seams import seams_in
+from patcher.compat.used import check
 from tests.support import fresh
 from tests.support.tiny import save_tiny, tiny_llama_config
 
@@ -99,8 +100,8 @@ def test_patcher_must_be_a_patcher(value: object) -> None:
 def test_a_seam_that_is_gone_is_named(
     monkeypatch: pytest.MonkeyPatch, seam: object, library: ModuleType, what: str
 ) -> None:
-    monkeypatch.setattr(hooks, "_checked", False)
-    monkeypatch.setattr(hooks, "USED", (seam,))
+    monkeypatch.setattr(used, "_checked", False)
+    monkeypatch.setattr(used, "USED", (seam,))
     known = re.escape(f"{library.__name__} {library.__version__}")
     with pytest.raises(
         PatcherError, match=rf"doesn't know {known}: .*{what}\. Install a release of {library.__name__}"
@@ -108,13 +109,18 @@ def test_a_seam_that_is_gone_is_named(
         check()
 
 
+HOOKS = [f"patcher.loading.hooks.{name}" for name in ("making", "recorders", "saves")]
+
+
 def go_around(monkeypatch: pytest.MonkeyPatch, place: str) -> str:
     """Have transformers be as if a place were elsewhere; the name that it has."""
-    owner, name, _ = hooks.HOOKED[place]
+    (seam,) = (each for each in seams_in("patcher.loading.hooks.loads", *HOOKS) if each.name == place)
+    owner, name = seam.find()
     hooked = inspect.getattr_static(owner, name)
     plain = inspect.unwrap(getattr(owner, name))
-    monkeypatch.setattr(owner, name, classmethod(plain) if isinstance(hooked, classmethod) else plain)
-    return f"{owner.__name__}.{name}"
+    for holder in (owner, modeling_utils) if seam.follow else (owner,):
+        monkeypatch.setattr(holder, name, classmethod(plain) if isinstance(hooked, classmethod) else plain)
+    return seam.name
 
 
 QKV = Patcher(fusions="qkv", strict=False)
@@ -122,13 +128,22 @@ SAME_NAMES = Patcher({"LlamaMLP": type("OtherMLP", (LlamaMLP,), {})}, strict=Fal
 
 
 @pytest.mark.parametrize("patched", [QKV, SAME_NAMES], ids=["fusion", "class"])
-@pytest.mark.parametrize("place", ["construction contexts", "stands", "conversions", "read", "finish"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "PreTrainedModel.get_init_context",
+        "patch_output_recorders",
+        "get_model_conversion_mapping",
+        "convert_and_load_state_dict_in_model",
+        "PreTrainedModel._finalize_model_loading",
+    ],
+)
 def test_a_seam_that_a_load_goes_around_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, patched: Patcher
 ) -> None:
     """Weights would be random, or a model as shipped; `strict=False` allows that only where nothing is to patch."""
     save_tiny(tiny_llama_config(), tmp_path)
-    if (place, patched) == ("stands", SAME_NAMES):  # where nothing is fused
+    if (place, patched) == ("patch_output_recorders", SAME_NAMES):  # where nothing is fused
         go_around(monkeypatch, place)
     else:
         with monkeypatch.context() as changed:
@@ -144,7 +159,7 @@ def test_a_seam_that_a_save_goes_around_is_named(monkeypatch: pytest.MonkeyPatch
     save_tiny(tiny_llama_config(), tmp_path / "stock")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "stock", patcher=QKV)
     with monkeypatch.context() as changed:
-        name = go_around(changed, "give back")
+        name = go_around(changed, "remove_tied_weights_from_state_dict")
         with pytest.raises(PatcherError, match=rf"{re.escape(name)} is not called where a model is loaded, or saved"):
             model.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.safetensors"))

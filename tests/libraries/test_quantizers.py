@@ -109,24 +109,28 @@ def quantized_paths(folder: Path, quantizer: Any, patcher: Patcher | None = None
 
 @each
 @joining
-def test_some_parts_of_one_weight_cant_be_left_alone(
+def test_names_of_parts_are_refused_with_those_of_the_joined_layers(
     quantizer: Quantizer, patcher: Patcher, parts: Sequence[str], llama: Path
 ) -> None:
-    *others, last = parts
-    pattern = rf"doesn't say the same.*\n.*layers\.\{{0\.\.1\}}.*: .*{last} \(left alone\)"
-    with pytest.raises(InvalidPatcherError, match=pattern) as caught:
-        LlamaForCausalLM.from_pretrained(llama, patcher=patcher, quantization_config=quantizer([last]))
-    assert all(f"{name} (quantized)" in str(caught.value) for name in others)
+    joined = "qkv_proj" if "q_proj" in parts else "gate_up_proj"
+    for names in ([parts[-1]], parts):
+        pattern = rf"quantization_config names layers (?s:.*)layers\.{{0\.\.1}}\..*{parts[-1]}: part of .*\.{joined}\n"
+        if names is parts and joined.endswith(parts[-1]) and quantizer is not torchao_int8:
+            LlamaForCausalLM.from_pretrained(llama, patcher=patcher, quantization_config=quantizer(names))
+            continue  # the name fits the joined layer too, and all that it is made of is named
+        with pytest.raises(InvalidPatcherError, match=pattern):
+            LlamaForCausalLM.from_pretrained(llama, patcher=patcher, quantization_config=quantizer(names))
 
 
 @joining
-def test_a_layer_can_be_left_alone_where_it_stands(patcher: Patcher, parts: Sequence[str], llama: Path) -> None:
-    """As the parts of one layer by their paths, and by an expression."""
-    inside = "self_attn" if "q_proj" in parts else "mlp"
+def test_an_expression_may_name_the_parts_and_the_joined_layer(
+    patcher: Patcher, parts: Sequence[str], llama: Path
+) -> None:
+    inside, joined = ("self_attn", "qkv_proj") if "q_proj" in parts else ("mlp", "gate_up_proj")
     every = quantized_paths(llama, bnb_int8(), patcher)
-    for skip in ([rf"model.layers.1.{inside}.{name}" for name in parts], [rf".*1.{inside}.({'|'.join(parts)})"]):
-        (left,) = every - quantized_paths(llama, bnb_int8([*skip, "lm_head"]), patcher)
-        assert left.startswith(f"model.layers.1.{inside}.")
+    skip = rf".*1.{inside}.({'|'.join([*parts, joined])})"
+    (left,) = every - quantized_paths(llama, bnb_int8([skip, "lm_head"]), patcher)
+    assert left == f"model.layers.1.{inside}.{joined}"
 
 
 def test_the_names_that_the_model_has_here_are_as_good(llama: Path) -> None:
@@ -140,7 +144,7 @@ def test_the_names_that_the_model_has_here_are_as_good(llama: Path) -> None:
 
 def test_a_name_that_fits_the_joined_layer_and_one_part_is_no_name_of_both(llama: Path) -> None:
     """`gate_up_proj` ends with `up_proj`."""
-    with pytest.raises(InvalidPatcherError, match=r"gate_proj \(quantized\), up_proj \(left alone\)"):
+    with pytest.raises(InvalidPatcherError, match=r"mlp\.up_proj: part of .*gate_up_proj"):
         LlamaForCausalLM.from_pretrained(llama, patcher=GATE_UP, quantization_config=bnb_int8(["up_proj"]))
 
 
@@ -152,15 +156,19 @@ def test_modules_that_are_not_fused_are_named_as_ever(llama: Path) -> None:
     assert "model.layers.1.self_attn.k_proj" not in found
 
 
-@pytest.mark.parametrize("name", ["experts", "mlp.experts", "model.layers.{}.mlp.experts", "gate_up_proj"])
+@pytest.mark.parametrize("name", ["experts", "model.layers.{}.mlp.experts", "gate_up_proj"])
 @each
-def test_stacks_that_are_left_alone_are_so_as_layers(quantizer: Quantizer, name: str, mixtral: Path) -> None:
-    """Stock never quantizes them, and a config may say so: whoever splits them means the same."""
+def test_stacks_are_named_by_the_layers_that_they_are_here(quantizer: Quantizer, name: str, mixtral: Path) -> None:
     names = [name.format(layer) for layer in range(2)]
-    found = quantized_paths(mixtral, quantizer([*names, "lm_head"]), Patcher(fusions="sequential_experts"))
-    left = {"down_proj"} if name == "gate_up_proj" else set()
-    assert {path.rpartition(".")[2] for path in found if ".experts." in path} == left
-    assert {path for path in found if ".experts." not in path} == quantized_paths(mixtral, quantizer())
+    split = Patcher(fusions="sequential_experts")
+    try:
+        found = quantized_paths(mixtral, quantizer([*names, "lm_head"]), split)
+    except InvalidPatcherError as error:
+        assert re.search(r"experts: part of model\.layers\.{0\.\.1}\.mlp\.experts\.{0\.\.3}\.", str(error))
+    else:  # where the quantizer takes the name for that of all layers in it
+        assert not [path for path in found if ".experts." in path]
+    left = quantized_paths(mixtral, quantizer([r".*\.experts\..*", "lm_head"]), split)
+    assert left == quantized_paths(mixtral, quantizer())
 
 
 def test_one_expert_can_be_left_alone(mixtral: Path) -> None:
@@ -172,8 +180,8 @@ def test_one_expert_can_be_left_alone(mixtral: Path) -> None:
 
 def test_what_a_replacement_makes_of_stacks_is_left_alone_with_them(moe: Path) -> None:
     stock = quantized_paths(moe, bnb_int8(["experts", "lm_head"]))
-    assert quantized_paths(moe, bnb_int8(["experts", "lm_head"]), LINEAR_EXPERTS) == stock
-    with pytest.raises(InvalidPatcherError, match=r"gate_up_proj \(left alone\), down_proj \(quantized\)"):
+    assert quantized_paths(moe, bnb_int8([r".*\.experts\..*", "lm_head"]), LINEAR_EXPERTS) == stock
+    with pytest.raises(InvalidPatcherError, match=r"experts: part of .*experts\.{0\.\.3}\.gate_proj"):
         quantized_paths(moe, bnb_int8(["gate_up_proj"]), LINEAR_EXPERTS)
 
 
@@ -186,37 +194,31 @@ def test_torchao_goes_by_names_of_parameters(llama: Path) -> None:
     assert len(quantized_paths(llama, config, Patcher(fusions="qkv"))) == 2 * 5
 
 
-def test_settings_of_single_layers_hold_for_what_is_made_of_them(llama: Path) -> None:
+def test_settings_of_single_layers_are_by_the_names_of_joined_ones(llama: Path) -> None:
     from torchao.quantization import FqnToConfig, Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 
     dynamic, weights = Int8DynamicActivationInt8WeightConfig(), Int8WeightOnlyConfig()
     here = "model.layers.0.self_attn"
-    settings: dict[str, Any] = {f"{here}.{name}_proj": dynamic for name in "qkv"}
-    settings |= {r"re:.*layers\.1.*\.[qkv]_proj": weights, r"re:.*\.o_proj\.weight": weights}
-    config = TorchAoConfig(FqnToConfig(settings))
+    parts: dict[str, Any] = {f"{here}.{name}_proj": dynamic for name in "qkv"}
     qkv = Patcher(fusions="qkv")
-    model = LlamaForCausalLM.from_pretrained(llama, patcher=qkv, quantization_config=config)
+
+    def load(settings: dict[str, Any], patcher: Patcher | None = qkv) -> Any:
+        config = TorchAoConfig(FqnToConfig(settings))
+        return LlamaForCausalLM.from_pretrained(llama, patcher=patcher, quantization_config=config)
+
+    with pytest.raises(InvalidPatcherError, match=rf"{here}\.v_proj: part of {here}\.qkv_proj\n"):
+        load(parts)
+    rest = {r"re:.*layers\.1.*\.(q|k|v|qkv)_proj": weights, r"re:.*\.o_proj\.weight": weights}
+    model = load({f"{here}.qkv_proj": dynamic, **rest})
     assert {path.removeprefix("model.layers.") for path, is_it in layers(model).items() if is_it} == {
         f"{layer}.self_attn.{name}" for layer in range(2) for name in ("qkv_proj", "o_proj")
     }
     kinds = [layer.self_attn.qkv_proj.weight.act_quant_kwargs is not None for layer in model.model.layers]
     assert kinds == [True, False]
-    stock = LlamaForCausalLM.from_pretrained(llama, quantization_config=config)
+    stock = load(parts | rest, None)
     torch.testing.assert_close(logits(model), logits(stock), atol=1e-5, rtol=1e-5)
-    for found, expected in zip(model.model.layers, stock.model.layers, strict=True):
-        parts = [getattr(expected.self_attn, name).weight.dequantize() for name in ("q_proj", "k_proj", "v_proj")]
-        assert torch.equal(found.self_attn.qkv_proj.weight.dequantize(), torch.cat(parts))
-    # The config is what it was: it names no layers that stock doesn't have.
-    assert dict(model.config.quantization_config.quant_type.fqn_to_config) == settings
-
-    for other in (None, weights):
-        one = TorchAoConfig(FqnToConfig(settings | {f"{here}.k_proj": other}))
-        found = r"qkv_proj: q_proj \(Int8Dynamic.*k_proj \((no setting|Int8WeightOnly)"
-        with pytest.raises(InvalidPatcherError, match=found):
-            LlamaForCausalLM.from_pretrained(llama, patcher=qkv, quantization_config=one)
-    own = settings | {f"{here}.k_proj": None, f"{here}.qkv_proj": weights}
-    model = LlamaForCausalLM.from_pretrained(llama, patcher=qkv, quantization_config=TorchAoConfig(FqnToConfig(own)))
-    assert model.model.layers[0].self_attn.qkv_proj.weight.act_quant_kwargs is None
+    both = load(parts | rest | {f"{here}.qkv_proj": weights})  # one config for both models
+    assert both.model.layers[0].self_attn.qkv_proj.weight.act_quant_kwargs is None
 
 
 class OwnConfig(QuantizationConfigMixin):
@@ -246,7 +248,7 @@ def test_a_quantizer_that_looks_for_names_in_its_own_way_is_given_none_of_parts(
         config = OwnConfig(**settings)
         LlamaForCausalLM.from_pretrained(llama, quantization_config=config)
         LlamaForCausalLM.from_pretrained(llama, patcher=GATE_UP, quantization_config=config)
-        with pytest.raises(InvalidPatcherError, match=r"names k_proj, .*qkv_proj, .* how own looks for names"):
+        with pytest.raises(InvalidPatcherError, match=r"self_attn\.k_proj: part of .*self_attn\.qkv_proj"):
             LlamaForCausalLM.from_pretrained(llama, patcher=Patcher(fusions="qkv"), quantization_config=config)
 
 
@@ -278,7 +280,7 @@ def test_what_isnt_quantized_in_a_file_cant_be_in_the_model(
 def test_a_part_that_alone_was_left_alone_is_no_part(llama: Path, tmp_path: Path) -> None:
     config = bnb_int8(["q_proj", "lm_head"])
     LlamaForCausalLM.from_pretrained(llama, quantization_config=config).save_pretrained(tmp_path)
-    with pytest.raises(InvalidPatcherError, match=r"q_proj \(left alone\), k_proj \(quantized\)"):
+    with pytest.raises(InvalidPatcherError, match=r"self_attn\.q_proj: part of .*self_attn\.qkv_proj"):
         LlamaForCausalLM.from_pretrained(tmp_path, patcher=Patcher(fusions="qkv"))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -72,27 +76,48 @@ def offloaded(folder: Path, where: Path, patcher: Patcher | None = None, *on_dis
     return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, device_map=device_map, offload_folder=where)
 
 
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Name -> type, shape and bytes of what a folder holds, whichever file it is in; the index says the same."""
+    found: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert name not in found
+            found[name] = repr((tensor.dtype, tensor.shape)).encode() + tensor.numpy().tobytes()
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text("utf-8"))["weight_map"]
+        assert listed.keys() == found.keys()
+        assert all(name in load_file(folder / file) for name, file in listed.items())
+    return found
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("asked", PATCHERS.values(), ids=PATCHERS)
-def test_shards_are_those_of_stock(asked: Patcher, tied: bool, tmp_path: Path) -> None:
+def test_the_tensors_are_those_of_stock(asked: Patcher, tied: bool, tmp_path: Path) -> None:
+    """Shards are cut where those of a model in memory are: stock cuts those of an offloaded one by its parameters."""
     folder = save_tiny(tiny_llama_config(tie_word_embeddings=tied), tmp_path / "stock")
     model, stock = offloaded(folder, tmp_path / "ours", asked), offloaded(folder, tmp_path / "theirs")
+    in_memory = AutoModelForCausalLM.from_pretrained(folder, patcher=asked)
     for size in ("15KB", "40KB", "60KB", "5GB"):
         found = saved(model, tmp_path / f"our {size}", max_shard_size=size)
-        assert found == saved(stock, tmp_path / f"their {size}", max_shard_size=size), size
+        stock.save_pretrained(tmp_path / f"their {size}", max_shard_size=size)
+        assert tensors(tmp_path / f"our {size}") == tensors(tmp_path / f"their {size}"), size
+        assert found == saved(in_memory, tmp_path / f"in memory {size}", max_shard_size=size), size
     # Over what was written in shards.
-    assert saved(model, tmp_path / "our 15KB") == saved(stock, tmp_path / "their 15KB")
+    ours, theirs = saved(model, tmp_path / "our 15KB"), saved(stock, tmp_path / "their 15KB")
+    assert ours.keys() == theirs.keys()
+    assert ours["model.safetensors"] == theirs["model.safetensors"]
 
 
 @pytest.mark.parametrize("config", [tiny_mixtral_config, tiny_qwen2_moe_config])
 def test_experts_come_together_whatever_the_size_of_a_shard(config: Any, tmp_path: Path) -> None:
     folder = save_tiny(config(), tmp_path / "stock")
     asked = Patcher(fusions=["sequential_experts", "qkv"])
-    model, stock = offloaded(folder, tmp_path / "ours", asked), offloaded(folder, tmp_path / "theirs")
+    model = offloaded(folder, tmp_path / "ours", asked)
     for size in ("15KB", "60KB", "5GB"):
-        found = saved(model, tmp_path / f"our {size}", max_shard_size=size)
-        assert found == saved(stock, tmp_path / f"their {size}", max_shard_size=size), size
+        model.save_pretrained(tmp_path / f"our {size}", max_shard_size=size)
+        assert tensors(tmp_path / f"our {size}") == tensors(folder), size
 
 
 def test_experts_that_a_class_holds_one_by_one_are_saved_whole(tmp_path: Path) -> None:
@@ -106,23 +131,29 @@ def test_experts_that_a_class_holds_one_by_one_are_saved_whole(tmp_path: Path) -
     assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
-def test_what_is_on_the_disk_is_read_one_module_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from patcher.loading.offloaded_weights import _Unit
+def test_what_is_on_the_disk_is_read_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from patcher.loading import offloaded_weights
 
-    taken: list[list[str]] = []
-    stock = _Unit.parts
+    config = tiny_llama_config(num_hidden_layers=4)
+    folder = save_tiny(config, tmp_path / "stock")
+    model = offloaded(folder, tmp_path / "ours", Patcher(fusions="qkv"), "layers")
+    held: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    stock = offloaded_weights.read_offloaded
 
-    def noted(self: Any, plan: Any, tensors: Any) -> Any:
-        if not any(tensor.is_meta for tensor in tensors.values()):
-            taken.append(list(tensors))
-        return stock(self, plan, tensors)
+    def noted(model: Any, name: str) -> torch.Tensor:
+        nonlocal most
+        value = stock(model, name)
+        held.append(weakref.ref(value))
+        gc.collect()
+        most = max(most, sum(tensor.nbytes for each in held if (tensor := each()) is not None))
+        return value
 
-    monkeypatch.setattr(_Unit, "parts", noted)
-    folder = save_tiny(tiny_llama_config(), tmp_path / "stock")
-    model = offloaded(folder, tmp_path / "ours", Patcher(fusions="qkv"))
-    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
-    attentions = [f"model.layers.{number}.self_attn" for number in (0, 1)]
-    assert taken == [[f"{path}.qkv_proj.weight", f"{path}.o_proj.weight"] for path in attentions]
+    monkeypatch.setattr(offloaded_weights, "read_offloaded", noted)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
+    layer = sum(value.nbytes for name, value in model.state_dict().items() if ".layers.0." in name)
+    assert len(held) == sum(".layers." in name for name in model.state_dict())
+    assert layer * 0.9 <= most <= layer * 1.5
 
 
 def test_what_has_no_reverse_is_refused_before_a_file_is_written(tmp_path: Path) -> None:

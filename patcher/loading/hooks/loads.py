@@ -27,7 +27,7 @@ from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading.integration import integrations
-from patcher.loading.later_loads import without_stacked
+from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
@@ -40,6 +40,7 @@ from patcher.loading.load import (
     construct,
     finish,
     never_constructed,
+    put_down,
     request,
     select,
 )
@@ -206,7 +207,7 @@ def conversion_mapping(
     load = _LOAD.get()
     if type(load) is not Constructed or load.model is not model:
         found = stock(as_stock(model), key_mapping, hf_quantizer, *args, **kwargs)
-        return without_stacked(model, found)
+        return without_stacking(model, found)
     found = stock(as_stock(model), key_mapping, None, *args, **kwargs)
     selected, conversions = select(load, found, key_mapping)
     for each in integrations():
@@ -241,9 +242,11 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         with unreported(model, loading_info, missing=record.new_weights, unexpected=record.dropped_weights):
             info = stock(model, load_config, loading_info)
         values.put_back(load_config)
+        finalized = Finalized(**vars(load))
+        put_down(finalized)
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
             asked = load_config.weight_mapping[: len(load.key_mapping or ())]
-            load_config.weight_mapping[:] = [*asked, *without_stacked(model, stock_conversions(model))]
-        _LOAD.set(Finalized(**vars(load)))
+            load_config.weight_mapping[:] = [*asked, *without_stacking(model, stock_conversions(model))]
+        _LOAD.set(finalized)
         return info

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.models import has_adapters, is_saved_as_offloaded, passing_for
+from patcher.compat.models import has_adapters, is_saved_as_offloaded, named_as
 from patcher.compat.parallel import is_written_here
 from patcher.compat.seams import Stock, not_called, seam
 from patcher.conversions.either_layout import modules_with_layouts
@@ -79,7 +79,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             stack.enter_context(each.on_saved(self, given))
         if save is not None:
             stack.enter_context(_named_config(save.plan))
-            given["self"] = passing_for(self, save.plan.model_class)
+            given["self"] = named_as(self, save.plan.model_class)
         result = stock(*arguments.args, **arguments.kwargs)
     if given["distributed_checkpoint"] or not is_written_here(given["is_main_process"]):
         return result

@@ -5,26 +5,21 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from peft.utils.hotswap import hotswap_adapter
 from transformers import AutoModelForCausalLM
 
-from patcher import InvalidPatcherError, PatchedWeightsError, Patcher
+from patcher import Patcher
 from tests.support.adapters import (
-    SEVEN,
     as_peft_model,
     assert_close,
     assert_same_files,
     base,
-    config,
     new_adapter,
-    tensors_of,
     train,
     trained,
 )
@@ -114,15 +109,15 @@ def test_a_sum_is_saved_for_stock(pair: list[Any], llama: Path, tmp_path: Path) 
     weighted(model)
     model.save_pretrained(tmp_path, selected_adapters=["sum"])
     assert_close(logits(as_peft_model(llama, tmp_path / "sum")), logits(pair[0]))
-    for kind in ("svd", "linear", "ties"):
-        with pytest.raises(InvalidPatcherError, match=f"combination_type='{kind}' would mix them"):
-            model.add_weighted_adapter(["default", "other"], [0.3, 0.7], kind, combination_type=kind, density=0.5)
-        assert kind not in model.peft_config
+    for each in pair:  # of whatever kind
+        each.add_weighted_adapter(["default", "other"], [0.3, 0.7], "svd", combination_type="svd", svd_rank=3)
+        each.set_adapter("svd")
+    assert_close(logits(pair[0]), logits(pair[1]))
 
 
-def test_a_sum_of_what_was_trained_on_joined_layers(llama: Path, tmp_path: Path) -> None:
-    trained(llama, tmp_path / "one", FUSED, target_modules=["qkv_proj", "o_proj"])
-    trained(llama, tmp_path / "two", FUSED, target_modules=["qkv_proj"], r=2)
+def test_a_sum_of_what_was_trained_on_a_fused_model(llama: Path, tmp_path: Path) -> None:
+    trained(llama, tmp_path / "one", FUSED, target_modules=["q_proj", "v_proj", "o_proj"])
+    trained(llama, tmp_path / "two", FUSED, target_modules=["q_proj"], r=2)
     found = []
     for patcher in (FUSED, None):
         model = PeftModel.from_pretrained(base(llama, patcher=patcher), tmp_path / "one", is_trainable=True)
@@ -141,18 +136,7 @@ def test_a_copy_is_what_it_is_a_copy_of(copied: Callable[[Any], Any], pair: list
     for number, each in enumerate((model, pair[1])):
         each.save_pretrained(tmp_path / str(number))
     assert_same_files(tmp_path / "0" / "other", tmp_path / "1" / "other")
-    with pytest.raises(InvalidPatcherError, match=r"The adapter of model\.layers\.1\.self_attn\.qkv_proj is made of"):
-        train(model)
-
-
-def test_it_is_not_trained_later_on(pair: list[Any]) -> None:
-    model = pair[0]
-    model.set_adapter("other")  # which makes it one to be trained, for peft
-    expected = logits(model)
-    model.eval()(input_ids=torch.arange(1, 5).unsqueeze(0)).logits.sum()  # with gradients, and none is asked for
-    with pytest.raises(InvalidPatcherError, match="and is being trained: that would fill the zeros between them"):
-        train(model)
-    assert torch.equal(logits(model), expected)
+    assert_close(logits(train(model)), logits(train(pair[1])))
 
 
 def test_merged_for_good_it_is_saved_in_the_original_format(pair: list[Any], tmp_path: Path) -> None:
@@ -163,8 +147,6 @@ def test_merged_for_good_it_is_saved_in_the_original_format(pair: list[Any], tmp
 
 
 def test_unloaded_it_is_the_base_again(pair: list[Any], llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(PatchedWeightsError, match="Take it off before saving"):
-        pair[0].get_base_model().save_pretrained(tmp_path / "with")
     assert saved(pair[0].unload(), tmp_path / "ours") == saved(base(llama), tmp_path / "stock")
 
 
@@ -204,7 +186,7 @@ def test_one_is_put_in_the_place_of_another(llama: Path, two: tuple[Path, Path, 
     for one, other in zip(*found, strict=True):
         assert_close(one, other)
     model = as_peft_model(llama, two[0], patcher=FUSED)
-    with pytest.raises((InvalidPatcherError, PatchedWeightsError)):
+    with pytest.raises(RuntimeError, match="Hot swapping the adapter did not succeed"):  # of peft itself
         hotswap_adapter(model, str(two[1]), "default", torch_device="cpu")
 
 
@@ -213,49 +195,3 @@ def test_a_model_of_a_patcher_that_fuses_nothing_is_let_alone(llama: Path, two: 
 
     model = as_peft_model(llama, two[0], patcher=Patcher({"LlamaMLP": OwnMLP}))
     assert_close(logits(model), logits(as_peft_model(llama, two[0])))
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        (LoraConfig(target_modules=["q_proj", "o_proj"]), r"Write target_modules=\['o_proj', 'qkv_proj'\]"),
-        (LoraConfig(), r"asked for model.layers.\{0..1\}.self_attn.q_proj, model.layers.\{0..1\}.self_attn.v_proj"),
-        (LoraConfig(target_modules=SEVEN), r"'down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj'"),
-        (LoraConfig(target_modules=r".*\.up_proj"), r"Write target_modules=\['gate_up_proj'\]"),
-        (IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), "is a IA3 for"),
-        (LoraConfig(target_modules=["o_proj"], modules_to_save=["q_proj"]), r"modules_to_save=\['q_proj'\] means"),
-        (LoraConfig(target_modules=["o_proj"], modules_to_save=["mlp"]), r"modules_to_save=\['mlp'\] means"),
-    ],
-    ids=["some", "default", "seven", "expression", "IA3", "a part to save", "a module to save"],
-)
-def test_a_new_one_of_layers_that_are_joined(settings: Any, match: str, llama: Path) -> None:
-    model = base(llama, patcher=FUSED)
-    with pytest.raises(InvalidPatcherError, match=match):
-        get_peft_model(model, settings)
-    with pytest.raises(InvalidPatcherError, match=match):
-        model.add_adapter(copy.deepcopy(settings))
-
-
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_one_that_changes_the_weights_beneath(start: str, llama: Path, tmp_path: Path) -> None:
-    get_peft_model(base(llama), config(target_modules=["q_proj"], init_lora_weights=start)).save_pretrained(tmp_path)
-    with pytest.raises(InvalidPatcherError, match=f"The adapter has init_lora_weights='{start}'"):
-        as_peft_model(llama, tmp_path, patcher=FUSED)
-    assert tensors_of(tmp_path)
-
-
-@dataclass
-class LaterConfig(LoraConfig):
-    """LoRA as a later peft may have it."""
-
-    use_something_new: bool = False
-
-
-def test_a_setting_that_nobody_knows_is_refused(llama: Path, tmp_path: Path) -> None:
-    new_adapter(base(llama), tmp_path, target_modules=["q_proj"])
-    model = base(llama, patcher=FUSED)
-    for changes in ({"use_something_new": True}, {"use_qalora": True}, {"layer_replication": [(0, 1)]}):
-        asked = LaterConfig(target_modules=["q_proj"], r=4, **changes)
-        with pytest.raises(InvalidPatcherError, match=f"The adapter has {next(iter(changes))}="):
-            PeftModel.from_pretrained(model, tmp_path, config=asked)
-    PeftModel.from_pretrained(model, tmp_path, config=LaterConfig(target_modules=["q_proj"], r=4, qalora_group_size=4))
