@@ -58,8 +58,12 @@ def tensor_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
     asked = config.tp_plan
     if not isinstance(asked, dict):
         return dict(model.tp_plan or {})
-    replaces = not asked or not hasattr(config, "ep_size")  # before 5.19 a plan takes the place of the model's
-    return dict(asked) if replaces else {**model.tp_plan, **asked}
+    return dict(asked) if replaces_plan(config) else {**model.tp_plan, **asked}
+
+
+def replaces_plan(config: Any) -> bool:
+    """Whether a plan takes the place of that of the model: one without rules; before 5.19 every one that is given."""
+    return not config.tp_plan or not hasattr(config, "ep_size")
 
 
 def expert_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:

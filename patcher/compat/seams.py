@@ -16,7 +16,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeVar
 
 from patcher.errors import PatcherError, unknown_release
@@ -67,10 +66,7 @@ class Seam:
         return owner, name
 
     def install(self) -> None:
-        """Have the function called in its place, as soon as its module is imported."""
-        when_imported(self.module, self._install)
-
-    def _install(self, module: ModuleType) -> None:
+        """Have the function called in its place."""
         owner, name = self.find()
         stock = inspect.getattr_static(owner, name)
         function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
@@ -82,6 +78,8 @@ class Seam:
 
 
 _seams: dict[Callable[..., Any], Seam] = {}
+_installed: set[Seam] = set()
+_awaited: set[Seam] = set()
 
 
 def seam(place: str, *parameters: str, follow: bool = False) -> Callable[[F], F]:
@@ -100,17 +98,20 @@ def seams_in(*modules: str) -> tuple[Seam, ...]:
 
 
 def install(seams: Iterable[Seam]) -> None:
-    """Install seams, all or none of those whose modules are imported.
+    """Install seams, all or none of those whose modules are imported, and the others as soon as theirs are.
 
     Raises:
         PatcherError: one is gone.
     """
-    seams = tuple(seams)
-    for each in seams:
-        if is_imported(each.module):
-            each.find()
-    for each in seams:
+    ready = [each for each in seams if each not in _installed and is_imported(each.module)]
+    for each in ready:
+        each.find()
+    for each in ready:
         each.install()
+        _installed.add(each)
+    for each in set(seams) - _installed - _awaited:
+        _awaited.add(each)
+        when_imported(each.module, lambda _, own=each: install((own,)))  # type: ignore[misc]
 
 
 def require(owner: Any, name: str, parameters: Iterable[str], place: str = "") -> None:

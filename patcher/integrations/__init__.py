@@ -10,18 +10,19 @@ import importlib
 from types import ModuleType
 
 from patcher.loading.hooks.install import install_core, install_lock
+from patcher.loading.integration import install_seams_of
 from patcher.source.importing import when_imported
 
-#: Integration -> the module of its library that brings it.
+#: Integration -> the modules of its library of which one brings it: all in which it has seams.
 INTEGRATIONS = {
-    "accelerate": "accelerate.utils.modeling",
-    "exporters": "transformers.exporters.utils",
-    "gguf": "transformers.quantizers.quantizer_gguf",
-    "parallel": "transformers.distributed.tensor_parallel",
-    "peft": "peft.tuners.tuners_utils",
-    "pipelines": "transformers.pipelines",
-    "quantizers": "transformers.quantizers.base",
-    "trainer": "transformers.trainer_utils",
+    "accelerate": ("accelerate.utils.modeling",),
+    "exporters": ("transformers.exporters.utils",),
+    "gguf": ("transformers.quantizers.quantizer_gguf",),
+    "parallel": ("transformers.distributed.tensor_parallel",),
+    "peft": ("peft.tuners.tuners_utils", "peft.utils.transformers_weight_conversion"),
+    "pipelines": ("transformers.pipelines",),
+    "quantizers": ("transformers.quantizers.base",),
+    "trainer": ("transformers.trainer_utils", "transformers.trainer"),
 }
 
 
@@ -36,9 +37,11 @@ def install() -> None:
     """
     with install_lock:
         if install_core():
-            for name, library in INTEGRATIONS.items():
-                when_imported(library, functools.partial(_bring, name))
+            for name, modules in INTEGRATIONS.items():
+                for module in modules:
+                    when_imported(module, functools.partial(_bring, name))
 
 
-def _bring(name: str, library: ModuleType) -> None:
+def _bring(name: str, module: ModuleType) -> None:
     importlib.import_module(f"{__name__}.{name}")
+    install_seams_of(name)

@@ -54,9 +54,14 @@ def register(integration: Integration) -> None:
     Raises:
         PatcherError: the library lacks one of the seams.
     """
-    if integration.name not in _registered:
-        install(integration.seams)
-        _registered[integration.name] = integration
+    install(integration.seams)
+    _registered.setdefault(integration.name, integration)
+
+
+def install_seams_of(name: str) -> None:
+    """Install the seams of an integration whose modules have been imported since it was registered."""
+    if name in _registered:
+        install(_registered[name].seams)
 
 
 def integrations() -> tuple[Integration, ...]:

@@ -180,7 +180,9 @@ except Exception as error:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("use", ["from patcher import Patcher", "from patcher.fusions import Projections"])
+@pytest.mark.parametrize(
+    "use", ["from patcher import Patcher; Patcher(fusions='qkv')", "from patcher.fusions import Projections"]
+)
 @pytest.mark.parametrize(
     ("gone", "library", "what"),
     [

@@ -15,7 +15,6 @@ from transformers.distributed import DistributedConfig
 import patcher
 from patcher import Patcher, PatcherError
 from patcher.conversions.fused_weights import fused_modules
-from patcher.fusions import KV
 from tests.support.processes import two_processes
 from tests.support.tiny import ENCODER_DECODER_SIZES, randomize
 
@@ -46,16 +45,26 @@ def load(folder: Path, plan: dict[str, str], **options: Any) -> Any:
     return BartForConditionalGeneration.from_pretrained(folder, distributed_config=asked, **options)
 
 
+def joined(plan: dict[str, str], module: str, parts: str) -> dict[str, str]:
+    """A plan with one rule for what is joined in some modules."""
+    found = dict(plan)
+    for key in plan:
+        path, _, name = key.rpartition(".")
+        if path.endswith(module) and name.removesuffix("_proj") in parts:
+            found[f"{path}.{parts}_proj"] = found.pop(key)
+    return found
+
+
 def test_as_in_one_process(folder: Path, tmp_path: Path) -> None:
     stock = BartForConditionalGeneration.from_pretrained(folder)
     expected = stock(**INPUTS).logits.detach()
     generated = stock.generate(INPUTS["input_ids"], max_new_tokens=6, do_sample=False)
     original = stock.state_dict()
-    of_fused = {key.replace("encoder_attn.k_proj", "encoder_attn.kv_proj"): style for key, style in PLAN.items()}
-    del of_fused["model.decoder.layers.*.encoder_attn.v_proj"]
+    of_kv = joined(PLAN, "encoder_attn", "kv")
+    of_both = joined(of_kv, "self_attn", "qkv")
 
     def work(rank: int) -> None:
-        for plan, fusions in ((PLAN, ["qkv", "kv"]), (PLAN, ["kv"]), (of_fused, ["kv"])):
+        for plan, fusions in ((of_both, ["qkv", "kv"]), (of_kv, ["kv"])):
             model = load(folder, plan, patcher=Patcher(fusions=fusions))
             blocks = {f"{path}.{one.fused[0]}": one.blocks for path, _, c in fused_modules(model) for one in c.layouts}
             assert blocks["model.decoder.layers.1.encoder_attn.kv_proj.weight"] == 2
@@ -79,6 +88,8 @@ def test_heads_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:
 
     def work(rank: int) -> None:
         with pytest.raises(PatcherError, match=r"1 heads of 64 rows can't be shared equally among 2 processes"):
-            load(tmp_path, PLAN, patcher=Patcher(fusions=[KV("model.decoder.layers.0.encoder_attn")]))
+            load(tmp_path, joined(PLAN, "encoder_attn", "kv"), patcher=Patcher(fusions="kv"))
+        with pytest.raises(PatcherError, match=r"tp_plan names layers .*\n.*encoder_attn\.k_proj: part of .*kv_proj"):
+            load(tmp_path, PLAN, patcher=Patcher(fusions="kv"))
 
     two_processes(work, tmp_path)

@@ -28,7 +28,7 @@ from patcher.compat.parallel import in_plan
 from patcher.conversions.fused_weights import fused_modules
 from patcher.conversions.layouts import Rows
 from patcher.conversions.sources import JoinedRows, in_blocks
-from patcher.fusions import QKV, SequentialExperts
+from patcher.fusions import QKV
 from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.bringing import BringingMLP
@@ -104,7 +104,6 @@ CASES = {
     "outputs that are gathered": Case("gathered", BOTH, TENSORS, 2),
     "some layers": Case("llama", Patcher(fusions=[QKV("model.layers.1.self_attn"), "gate_up"]), TENSORS, 3),
     "auto": Case("llama", BOTH, {"tp_plan": "auto"}, 4),
-    "a plan by the names of stock": Case("llama", BOTH, TENSORS | {"tp_plan": STOCK_PLAN}, 4 if DEALS_EXPERTS else 2),
     "a plan by the names of the fused": Case(
         "llama", BOTH, TENSORS | {"tp_plan": FUSED_PLAN}, 4 if DEALS_EXPERTS else 2
     ),
@@ -121,13 +120,7 @@ CASES = {
     ),
 }
 if DEALS_EXPERTS:
-    CASES |= {
-        "dealt experts": Case("mixtral", Patcher(fusions=["sequential_experts", "qkv"]), EXPERTS, 2),
-        "dealt experts of which each takes every token": Case(
-            "mixtral", Patcher(fusions=[SequentialExperts(all_tokens=True)]), EXPERTS
-        ),
-        "dealt stacks": Case("mixtral", Patcher(fusions="qkv"), EXPERTS, 2),
-    }
+    CASES["dealt stacks"] = Case("mixtral", Patcher(fusions="qkv"), EXPERTS, 2)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +224,7 @@ def test_as_in_one_process(name: str, folders: dict[str, Path], tmp_path: Path) 
     assert torch.equal(logits(stock_in_one_process(tmp_path / "saved")), expected)
 
 
-@pytest.mark.parametrize("name", ["both", "biases", *(["dealt experts"] if DEALS_EXPERTS else ["experts"])])
+@pytest.mark.parametrize("name", ["both", "biases", "experts"])
 def test_the_runtime_layout_goes_from_any_number_of_processes_to_any_other(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -284,23 +277,23 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
     ),
     "three heads": (UNEVEN, Patcher(fusions="qkv"), TENSORS, "q_proj: 3 heads of 16 rows can't be shared equally"),
     "rows": (tiny_llama_config(intermediate_size=95), BOTH, TENSORS, "gate_proj: 95 rows can't be shared equally"),
-    "several ways": (
+    "parts by their names": (
         tiny_llama_config(),
         BOTH,
-        TENSORS | {"tp_plan": STOCK_PLAN | {"model.layers.*.self_attn.q_proj": "colwise_gather_output"}},
-        "in several ways",
-    ),
-    "another way for what is joined": (
-        tiny_llama_config(),
-        BOTH,
-        TENSORS | {"tp_plan": STOCK_PLAN | {"model.layers.*.self_attn.qkv_proj": "rowwise"}},
-        "'rowwise' for it, and 'colwise' for what it is made of",
+        TENSORS | {"tp_plan": STOCK_PLAN},
+        r"tp_plan names layers that are parts of others .*\n  model\.layers\.\{0\.\.1\}\.self_attn\.k_proj: part of",
     ),
     "a way that isn't known": (
         tiny_llama_config(),
         BOTH,
-        TENSORS | {"tp_plan": dict.fromkeys(STOCK_PLAN, "rowwise")},
-        "not known to hold for joined rows",
+        TENSORS | {"tp_plan": dict.fromkeys(FUSED_PLAN, "rowwise")},
+        "'rowwise' for it, and 'colwise' for what it is made of" if DEALS_EXPERTS else "to hold for joined rows",
+    ),
+    "a plan for what is replaced": (
+        tiny_llama_config(),
+        JOINED,
+        TENSORS | {"tp_plan": {"model.layers.*.mlp.down_proj": "rowwise"} if DEALS_EXPERTS else {}},
+        "the patched model has other layers there|",
     ),
     "a part of what is shared": (
         CONFIGS["norms of heads"],
@@ -322,29 +315,18 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
     ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }
+REFUSED["dealt experts"] = (
+    tiny_mixtral_config(),
+    Patcher(fusions="sequential_experts"),
+    EXPERTS if DEALS_EXPERTS else TENSORS | {"enable_expert_parallel": True},
+    "ep_size deals stacks of experts to processes, and these are layers. Leave sequential_experts out",
+)
 if DEALS_EXPERTS:
-    LISTED = Patcher(fusions="sequential_experts")
-    REFUSED |= {
-        "five experts": (FIVE, LISTED, EXPERTS, "5 experts can't be dealt equally to 2 processes"),
-        "several batches": (
-            tiny_mixtral_config(),
-            LISTED,
-            {"fsdp_size": 2, "ep_size": 2},
-            "that share one batch only",
-        ),
-        "stacks in another way": (
-            tiny_mixtral_config(),
-            LISTED,
-            TENSORS | {"tp_plan": {"model.layers.*.mlp.experts.down_proj": "packed_colwise"}},
-            "shares its stacks in a way that is not known to hold",
-        ),
-    }
-else:
-    REFUSED["dealt experts"] = (
+    REFUSED["stacks in another way"] = (
         tiny_mixtral_config(),
         Patcher(fusions="sequential_experts"),
-        TENSORS | {"enable_expert_parallel": True},
-        "in transformers 5.19 and newer, deals layers",
+        TENSORS | {"tp_plan": {"model.layers.*.mlp.experts.down_proj": "packed_colwise"}},
+        "tp_plan names layers that are parts of others",
     )
 
 

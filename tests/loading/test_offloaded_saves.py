@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -18,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from patcher import PatchedWeightsError, Patcher
 from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
-from tests.support.checkpoints import saved
+from tests.support.checkpoints import saved, tensors
 from tests.support.offloaded import places
 from tests.support.replacements import JOIN, JOINED, JoinedMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config, tiny_qwen2_moe_config
@@ -74,21 +72,6 @@ def offloaded(folder: Path, where: Path, patcher: Patcher | None = None, *on_dis
     stock = shared.stock(folder)
     device_map = places(stock, lambda path: any(part in f"{path}." for part in on_disk or (".1.",)), whole=True)
     return AutoModelForCausalLM.from_pretrained(folder, patcher=patcher, device_map=device_map, offload_folder=where)
-
-
-def tensors(folder: Path) -> dict[str, bytes]:
-    """Name -> type, shape and bytes of what a folder holds, whichever file it is in; the index says the same."""
-    found: dict[str, bytes] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            assert name not in found
-            found[name] = repr((tensor.dtype, tensor.shape)).encode() + tensor.numpy().tobytes()
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        listed = json.loads(index.read_text("utf-8"))["weight_map"]
-        assert listed.keys() == found.keys()
-        assert all(name in load_file(folder / file) for name, file in listed.items())
-    return found
 
 
 @pytest.mark.crossed

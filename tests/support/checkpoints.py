@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-__all__ = ["assert_saved_alike", "files", "same_checkpoint", "saved"]
+__all__ = ["assert_saved_alike", "files", "same_checkpoint", "saved", "tensors"]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -34,3 +36,18 @@ def assert_saved_alike(patched: PreTrainedModel, stock: PreTrainedModel, folder:
     assert one.keys() == other.keys()
     for name in other:
         assert one[name] == other[name], name
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Name -> type, shape and bytes of what a folder holds, whichever file it is in; the index says the same."""
+    found: dict[str, bytes] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            assert name not in found
+            found[name] = repr((tensor.dtype, tensor.shape)).encode() + tensor.numpy().tobytes()
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = json.loads(index.read_text("utf-8"))["weight_map"]
+        assert listed.keys() == found.keys()
+        assert all(name in load_file(folder / file) for name, file in listed.items())
+    return found

@@ -16,6 +16,7 @@ What can't be done is said before a weight is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from patcher.compat.parallel import (
     deals_experts_by_plan,
     expert_plan,
     in_plan,
+    replaces_plan,
     set_plans,
     sizes,
     tensor_plan,
@@ -68,7 +70,10 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
         )
     if count.tensors == count.experts == 1:
         return
-    _check_names(load, config)
+    modules: dict[str, set[str]] = {}
+    for path, _ in named_modules(load.model):
+        modules.setdefault(in_plan(path), set()).add(path)
+    _check_names(load, config, modules)
     plan = Plan(tensor_plan(load.model, config), count.tensors)
     experts = Plan(expert_plan(load.model, config), count.experts) if count.experts > 1 else None
     changes = []
@@ -82,9 +87,6 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
         _replicate(plan, path)
         if experts is not None:
             experts.drop_below(path)
-    modules: dict[str, set[str]] = {}
-    for path, _ in named_modules(load.model):
-        modules.setdefault(in_plan(path), set()).add(path)
     rules, of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
     _check_followed(config, rules)
     for change in changes:
@@ -92,20 +94,29 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     set_plans(load.model, rules, of_experts)
 
 
-def _check_names(load: Selected, config: Any) -> None:
-    """Refuse plans that name parts of joined layers: they are looked up by the names that the model has."""
+def _check_names(load: Selected, config: Any, modules: Collection[str]) -> None:
+    """Refuse plans that name parts of joined layers, and nothing that the model has.
+
+    Args:
+        modules: what plans call the modules of the model.
+    """
     parts = parts_of(load)
     for what in ("tp_plan", "ep_plan"):
         given = getattr(config, what, None)
         if isinstance(given, dict):
-            named = {name for name in parts if not given.keys().isdisjoint((in_plan(name), in_plan(layer_name(name))))}
+            idle = given.keys() - modules
+            named = {name for name in parts if not idle.isdisjoint((in_plan(name), in_plan(layer_name(name))))}
             check_no_part_is_named(what, named, parts)
 
 
 def _check_followed(config: Any, rules: dict[str, str]) -> None:
-    """Refuse a plan that is given as an argument, and of which something can't be followed."""
-    if isinstance(config.tp_plan, dict) and (others := sorted(config.tp_plan.keys() - rules.keys())):
+    """Refuse a plan that is given as an argument, where that isn't the one to follow."""
+    if not isinstance(config.tp_plan, dict):
+        return
+    if others := sorted(config.tp_plan.keys() - rules.keys()):
         raise cannot(others, "the patched model has other layers there", "Leave them out of tp_plan.")
+    if replaces_plan(config) and (absent := sorted(rules.keys() - config.tp_plan.keys())):
+        raise cannot(absent, "tp_plan has rules for what is joined there", "Name them in tp_plan.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 from tests.compatibility.columns import column
 from tests.compatibility.outcomes import compared
 from tests.compatibility.rows import Row
-from tests.support.checkpoints import saved
+from tests.support.checkpoints import saved, tensors
 from tests.support.comparing import logits
 from tests.support.offloaded import places
 
@@ -43,7 +43,9 @@ def saves(row: Row, folder: Path) -> str:
         assert saved(patched, folder / "twice") == whole
         for size in ("30KB", "100KB"):
             small = {"max_shard_size": size}
-            assert saved(patched, folder / size, **small) == saved(stock, folder / f"stock {size}", **small)
+            patched.save_pretrained(folder / size, **small)
+            stock.save_pretrained(folder / f"stock {size}", **small)
+            assert tensors(folder / size) == tensors(folder / f"stock {size}")  # the shards may be cut elsewhere
     return compared({}, {})
 
 

@@ -260,7 +260,9 @@ def test_quantized_weights_stay_joined(llama: Path) -> None:
     quantizer = BitsAndBytesConfig(load_in_8bit=True)
     model = base(llama, patcher=FUSED, quantization_config=quantizer)
     before = untouched(model)
-    text = r"model\.layers\.0\.self_attn is fused, and its layers are needed one by one .*qkv_proj\S* is (quantized|a Linear8bitLt)"
+    text = (
+        r"model\.layers\.0\.self_attn is fused, and its layers are needed .*qkv_proj\S* is (quantized|a Linear8bitLt)"
+    )
     for adapt in (get_peft_model, lambda model, settings: model.add_adapter(settings)):
         with pytest.raises(InvalidPatcherError, match=f"{text}.*leaves this module out: modules="):
             adapt(model, config(target_modules=["q_proj"]))
