@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from patcher.checkpoints.headers import headers_of
 from patcher.compat.models import named_modules, state_tensors
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
@@ -14,25 +15,29 @@ from patcher.loading.integration import Integration, register
 from patcher.loading.load import Constructed
 from patcher.loading.stock_names import check_no_part_is_named, parts_of
 from patcher.loading.traced_layouts import layouts_in
+from patcher.patterns import compress
 
 
 @seam("accelerate.utils.modeling:load_checkpoint_in_model", "model", "checkpoint", "device_map", follow=True)
 def load_checkpoint(
     stock: Stock, model: nn.Module, checkpoint: Any, device_map: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse a patched model with a device map: tensors are then written one by one, by the names of the model.
+    """Refuse a checkpoint in the layout of transformers with a device map: it is written by the names of the model.
 
     Without a device map it goes through `load_state_dict`, which takes either layout.
 
     Raises:
         InvalidPatcherError: with what to write instead.
     """
-    if device_map is not None and (layouts := layouts_in(model)):
-        path, _, own = layouts[0]
+    if (
+        device_map is not None
+        and layouts_in(model)
+        and (others := sorted(headers_of(checkpoint).tensors.keys() - state_tensors(model).keys()))
+    ):
         raise InvalidPatcherError(
-            f"load_checkpoint_in_model with device_map= writes tensors by the names of the model, and {path or 'it'} "
-            f"has {own[0]}. Load it with from_pretrained(..., patcher=..., device_map=...), which converts and "
-            "dispatches."
+            f"{checkpoint} is in the layout of transformers, and load_checkpoint_in_model with device_map= goes by the "
+            f"names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., patcher=..., "
+            "device_map=...), which converts and dispatches."
         )
     return stock(model, checkpoint, device_map, *args, **kwargs)
 

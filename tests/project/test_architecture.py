@@ -39,6 +39,7 @@ ORDER = (
     "functions",
     "resolution",
     "loading",
+    "integrations",
     "codegen",
     "inspection",
     "verification",
@@ -81,13 +82,14 @@ OTHERS_OWN = {
     "_python_dispatch": "torch: the module of TorchDispatchMode",
     "_getframe": "sys: see FRAMES",
     "_asdict": "named tuples",
+    "_hf_hook": "accelerate: what moves the inputs of a module to the device of its weights",
     "_initializing": "importlib: whether a module is still being executed",
     "_at_fork_reinit": "threading: as the standard library's own modules do",
 }
 #: The functions that look at frames, and why each must.
 FRAMES = {
     "patcher.construction.frames:calling_module": "who constructs: modeling code, or somebody else",
-    "patcher.errors:calling_frame": "the first line not ours: where a warning is said, and whose model is read into",
+    "patcher.errors:calling_frame": "the first line not ours: where a warning is said",
     "patcher.construction.frames:is_initializing": "whether the root's __init__ is still running",
 }
 #: What users import from: presets, examples and notebooks get by with it.
@@ -175,12 +177,19 @@ def outside_of_compat() -> dict[str, Module]:
     return {name: module for name, module in house().items() if room(name) != "compat"}
 
 
+#: Attributes of its library that an integration knows.
+INTEGRATIONS_OWN = {
+    "_prepare_adapter_config": "peft: the targets of an adapter where its config names none",
+    "_check_target_module_exists": "peft: whether an adapter takes a layer, by each kind's own rule",
+}
+
+
 def test_private_names_of_transformers_are_known_in_one_room_only() -> None:
     none_of(private_imports(outside_of_compat(), "transformers", DOCUMENTED, is_module))
 
 
 def test_private_attributes_of_others_are_known_in_one_room_only() -> None:
-    none_of(private_attributes(outside_of_compat(), OTHERS_OWN))
+    none_of(private_attributes(outside_of_compat(), OTHERS_OWN | INTEGRATIONS_OWN))
 
 
 def test_frames_are_looked_at_in_three_functions() -> None:
