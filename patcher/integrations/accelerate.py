@@ -35,9 +35,9 @@ def load_checkpoint(
         and (others := sorted(headers_of(checkpoint).tensors.keys() - state_tensors(model).keys()))
     ):
         raise InvalidPatcherError(
-            f"{checkpoint} is in the layout of transformers, and load_checkpoint_in_model with device_map= goes by the "
-            f"names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., patcher=..., "
-            "device_map=...), which converts and dispatches."
+            f"{checkpoint} is in the layout of transformers, and load_checkpoint_in_model with device_map= goes by "
+            f"the names of the model, which has no {compress(others)[0]}. Load it with from_pretrained(..., "
+            "patcher=..., device_map=...), which converts and dispatches."
         )
     return stock(model, checkpoint, device_map, *args, **kwargs)
 

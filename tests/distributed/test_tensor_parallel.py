@@ -289,12 +289,6 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
         TENSORS | {"tp_plan": dict.fromkeys(FUSED_PLAN, "rowwise")},
         "'rowwise' for it, and 'colwise' for what it is made of" if DEALS_EXPERTS else "to hold for joined rows",
     ),
-    "a plan for what is replaced": (
-        tiny_llama_config(),
-        JOINED,
-        TENSORS | {"tp_plan": {"model.layers.*.mlp.down_proj": "rowwise"} if DEALS_EXPERTS else {}},
-        "the patched model has other layers there|",
-    ),
     "a part of what is shared": (
         CONFIGS["norms of heads"],
         SCALED_NORMS,
@@ -315,6 +309,20 @@ REFUSED: dict[str, tuple[Any, Patcher, dict[str, Any], str]] = {
     ),
     "stages": (tiny_llama_config(), BOTH, {"pp_size": 2}, "pp_size"),
 }
+if DEALS_EXPERTS:
+    REFUSED["a plan for what is replaced"] = (
+        tiny_llama_config(),
+        JOINED,
+        TENSORS | {"tp_plan": {"model.layers.*.mlp.down_proj": "rowwise"}},
+        "the patched model has other layers there. Leave them out of tp_plan",
+    )
+else:  # it takes the place of that of the model
+    REFUSED["a plan without what is joined"] = (
+        tiny_llama_config(),
+        Patcher(fusions=QKV("model.layers.1.self_attn")),
+        TENSORS | {"tp_plan": STOCK_PLAN},
+        "tp_plan has rules for what is joined there. Name them in tp_plan",
+    )
 REFUSED["dealt experts"] = (
     tiny_mixtral_config(),
     Patcher(fusions="sequential_experts"),

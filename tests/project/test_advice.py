@@ -77,12 +77,6 @@ NO_ADVICE = {
     "Write JSON to stdout, and nothing else.": "help of an option",
     "Leave out the pins: to see how a preset does on code that has changed.": "help of an option",
     "Run code that the repo brings with it.": "help of an option",
-    "write weights": "a place of the hook",
-    "save config": "a place of the hook",
-    "make a pipeline": "a place of the hook",
-    "load for a pipeline": "a place of the hook",
-    "give back": "a place of the hook",
-    "read into a model": "a place of the hook",
     "get keys values items": "names of methods",
     "call {} ({}), {}": "the name of an output",
     "class {}({}): pass": "code that is generated",
@@ -118,6 +112,7 @@ NOT_HERE = {
     "the file on the hub has no header that a load could read: {}. Pass another revision=.": "needs a hub",
     "Download the repo, and pass the folder.": "needs a hub: tests/inspection/test_planning",
     "A folder does in place of a repo. All commands: patcher --help": "each is run: tests/cli/test_cli",
+    "Name them in tp_plan.": "of transformers before 5.19: tests/distributed/test_tensor_parallel",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
 }
 

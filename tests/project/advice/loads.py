@@ -26,7 +26,6 @@ from transformers import (
     WeightConverter,
     pipeline,
 )
-from transformers.core_model_loading import WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
@@ -278,7 +277,10 @@ def a_device_mesh(at: Place) -> Steps:
     assert same(load(at.tmp / "again", Patcher(fusions="qkv")), at.llama)
 
 
-@advice("this pipeline was given one that is loaded; write model=patcher.apply(model), or load it with ")
+@advice(
+    "this pipeline was given one that is loaded; write "
+    'model=patcher.apply(model), or pipeline(..., model="repo", model_kwargs={"patcher": patcher}).'
+)
 def a_pipeline_of_a_loaded_model(at: Place) -> Steps:
     model, tokenizer = load(at.llama), tiny_tokenizer()
     patcher = Patcher(fusions="qkv")
@@ -307,35 +309,26 @@ def a_new_weight_on_the_disk(at: Place) -> Steps:
     load(at.llama, patcher, device_map=places, offload_folder=str(at.tmp / "disk"))
 
 
-@advice("Name these modules in it, {}, each with one device, in the place of {}.")
-def a_map_that_parts_a_joined_layer(at: Place) -> Steps:
+@advice("Name those instead, or leave these modules out of the patcher.")
+def a_map_of_parts_of_a_joined_layer(at: Place) -> Steps:
     patcher, stock = Patcher(fusions="qkv"), load(at.llama)
     device_map = places(stock, lambda path: path == "model.layers.1.self_attn.q_proj")
     options = {"offload_folder": str(at.tmp / "disk")}
     said = yield lambda: load(at.llama, patcher, device_map=device_map, **options)
-    named, instead = re.search(r"in it, (\S+), each with one device, in the place of (.*)\.$", said).groups()  # type: ignore[union-attr]
-    right = {key: place for key, place in device_map.items() if key not in instead.split(", ")} | {named: "disk"}
+    assert "model.layers.{0..1}.self_attn.q_proj: part of model.layers.{0..1}.self_attn.qkv_proj" in said
+    right = {key: place for key, place in device_map.items() if not re.search(r"attn\.[qkv]_proj", key)}
+    right |= {f"model.layers.{number}.self_attn.qkv_proj": "disk" for number in range(2)}
     model = load(at.llama, patcher, device_map=right, **options)
-    assert model.get_submodule(named).weight.is_meta
+    assert model.get_submodule("model.layers.1.self_attn.qkv_proj").weight.is_meta
     assert same(model, at.llama)
+    assert same(load(at.llama, Patcher(fusions="gate_up"), device_map=in_whole_mlps(device_map), **options), at.llama)
 
 
-@advice("Name the whole module in it: {}.")
-def a_map_that_names_what_is_gone(at: Place) -> Steps:
-    # The conversion is for checkpoints with names of their own, so that it isn't known what has become of stock's.
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        for key in [key for key in tensors if "up_proj" in key]:
-            tensors[key.replace("up_proj", "old_proj")] = tensors.pop(key)
-
-    folder = changed(at.llama, at.tmp / "old names", change)
-    patcher = Patcher({"LlamaMLP": Renamed}, extra_weight_conversions=WeightRenaming("mlp.old_proj", "mlp.upper"))
-    device_map = places(load(at.llama), lambda path: path == "model.layers.1.mlp.up_proj")
-    options = {"offload_folder": str(at.tmp / "disk")}
-    said = yield lambda: load(folder, patcher, device_map=device_map, **options)
-    module = written(said, r"the whole module in it: ('.*')\.")
-    right = {key: place for key, place in device_map.items() if ".mlp." not in key}
-    right |= {module.replace("0", number): place for number, place in (("0", "cpu"), ("1", "disk"))}
-    assert same(load(folder, patcher, device_map=right, **options), at.llama)
+def in_whole_mlps(device_map: dict[str, Any]) -> dict[str, Any]:
+    """The map with the MLPs as wholes."""
+    return {key: at for key, at in device_map.items() if ".mlp." not in key} | {
+        f"model.layers.{number}.mlp": "cpu" for number in range(2)
+    }
 
 
 @advice(

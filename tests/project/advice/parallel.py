@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, TorchAoConfig
 from transformers.distributed import DistributedConfig
@@ -17,7 +16,7 @@ from patcher.fusions import QKV
 from tests.project.advice import Place, Steps, advice, load, written
 from tests.support.comparing import logits
 from tests.support.processes import two_processes
-from tests.support.replacements import OTHERS_NAMES, SCALED_NORMS, OwnMLP
+from tests.support.replacements import JOINED, OTHERS_NAMES, SCALED_NORMS, OwnMLP
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config, tiny_qwen3_config
 
 #: Whether plans are added to that of the model, and experts are dealt by sizes of their own.
@@ -78,19 +77,26 @@ def rows_that_processes_cannot_share(at: Place) -> Steps:
 @advice("Leave these modules out of the fusion: its modules=... say which it takes.")
 def parts_that_are_shared_in_several_ways(at: Place) -> Steps:
     folder = save_tiny(tiny_llava_config(), at.tmp / "llava")
-    yield lambda: in_two(at, as_in_one(folder, Patcher(fusions="qkv"), tp_plan=GATHERED))
-    vision = QKV(modules="model.vision_tower.**.self_attn")
+    vision, text = QKV(modules="model.vision_tower.**.self_attn"), QKV(modules="**.language_model.layers.1.self_attn")
+    yield lambda: in_two(at, as_in_one(folder, Patcher(fusions=[text]), tp_plan=GATHERED))
     in_two(at, as_in_one(folder, Patcher(fusions=[vision]), tp_plan=GATHERED))
 
 
 @advice("Leave {} out of tp_plan.")
 def another_rule_for_what_is_joined(at: Place) -> Steps:
     layers = "model.layers.*.self_attn."
-    plan = {f"{layers}{name}_proj": "colwise" for name in "qkv"} | {f"{layers}o_proj": "rowwise"}
-    wrong = plan | {f"{layers}qkv_proj": "rowwise"}
+    wrong = {f"{layers}qkv_proj": "rowwise", f"{layers}o_proj": "rowwise"}
     said = yield lambda: in_two(at, as_in_one(at.llama, Patcher(fusions="qkv"), tp_plan=wrong))
     del wrong[written(said, r"Leave (.*) out of tp_plan")]
     in_two(at, as_in_one(at.llama, Patcher(fusions="qkv"), tp_plan=wrong))
+
+
+@advice("Leave them out of tp_plan.")
+def a_rule_for_what_is_replaced(at: Place) -> Steps:
+    plan = {"model.layers.*.mlp.down_proj": "rowwise", "model.layers.*.self_attn.o_proj": "rowwise"}
+    yield lambda: in_two(at, as_in_one(at.llama, JOINED, tp_plan=plan))
+    del plan["model.layers.*.mlp.down_proj"]
+    in_two(at, as_in_one(at.llama, JOINED, tp_plan=plan))
 
 
 @advice("Leave sequential_experts out; stacks of experts are shared as transformers does.")
@@ -123,15 +129,3 @@ def parts_of_rows_in_blocks(at: Place) -> Steps:
     yield lambda: in_two(at, lambda: fused_parameters(shared(at.llama, patcher)))
     assert len(fused_parameters(load(at.llama, patcher))) == 2
     in_two(at, lambda: fused_parameters(shared(at.llama, Patcher({"LlamaMLP": OwnMLP}))))
-
-
-@advice("Load the model without the fusions, or without that parallelism.")
-def an_adapter_of_shared_layers(at: Place) -> Steps:
-    fused = Patcher(fusions="qkv")
-    config = LoraConfig(target_modules=["o_proj"], r=2)
-    yield lambda: in_two(at, lambda: get_peft_model(shared(at.llama, fused), config))
-    if DEALS_EXPERTS:
-        experts = Patcher(fusions="sequential_experts")
-        yield lambda: in_two(at, lambda: get_peft_model(shared(at.moe, experts, ep_size=2), config))
-    get_peft_model(load(at.llama, Patcher(fusions="qkv")), config)
-    in_two(at, lambda: get_peft_model(shared(at.llama, Patcher({"LlamaMLP": OwnMLP})), config))
