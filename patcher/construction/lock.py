@@ -15,20 +15,10 @@ from patcher.errors import PatchConstructionError
 #: it held, or what it guards half done.
 process_lock = threading.RLock()
 
-#: How long a thread waits for one that constructs a model and doesn't get on: see `ConstructionLock`.
-WAIT_SECONDS = 20.0
-_LOOKS = 20
+#: How long a thread waits for one that constructs a model: see `ConstructionLock`.
+WAIT_SECONDS = 300.0
 #: How long a fork waits for it.
 FORK_SECONDS = 10.0
-#: Whoever uses less of a core waits for something: a lock, a queue, another thread.
-_IDLE = 0.01
-
-
-def _cpu_clock() -> int | None:
-    """The clock that says how long this thread has run, whoever asks; None where there is none, as on macOS."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    return int(time.pthread_getcpuclockid(threading.get_ident()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,19 +28,12 @@ class _Holder:
     what: str
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     since: float = field(default_factory=time.time)
-    clock: int | None = field(default_factory=_cpu_clock)
-
-    def seconds_used(self) -> float:
-        """How long its thread has run; where nobody knows, how long the process has, so that it isn't accused."""
-        return time.process_time() if self.clock is None else time.clock_gettime(self.clock)
 
 
 class ConstructionLock:
     """One thread at a time constructs and initialises models; the same thread may enter again.
 
-    A large model takes minutes to construct, and others wait for it. So what ends the wait isn't its length but that
-    the holder does nothing: for `WAIT_SECONDS`, looked at again and again, its thread has used no time of a processor.
-    It may be waiting for the very thread that waits for it.
+    Whoever waits for longer than `WAIT_SECONDS` is told who holds the lock: that thread may be waiting for this one.
     """
 
     def __init__(self) -> None:
@@ -66,7 +49,7 @@ class ConstructionLock:
             what: what is constructed, for the error of whoever waits for it.
 
         Raises:
-            PatchConstructionError: another thread holds it, and does nothing.
+            PatchConstructionError: another thread has held it for too long.
         """
         self._acquire(what)
         try:
@@ -78,31 +61,25 @@ class ConstructionLock:
 
     @contextmanager
     def held_if_it_comes_free(self, what: str) -> Iterator[None]:
-        """The same for what transformers doesn't guard at all: it goes on without it where the holder does nothing."""
+        """The same for what transformers doesn't guard at all: it goes on without it where it would wait too long."""
         with ExitStack() as stack:
             with suppress(PatchConstructionError):
                 stack.enter_context(self.held_for(what))
             yield
 
     def _acquire(self, what: str) -> None:
-        holder, used, idle = None, 0.0, 0
-        # Many short waits: where the whole process has stood still, it was one of them.
-        while not self._lock.acquire(timeout=WAIT_SECONDS / _LOOKS):
-            before, before_used = holder, used
-            try:
-                holder = self._holders[0]
-                used = holder.seconds_used()
-            except (IndexError, OSError):  # it has just let go, or its thread is over
-                holder = None
-            is_idle = holder is before and used - before_used < WAIT_SECONDS / _LOOKS * _IDLE
-            idle = idle + 1 if is_idle else 0
-            if holder is not None and idle >= _LOOKS:
-                began = time.strftime("%H:%M:%S", time.localtime(holder.since))
+        holder = None
+        # While others take turns, nobody waits for one that doesn't get on.
+        while not self._lock.acquire(timeout=WAIT_SECONDS):
+            before, holder = holder, next(iter(self._holders), None)
+            since = holder.since if holder is not None else time.time()
+            if holder is not None and (holder is before or time.time() - since >= WAIT_SECONDS):
+                began = time.strftime("%H:%M:%S", time.localtime(since))
                 raise PatchConstructionError(
                     f"{what} can't be constructed: the thread {holder.thread!r} has been constructing {holder.what} "
-                    f"since {began}, and for {WAIT_SECONDS:g} seconds has done nothing but wait. Models are "
-                    "constructed one at a time, so an __init__ that waits for a thread which loads a model waits "
-                    "forever: load that model before, and hand it over."
+                    f"since {began}, for more than {WAIT_SECONDS:g} seconds. Models are constructed one at a time, so "
+                    "an __init__ that waits for a thread which loads a model waits for it in vain: load that model "
+                    "before, and hand it over."
                 )
 
     def before_fork(self) -> None:

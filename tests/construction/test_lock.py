@@ -28,7 +28,7 @@ from tests.support.tiny import tiny_llama_config, tiny_qwen2_vl_config
 
 TOLD = (
     r"LlamaForCausalLM.* can't be constructed: the thread 'the holder' has been constructing LlamaForCausalLM from "
-    r"\S+ since \d\d:\d\d:\d\d, and for 0\.5 seconds has done nothing but wait\..*: load that model before"
+    r"\S+ since \d\d:\d\d:\d\d, for more than 0\.5 seconds\..*: load that model before"
 )
 
 
@@ -121,23 +121,22 @@ def test_what_the_error_advises_works(checkpoint: Path) -> None:
     assert model.model.layers[1].mlp.seen.equal(helper.model.norm.weight)
 
 
-def test_a_construction_that_takes_long_is_waited_for(checkpoint: Path) -> None:
-    """Four times as long as a thread waits for one that does nothing."""
+def test_a_construction_that_takes_long_is_waited_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it stays below the limit, which is minutes."""
+    monkeypatch.setattr(lock, "WAIT_SECONDS", 300.0)
 
-    class Computes(LlamaMLP):  # type: ignore[misc]
+    class Sleeps(LlamaMLP):  # type: ignore[misc]
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             begun.set()
-            until = time.thread_time() + 1
-            while time.thread_time() < until:
-                sum(range(1000))
+            time.sleep(0.7)
 
     begun = threading.Event()
     with ThreadPoolExecutor(3) as pool:
-        slow = pool.submit(LlamaForCausalLM.from_pretrained, checkpoint, patcher=patched_by(Computes))
+        slow = pool.submit(LlamaForCausalLM.from_pretrained, checkpoint, patcher=patched_by(Sleeps))
         assert begun.wait(30)
         others = [pool.submit(LOADS[name], checkpoint) for name in ("a plain load", "a patched load")]
-        assert type(slow.result().model.layers[0].mlp) is Computes
+        assert type(slow.result().model.layers[0].mlp) is Sleeps
         assert [type(other.result().model.layers[0].mlp) for other in others] == [LlamaMLP, Plain]
 
 
@@ -152,31 +151,6 @@ def test_many_that_follow_each_other_are_waited_for() -> None:
 
     with ThreadPoolExecutor(5) as pool:
         assert list(pool.map(hold, range(5))) == [0, 1, 2, 3, 4]
-
-
-def test_where_no_clock_tells_nobody_is_accused_while_the_process_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(time, "pthread_getcpuclockid")
-    alone, begun, over = ConstructionLock(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with alone.held_for("the first"):
-            begun.set()
-            over.wait(30)
-
-    def work() -> None:
-        while not over.is_set():
-            sum(range(1000))
-
-    threads = [threading.Thread(target=hold, name="the holder"), threading.Thread(target=work)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(30)
-    released = threading.Timer(2, over.set)
-    released.start()
-    with alone.held_for("the second"):
-        assert over.is_set()
-    for thread in (*threads, released):
-        thread.join()
 
 
 def without_a_part(folder: Path) -> Path:
