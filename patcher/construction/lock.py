@@ -68,7 +68,7 @@ class ConstructionLock:
             yield
 
     def _acquire(self, what: str) -> None:
-        holder = None
+        holder: _Holder | None = None
         # While others take turns, nobody waits for one that doesn't get on.
         while not self._lock.acquire(timeout=WAIT_SECONDS):
             before, holder = holder, next(iter(self._holders), None)

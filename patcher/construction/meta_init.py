@@ -279,9 +279,9 @@ def _where(traceback: TracebackType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    owner = frame.f_locals.get("self")
-    inside = f" of {type(owner).__name__}" if isinstance(owner, nn.Module) else ""
-    return f", in {frame.f_code.co_name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    owner, _, name = frame.f_code.co_qualname.rpartition(".")
+    inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
+    return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 _handle: Any = None

@@ -14,7 +14,6 @@ import copy
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -30,10 +29,6 @@ from patcher.loading.integration import Integration, register
 from patcher.loading.later_loads import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse
 from patcher.patterns import inside
-
-#: Whether the config that PEFT puts into a model names layers of experts that transformers has as stacks, so that
-#: PEFT's own conversion of the config, from layers to stacks, is left out.
-_NAMES_EXPERTS: ContextVar[bool] = ContextVar("patcher_adapter_names_experts", default=False)
 
 
 @seam("peft.tuners.tuners_utils:BaseTuner.__init__", "model", "peft_config", "adapter_name", "state_dict")
@@ -58,18 +53,16 @@ def inject(stock: Stock, self: Any, model: Any, adapter_name: str, *args: Any, *
     if not isinstance(model, nn.Module):
         return stock(self, model, adapter_name, *args, **kwargs)
     _prepare(self, config, model, kwargs.get("state_dict", args[2] if len(args) > 2 else None))
-    if is_named := _names_experts(config, model):
+    if _names_experts(config, model):
         _name_experts(config, model)
-    token = _NAMES_EXPERTS.set(is_named)
-    try:
-        return stock(self, model, adapter_name, *args, **kwargs)
-    finally:
-        _NAMES_EXPERTS.reset(token)
+    return stock(self, model, adapter_name, *args, **kwargs)
 
 
 @seam("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers", "peft_config", "model")
-def convert_config(stock: Stock, *args: Any, **kwargs: Any) -> Any:
-    return None if _NAMES_EXPERTS.get() else stock(*args, **kwargs)
+def convert_config(stock: Stock, peft_config: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have a config name stacks of experts in the place of layers, unless it names layers that the model has."""
+    if not _names_experts(peft_config, model):
+        stock(peft_config, model, *args, **kwargs)
 
 
 def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
@@ -94,7 +87,7 @@ class _Named:
         self.tuner, self.model = tuner, model
         self.config = config = copy.deepcopy(config)
         self.all_linear, self.names_experts = _means_all_linear(config), _names_experts(config, model)
-        if not self.names_experts and hasattr(getattr(model, "config", None), "model_type"):
+        if hasattr(getattr(model, "config", None), "model_type"):
             from peft.utils import transformers_weight_conversion
 
             transformers_weight_conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch import nn
+
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
@@ -21,7 +23,7 @@ def pipeline(stock: Stock, *args: Any, patcher: Any = None, **kwargs: Any) -> An
         return stock(*args, **kwargs)
     arguments = inspect.signature(stock).bind(*args, **kwargs)
     model = arguments.arguments.get("model")
-    if model is not None and not isinstance(model, str):
+    if isinstance(model, nn.Module):
         raise _too_late()
     options = arguments.arguments.get("model_kwargs") or {}
     if options.get("patcher") is not None:

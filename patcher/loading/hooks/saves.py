@@ -81,7 +81,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             stack.enter_context(_named_config(save.plan))
             given["self"] = named_as(self, save.plan.model_class)
         result = stock(*arguments.args, **arguments.kwargs)
-    if given["distributed_checkpoint"] or not is_written_here(given["is_main_process"]):
+    is_folder = Path(given["save_directory"]).is_dir()  # transformers only logs that it isn't
+    if given["distributed_checkpoint"] or not is_folder or not is_written_here(given["is_main_process"]):
         return result
     if save is not None and not save.is_taken:
         remove_weights(given["save_directory"])
