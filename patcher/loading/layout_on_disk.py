@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import create_repo
+from huggingface_hub import HfApi
 
 from patcher.checkpoints.weight_files import VARIANT, is_default, is_layout, whole_names
 from patcher.compat.files import has_file
@@ -135,7 +135,7 @@ def check_upload(repo: str, token: Any, options: Mapping[str, Any]) -> str:
         PatchedWeightsError: with what to do instead.
     """
     given = {key: options[key] for key in ("private", "repo_type") if key in options}
-    repo = create_repo(repo, token=token, exist_ok=True, **given).repo_id
+    repo = HfApi().create_repo(repo, token=token, exist_ok=True, **given).repo_id
     if default := _found(repo, {"token": token}, None):
         raise PatchedWeightsError(
             f"{repo} holds {', '.join(default)}, and weights in a runtime layout never lie beside others: which of "

@@ -252,7 +252,7 @@ def a_load_inside_of_a_load(at: Place) -> Steps:
 # --- threads, and what else takes part -----------------------------------------------------------------------------
 
 
-@advice("an __init__ that waits for a thread which loads a model waits forever: load that model before, and hand it ")
+@advice("load that model before, and hand it over.")
 def an_init_that_waits_for_a_load(at: Place) -> Steps:
     failed: list[BaseException] = []
 
