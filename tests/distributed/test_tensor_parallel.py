@@ -357,6 +357,15 @@ def test_sizes_of_one_share_nothing(folders: dict[str, Path]) -> None:
         assert torch.equal(logits(Case("llama", BOTH, asked).load(folders["llama"])), expected)
 
 
+def test_the_config_of_a_shared_model_shares_nothing(folders: dict[str, Path]) -> None:
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.distributed_config = DistributedConfig(**TENSORS)
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], patcher=BOTH, config=config)
+    assert not in_blocks_of(model)
+    expected = logits(AutoModelForCausalLM.from_pretrained(folders["llama"], patcher=BOTH))
+    assert torch.equal(logits(model), expected)
+
+
 @pytest.mark.filterwarnings("ignore:Passing `tp_plan` directly:FutureWarning")
 def test_a_plan_as_an_argument_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
     expected = logits(stock_in_one_process(folders["llama"]))

@@ -7,8 +7,8 @@ A plan says how the layers of a model are shared among processes, by the names t
 
 Projections that are joined are shared as their parts would be: the rows lie in as many blocks as there are processes,
 each with its share of every part, so that a process which takes one block has its own heads of queries, keys and
-values. The layers of experts are shared one by one, or dealt to the processes whole. What a class mapping has
-converted, no plan knows: each process has all of it.
+values. The layers of experts are shared one by one. What a class mapping has converted, no plan knows: each process
+has all of it.
 
 What can't be done is said before a weight is read.
 """
@@ -50,6 +50,8 @@ from patcher.loading.stock_names import check_no_part_is_named, layer_name, part
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
+#: What makes `from_pretrained` share a model.
+ASKED = ("distributed_config", "tp_plan", "tp_size")
 #: What can be done where the layers of experts can't be shared.
 LEAVE_EXPERTS = "Leave sequential_experts out; stacks of experts are shared as transformers does."
 
@@ -60,7 +62,9 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
     Raises:
         InvalidPatcherError: a layer can't be shared as the plan has it; with what can be done instead.
     """
-    config = getattr(load.model.config, "distributed_config", None)
+    if all(load.options.get(name) is None for name in ASKED):  # a config may be that of a model that was shared
+        return
+    config = load.model.config.distributed_config
     count = sizes(config)
     if max(count) > 1 and quantizer is not None and (fused_modules(load.model) or load.traced):
         raise InvalidPatcherError(
