@@ -1,7 +1,7 @@
-"""What stands at the places where a model is loaded.
+"""The seams where a model is loaded.
 
-A load calls back at six places. At each, the result of the next step takes the place of the one before it in a context
-variable.
+A load calls back at several of them. At each, the result of the next step takes the place of the one before it in a
+context variable.
 """
 
 from __future__ import annotations

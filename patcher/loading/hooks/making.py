@@ -1,4 +1,4 @@
-"""What stands at the places where a model is made: from a config, or by its class."""
+"""The seams where a model is constructed: from a config, or by its class."""
 
 from __future__ import annotations
 

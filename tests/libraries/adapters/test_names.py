@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from patcher import InvalidPatcherError, Patcher, report
 from patcher.fusions import QKV
@@ -32,6 +33,7 @@ from tests.support.adapters import (
 )
 from tests.support.beside import FUSED_QKV
 from tests.support.comparing import logits
+from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
 from tests.support.tiny import save_tiny, tiny_inputs, tiny_llama_config, tiny_qwen2_vl_config
 from tests.support.trainer import FIRST_IS_BEST, MIDDLE, trainer
@@ -269,6 +271,21 @@ def test_quantized_weights_stay_joined(llama: Path) -> None:
         assert untouched(model) == before
     adapted = get_peft_model(model, config(target_modules=["qkv_proj", "o_proj"]))
     assert adapted_layers(adapted) == 4
+
+
+@pytest.mark.process
+def test_weights_that_processes_share_stay_joined(llama: Path, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        model = base(llama, patcher=FUSED, distributed_config=DistributedConfig(tp_size=2))
+        before = untouched(model)
+        text = (
+            r"model\.layers\.0\.self_attn is fused, .*qkv_proj\.(weight|bias) is shared by processes\. Load the model"
+        )
+        with pytest.raises(InvalidPatcherError, match=text):
+            get_peft_model(model, config(target_modules=["q_proj"]))
+        assert untouched(model) == before
+
+    two_processes(work, tmp_path)
 
 
 def test_one_that_cannot_be_leaves_the_others_as_they_are(llama: Path) -> None:
