@@ -50,6 +50,8 @@ class PatchRecord:
     #: path -> which parameters of a fused module have become which
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    #: path -> the fusion of a module that has been un-fused since
+    unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
     #: (function, what is called in its place, the classes that call it) of each function that is replaced
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()

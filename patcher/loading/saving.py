@@ -307,6 +307,8 @@ def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     ]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
     reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
+    torn = [path for path, fusion in record.unfused.items() if fusion in record.fusions]
+    reasons += [f"not fused, as others are: {path}" for path in compress(torn)]
     reasons += [f"new: {key}" for key in compress(record.new_weights)]
     reasons += _other_names(model, record)
     if not record.read:

@@ -77,6 +77,7 @@ def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRe
     if not gone:
         return record
     fusions = {fusion: tuple(path for path in found if path not in gone) for fusion, found in record.fusions.items()}
+    unfused = {path: fusion for fusion, found in record.fusions.items() for path in found if path in gone}
     return replace(
         record,
         fused={path: value for path, value in record.fused.items() if path not in gone},
@@ -84,6 +85,7 @@ def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRe
         fusions={fusion: found for fusion, found in fusions.items() if found},
         replaced=tuple(item for item in record.replaced if item.path not in gone),
         refused={**record.refused, **dict.fromkeys(sorted(gone), reason)},
+        unfused={**record.unfused, **unfused},
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from patcher import InvalidPatcherError, Patcher, report
+from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, report
 from patcher.fusions import QKV
 from tests.support.adapters import (
     LOADS,
@@ -314,6 +314,23 @@ def test_what_a_class_mapping_converts_is_refused(load: Load, patcher: Patcher, 
 def test_a_name_that_nothing_has_is_an_error_of_peft(llama: Path) -> None:
     with pytest.raises(ValueError, match=r"Target modules .* not found in the base model"):
         get_peft_model(base(llama, patcher=FUSED), config(target_modules=["no_proj"]))
+
+
+def test_a_model_that_is_fused_in_part_is_saved_as_it_was(llama: Path, tmp_path: Path) -> None:
+    """By the names of fusions a layout can only say that all is fused."""
+    settings = {"target_modules": ["q_proj"], "layers_to_transform": [1]}
+    model = get_peft_model(base(llama, patcher=FUSED), config(**settings)).merge_and_unload()
+    expected = logits(model)
+    with pytest.raises(PatchedWeightsError, match=r"not fused, as others are: model\.layers\.1\.self_attn\n"):
+        model.save_pretrained(tmp_path / "layout", save_original_format=False)
+    assert not (tmp_path / "layout").exists()
+    model.save_pretrained(tmp_path / "original")
+    assert_close(logits(base(tmp_path / "original")), expected)
+    whole = get_peft_model(base(llama, patcher=FUSED), config(target_modules=["q_proj"])).merge_and_unload()
+    whole.save_pretrained(tmp_path / "layout", save_original_format=False)
+    again = base(tmp_path / "layout")
+    assert {path.rpartition(".")[2] for path, *_ in report(again).fused} == {"mlp"}
+    assert_close(logits(again), logits(whole))
 
 
 def test_copies_unfuse_by_themselves(llama: Path) -> None:
