@@ -190,20 +190,32 @@ def _is_meant(targets: Any, layer: str) -> bool:
     if not isinstance(targets, str):
         return any("." in name and f".{layer}".endswith(f".{name}") for name in targets)
     *around, _, _, name = layer.split(".")  # model.layers.0.mlp, experts, 3, gate_proj
-    return matches(targets, layer) and not matches(targets, ".".join((*around, name)))
+    other = ".".join((*around, name))
+    return any(matches(each, layer) and not matches(each, other) for each in (targets, targets.rpartition(")|")[2]))
 
 
 def _name_experts(config: Any, model: nn.Module) -> None:
-    """Have a config name the experts as such, so that it means them when it is read again."""
-    targets, named = config.target_modules, _named_experts(config, model)
-    if _means_all_linear(config) or all(_is_meant(targets, layer) for layer in named):
-        return
-    if isinstance(targets, str):
-        from peft.tuners.tuners_utils import check_target_module_exists
+    """Have a config name the experts as such, so that it means them when it is read again.
 
-        config.target_modules = {path for path, _ in named_modules(model) if check_target_module_exists(config, path)}
-    else:
-        config.target_modules = {*targets, *(".".join(layer.split(".")[-3:]) for layer in named)}
+    As an expression: of many names PEFT keeps the ends that they share.
+
+    Raises:
+        InvalidPatcherError: it names layers by number as well, for which PEFT takes the numbers of experts.
+    """
+    targets, named = config.target_modules, _named_experts(config, model)
+    if _means_all_linear(config) or any(_is_meant(targets, layer) for layer in named):
+        return
+    paths = [layer.split(".") for layer in named]
+    stacks, names = ("|".join(sorted({path[place] for path in paths})) for place in (-3, -1))
+    experts = rf".*\.(?:{stacks})\.\d+\.(?:{names})"
+    if getattr(config, "layers_to_transform", None) is not None:
+        raise InvalidPatcherError(
+            f"The adapter names layers of experts ({named[0]}), and layers_to_transform="
+            f"{config.layers_to_transform!r} would be numbers of experts there. Write target_modules as an expression "
+            f"instead: {experts!r}."
+        )
+    others = targets if isinstance(targets, str) else rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(targets)))})"
+    config.target_modules = f"(?:{others})|{experts}"
 
 
 def _means_all_linear(config: Any) -> bool:

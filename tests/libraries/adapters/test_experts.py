@@ -11,7 +11,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import save_file
 from transformers import GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 
-from patcher import Patcher
+from patcher import InvalidPatcherError, Patcher
 from tests.support import shared
 from tests.support.adapters import (
     LOADS,
@@ -79,6 +79,45 @@ def test_layers_of_experts_that_are_named_have_an_adapter_each(
         assert_close(logits(as_peft_model(folders[name], tmp_path / "ours")), logits(model))
     again = PeftModel.from_pretrained(base(folders[name], patcher=EXPERTS), tmp_path / "ours", is_trainable=True)
     assert torch.equal(logits(train(again)), logits(train(model)))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["gate_proj", "up_proj"],
+        r".*\.(gate|down)_proj",
+        r".*experts\.\d+\.(gate|up|down)_proj",
+        ["gate_proj", "q_proj"],
+    ],
+    ids=str,
+)
+def test_so_it_is_when_it_is_read_again_with_more_names_than_peft_keeps(targets: Any, tmp_path: Path) -> None:
+    folder = save_tiny(tiny_mixtral_config(num_local_experts=12), tmp_path / "base")
+    model = trained(folder, tmp_path / "adapter", EXPERTS, target_modules=targets)
+    assert experts_with_an_adapter(model) >= 2 * 12
+    for load in LOADS:
+        again = load(folder, tmp_path / "adapter", patcher=EXPERTS)
+        assert experts_with_an_adapter(again) == experts_with_an_adapter(model)
+        assert_close(logits(again), logits(model))
+
+
+def test_an_adapter_of_stock_with_the_names_of_layers_of_experts(folders: dict[str, Path], tmp_path: Path) -> None:
+    """On stock these names have found attention only."""
+    expected = new_adapter(base(folders["mixtral"]), tmp_path / "stock", target_modules=SEVEN)
+    for load in LOADS:
+        model = load(folders["mixtral"], tmp_path / "stock", patcher=EXPERTS)
+        assert not experts_with_an_adapter(model)
+        assert_close(logits(model), expected)
+        model.save_pretrained(tmp_path / load.__name__)
+        assert_same_files(tmp_path / load.__name__, tmp_path / "stock")
+
+
+def test_numbers_of_layers_would_be_numbers_of_experts(folders: dict[str, Path]) -> None:
+    model = base(folders["mixtral"], patcher=EXPERTS)
+    with pytest.raises(
+        InvalidPatcherError, match=r"layers_to_transform=\[1\] would be numbers of experts there\. Write"
+    ):
+        get_peft_model(model, config(target_modules=["gate_proj"], layers_to_transform=[1]))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

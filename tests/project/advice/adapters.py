@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, MixtralForCausalLM
 
 import patcher
 from patcher import Patcher
@@ -37,6 +37,16 @@ def an_adapter_of_quantized_weights(at: Place) -> Steps:
     left_out = Patcher(fusions=QKV(modules="model.layers.0.self_attn"))
     model = get_peft_model(load(at.llama, left_out, quantization_config=quantizer), settings)
     assert adapted_layers(model) == 1
+
+
+@advice("Write target_modules as an expression instead: {}.")
+def numbers_of_layers_beside_experts(at: Place) -> Steps:
+    def new(**settings: Any) -> Any:
+        model = MixtralForCausalLM.from_pretrained(at.moe, patcher=Patcher(fusions="sequential_experts"))
+        return get_peft_model(model, config(**settings))
+
+    said = yield lambda: new(target_modules=["gate_proj"], layers_to_transform=[1])
+    assert adapted_layers(new(target_modules=written(said, r"instead: ('.*')\.$"))) == 2 * 4
 
 
 @advice("Name the layers of {}, or load the model without this class mapping.")
