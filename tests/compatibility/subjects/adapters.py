@@ -69,14 +69,14 @@ def dora(row: Row, folder: Path) -> str:
 
 @column(SUBJECT, "new LoRA (`all-linear`), on stock")
 def on_stock(row: Row, folder: Path) -> str:
+    # peft says it of the ranks of parameters, its own too
+    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
     torch.manual_seed(0)
     model = get_peft_model(row.patched(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
     optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.01)
     model(**row.training_inputs()).loss.backward()
     optimizer.step()
     model.save_pretrained(folder)
-    # peft says it of the ranks of parameters, its own too
-    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
     return _compared(row, PeftModel.from_pretrained(row.stock(), folder), logits(model, row.inputs()))
 
 
