@@ -12,7 +12,7 @@ from patcher.compat.models import named_parameters
 from patcher.conversions.either_layout import modules_with_layouts
 from patcher.loading.record import record_of
 from patcher.loading.state_dicts import patched_models
-from patcher.patterns import inside, without_numbers
+from patcher.patterns import inside, is_number, without_numbers
 
 
 def without_stacking(model: nn.Module, conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
@@ -42,7 +42,8 @@ def listed_layers(model: nn.Module) -> set[str]:
         for found in alike.values():
             if any(_stacks(each, found[0]) for each in conversions):
                 names.update(f"{inside(path)}{name}" for name in found)
-    return {name.rpartition(".")[0] for name in names}
+    layers = (name.rpartition(".")[0] for name in names)
+    return {layer for layer in layers if is_number(layer.rpartition(".")[0].rpartition(".")[2])}
 
 
 def _parameters(model: nn.Module) -> set[str]:

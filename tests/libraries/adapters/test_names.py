@@ -185,6 +185,8 @@ def test_a_convolution_of_patches(tmp_path: Path) -> None:
         adapters[-1].save_pretrained(tmp_path / str(patcher is None))
     assert_close(logits(adapters[0]), logits(adapters[1]))
     assert_same_files(tmp_path / "True", tmp_path / "False")
+    own = get_peft_model(load(folder, patcher=Patcher(fusions="patch_embeddings")), config(target_modules=["linear"]))
+    assert own.peft_config["default"].target_modules == {"linear"}  # which is no expert
 
 
 @pytest.mark.parametrize("options", [{}, {"autocast_adapter_dtype": False}], ids=["float32", "as the model"])
