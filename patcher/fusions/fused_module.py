@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
-from patcher.conversions.either_layout import read_either_layout
-from patcher.conversions.fused_weights import FUSED, FusedWeights
-from patcher.conversions.layouts import Layout, Rows, named_parameter
-from patcher.conversions.transforms import is_alone
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
+from patcher.layouts.either_layout import read_either_layout
+from patcher.layouts.fused_weights import FUSED, FusedWeights
+from patcher.layouts.layouts import Layout, Rows, named_parameter
+from patcher.layouts.transforms import is_alone
 
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion

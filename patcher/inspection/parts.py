@@ -9,9 +9,9 @@ from torch import nn
 
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
-from patcher.conversions.transforms import describe
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord
 from patcher.patterns import in_state_dict, inside
 

@@ -17,10 +17,6 @@ from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
-from patcher.conversions.layouts import Layout
-from patcher.conversions.simulation import Outcome, Route
-from patcher.conversions.tracing import ConversionTrace, trace_of
-from patcher.conversions.transforms import describe
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.display.tree import ModuleNode, Weights
@@ -29,6 +25,10 @@ from patcher.fusions.config import with_fusion_names
 from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
 from patcher.inspection.signatures import misfits
 from patcher.integrations import install
+from patcher.layouts.layouts import Layout
+from patcher.layouts.simulation import Outcome, Route
+from patcher.layouts.tracing import ConversionTrace, trace_of
+from patcher.layouts.transforms import describe
 from patcher.loading.checks import Diagnostics
 from patcher.loading.dry_run import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from patcher.compat.conversions import source_patterns
-from patcher.conversions.tracing import ConversionTrace
-from patcher.conversions.transforms import describe
 from patcher.display.parts import Part, Table
 from patcher.display.shown import Shown
 from patcher.display.tree import ModuleNode, Weights
@@ -24,6 +22,8 @@ from patcher.inspection.parts import (
     rows_of_classes,
     tree_of,
 )
+from patcher.layouts.tracing import ConversionTrace
+from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord, record_of
 
 if TYPE_CHECKING:

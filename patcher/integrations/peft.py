@@ -20,11 +20,11 @@ from torch import nn
 
 from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import FusedWeights, fused_weights
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
+from patcher.layouts.converted_weights import converted_weights
+from patcher.layouts.either_layout import modules_with_layouts
+from patcher.layouts.fused_weights import FusedWeights, fused_weights
 from patcher.loading.integration import Integration, register
 from patcher.loading.later_loads import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse

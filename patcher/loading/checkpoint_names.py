@@ -24,11 +24,11 @@ from patcher.compat.conversions import (
     stock_revert,
 )
 from patcher.compat.models import ModelView, state_tensors
-from patcher.conversions.either_layout import is_in_original_layout, modules_with_layouts
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.groups import made_by_name
-from patcher.conversions.selection import select_conversions
-from patcher.conversions.sharded import keep_pieces, split_like, whole
+from patcher.layouts.either_layout import is_in_original_layout, modules_with_layouts
+from patcher.layouts.fused_weights import fused_modules
+from patcher.layouts.groups import made_by_name
+from patcher.layouts.selection import select_conversions
+from patcher.layouts.sharded import keep_pieces, split_like, whole
 from patcher.loading.expert_names import quantized_experts
 from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of

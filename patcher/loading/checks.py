@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
-from patcher.conversions.selection import converts
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.sources import shape_of
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.expressions import Expressions
+from patcher.layouts.selection import converts
+from patcher.layouts.simulation import Outcome
+from patcher.layouts.sources import shape_of
 from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
 from patcher.loading.suggestions import missing_conversions

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import ModelView
-from patcher.conversions.fused_weights import FusedWeights, is_quantized
-from patcher.conversions.layouts import Layout
 from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.fused_weights import FusedWeights, is_quantized
+from patcher.layouts.layouts import Layout
 from patcher.patterns import inside
 
 

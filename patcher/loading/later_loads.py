@@ -9,7 +9,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform, stock_conversions
 from patcher.compat.models import named_parameters
-from patcher.conversions.either_layout import modules_with_layouts
+from patcher.layouts.either_layout import modules_with_layouts
 from patcher.loading.record import record_of
 from patcher.loading.state_dicts import patched_models
 from patcher.patterns import inside, is_number, without_numbers

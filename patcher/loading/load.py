@@ -31,14 +31,14 @@ from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
-from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.tracing import trace_of, with_trace
-from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.expressions import Expressions
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
+from patcher.layouts.selection import SelectedConversions, converts, in_order, select_conversions
+from patcher.layouts.simulation import Outcome
+from patcher.layouts.tracing import trace_of, with_trace
+from patcher.layouts.transforms import joins
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits

@@ -13,11 +13,11 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
-from patcher.conversions.layouts import Layout
-from patcher.conversions.selection import select_conversions
-from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
 from patcher.fusions.fused_module import MadeClass
+from patcher.layouts.layouts import Layout
+from patcher.layouts.selection import select_conversions
+from patcher.layouts.tracing import ConversionTrace
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 

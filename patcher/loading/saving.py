@@ -22,18 +22,18 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import ModelView, named_modules
 from patcher.compat.quantizers import is_prequantized
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import FusedWeights, fused_modules, fused_weights, separated
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
-from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
-from patcher.conversions.selection import in_order, select_conversions
-from patcher.conversions.sharded import on_meta
-from patcher.conversions.simulation import simulate
-from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
+from patcher.layouts.converted_weights import converted_weights
+from patcher.layouts.either_layout import modules_with_layouts
+from patcher.layouts.fused_weights import FusedWeights, fused_modules, fused_weights, separated
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.reversal import ReversibleRenaming, reverse_conversions
+from patcher.layouts.selection import in_order, select_conversions
+from patcher.layouts.sharded import on_meta
+from patcher.layouts.simulation import simulate
+from patcher.layouts.tracing import ConversionTrace, trace_of, with_trace
+from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.patterns import compress, in_state_dict, inside

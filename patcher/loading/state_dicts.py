@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, state_tensors, ties
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import in_original_layout, modules_with_layouts
-from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.conversions.layouts import lies_in_blocks
-from patcher.conversions.sharded import keep_pieces, split_like, whole
+from patcher.layouts.converted_weights import converted_weights
+from patcher.layouts.either_layout import in_original_layout, modules_with_layouts
+from patcher.layouts.fused_weights import fused_modules, separated
+from patcher.layouts.layouts import lies_in_blocks
+from patcher.layouts.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.traced_layouts import layouts_in

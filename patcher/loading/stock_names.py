@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from patcher.compat.models import named_parameters, state_tensors
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.fused_weights import fused_modules
+from patcher.layouts.selection import converts
 from patcher.loading.load import Constructed
 from patcher.patterns import compress, inside, without_numbers
 from patcher.resolution.resolution import skeleton

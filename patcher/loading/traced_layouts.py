@@ -11,11 +11,11 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import key_renamer, with_model_prefix
 from patcher.compat.models import named_modules, state_tensors
-from patcher.conversions.converted_weights import Converted, converted_weights
-from patcher.conversions.either_layout import carry_converted, modules_with_layouts
-from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.reversal import AppliedRenaming
-from patcher.conversions.tracing import ConversionTrace, LayerTrace
+from patcher.layouts.converted_weights import Converted, converted_weights
+from patcher.layouts.either_layout import carry_converted, modules_with_layouts
+from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.reversal import AppliedRenaming
+from patcher.layouts.tracing import ConversionTrace, LayerTrace
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.saving import conversions_from_scratch
 from patcher.patterns import inside

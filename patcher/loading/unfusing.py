@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import named_modules, unmark_original_class
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import read_one_layout
-from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_weights, is_quantized
-from patcher.conversions.transforms import by_itself
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
+from patcher.layouts.converted_weights import converted_weights
+from patcher.layouts.either_layout import read_one_layout
+from patcher.layouts.fused_weights import FUSED, FusedWeights, fused_weights, is_quantized
+from patcher.layouts.transforms import by_itself
 from patcher.loading.record import RECORD, PatchRecord, record_of
 from patcher.patterns import inside
 

@@ -16,10 +16,10 @@ from transformers.core_model_loading import (
     Transpose,
 )
 
-from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.converted_weights import Converted
-from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.concatenate import ReversibleConcatenate
+from patcher.layouts.converted_weights import Converted
+from patcher.layouts.layouts import Flatten, Layout, Rows
 
 #: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from patcher.compat.models import named_parameters
-from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.layouts import Layout, Rows
 from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.traced_layouts import layouts_in

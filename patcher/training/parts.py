@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.converted_weights import Converted
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.concatenate import ReversibleConcatenate
+from patcher.layouts.converted_weights import Converted
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.traced_layouts import layouts_in
 from patcher.patterns import inside
 

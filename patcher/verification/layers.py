@@ -12,7 +12,7 @@ from torch import nn
 
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
-from patcher.conversions.converted_weights import CONVERTED
+from patcher.layouts.converted_weights import CONVERTED
 from patcher.verification.comparing import Comparison, Pair, Stage
 from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
 

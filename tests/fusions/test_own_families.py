@@ -20,8 +20,8 @@ import patcher.fusions
 from patcher import PatchConstructionError, Patcher, report
 from patcher.codegen.runtime import fuse
 from patcher.compat.models import is_initialized, mark_initialized
-from patcher.conversions.fused_weights import fused_modules, separated
 from patcher.fusions import Fusion, GateUp, Layout, Rows
+from patcher.layouts.fused_weights import fused_modules, separated
 from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.tiny import tiny_inputs, tiny_llama_config

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
-from patcher.conversions.fused_weights import fused_modules
+from patcher.layouts.fused_weights import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits
 from tests.support.surgery import SURGERY, operated

@@ -31,7 +31,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
-from patcher.conversions.transforms import describe
+from patcher.layouts.transforms import describe
 from tests.support import shared
 from tests.support.memory import peak
 from tests.support.replacements import (

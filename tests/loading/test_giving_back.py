@@ -25,8 +25,8 @@ from transformers.core_model_loading import Chunk, ConversionOps, Transpose, Wei
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher, report
-from patcher.conversions.reversal import reverse_conversions
-from patcher.conversions.tracing import with_trace
+from patcher.layouts.reversal import reverse_conversions
+from patcher.layouts.tracing import with_trace
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike, files
 from tests.support.replacements import JoinedAttention

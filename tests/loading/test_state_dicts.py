@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from patcher import Patcher, load_original_state_dict, original_state_dict
-from patcher.conversions.either_layout import modules_with_layouts
+from patcher.layouts.either_layout import modules_with_layouts
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.comparing import logits

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.parallel import gathers_for_saving
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.sharded import gathered_on_first
+from patcher.layouts.either_layout import modules_with_layouts
+from patcher.layouts.sharded import gathered_on_first
 from patcher.loading.record import record_of
 
 

@@ -37,14 +37,14 @@ from patcher.compat.parallel import (
     sizes,
     tensor_plan,
 )
-from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.integrations.parallel.plans import Plan, cannot
+from patcher.layouts.fused_weights import FUSED, FusedWeights, fused_modules
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
 from patcher.loading.stock_names import check_no_part_is_named, layer_name, parts_of
 from patcher.patterns import inside

@@ -17,12 +17,12 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import initial_values, named_parameters, state_tensors, tied_keys
 from patcher.construction.lock import construction_lock
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.sources import shape_of
-from patcher.conversions.tracing import trace_of
-from patcher.conversions.transforms import is_concatenation
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.fused_weights import fused_modules
+from patcher.layouts.simulation import Outcome
+from patcher.layouts.sources import shape_of
+from patcher.layouts.tracing import trace_of
+from patcher.layouts.transforms import is_concatenation
 from patcher.patterns import compress, inside
 
 

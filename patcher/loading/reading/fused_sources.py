@@ -13,11 +13,11 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer
 from patcher.compat.models import state_tensors
-from patcher.conversions.fused_weights import FusedWeights, fused_modules, is_shared
-from patcher.conversions.layouts import Layout, lies_in_blocks
-from patcher.conversions.simulation import Route
-from patcher.conversions.sources import fused_sources, in_blocks, named_sources, shape_of
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.fused_weights import FusedWeights, fused_modules, is_shared
+from patcher.layouts.layouts import Layout, lies_in_blocks
+from patcher.layouts.simulation import Route
+from patcher.layouts.sources import fused_sources, in_blocks, named_sources, shape_of
 from patcher.loading.expert_names import quantized_experts
 from patcher.loading.reading.stock_parameters import Parts, StockParameters
 from patcher.patterns import compress, inside

@@ -11,10 +11,10 @@ from typing import Any
 
 from patcher.compat.conversions import key_renamer
 from patcher.compat.models import state_tensors
-from patcher.conversions.fused_weights import fused_modules, is_quantized
-from patcher.conversions.sources import dtype_of
-from patcher.conversions.tracing import trace_of
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.fused_weights import fused_modules, is_quantized
+from patcher.layouts.sources import dtype_of
+from patcher.layouts.tracing import trace_of
 from patcher.loading.expert_names import quantized_experts
 from patcher.loading.load import Selected
 from patcher.loading.reading.fused_sources import FusedReading, stock_tensors

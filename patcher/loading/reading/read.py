@@ -9,8 +9,8 @@ from typing import Any
 from patcher.compat.conversions import set_used_conversions, unmark_by
 from patcher.compat.models import named_parameters
 from patcher.compat.quantizers import is_prequantized
-from patcher.conversions.sources import shape_of
-from patcher.conversions.tracing import ConversionTrace
+from patcher.layouts.sources import shape_of
+from patcher.layouts.tracing import ConversionTrace
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.reading.fused_sources import FusedReading
 from patcher.loading.reading.read_weights import check_read

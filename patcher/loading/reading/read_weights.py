@@ -19,13 +19,13 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import state_tensors
 from patcher.construction.in_force import InForce, Matched, tell_blocks
-from patcher.conversions.selection import converts
-from patcher.conversions.simulation import Outcome, simulate
-from patcher.conversions.sources import on_meta
-from patcher.conversions.tracing import ConversionTrace, trace_of
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import Expressions
+from patcher.layouts.selection import converts
+from patcher.layouts.simulation import Outcome, simulate
+from patcher.layouts.sources import on_meta
+from patcher.layouts.tracing import ConversionTrace, trace_of
+from patcher.layouts.transforms import describe, identity
 from patcher.loading.checks import Diagnostics, check_weights, failed_text
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.matches import idle_source

@@ -11,10 +11,10 @@ from transformers.utils import logging
 from patcher.compat.conversions import copy_transform
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys
 from patcher.compat.quantizers import is_prequantized, keeps_quantized
-from patcher.conversions.simulation import Outcome, simulate
-from patcher.conversions.tracing import trace_of, with_trace
-from patcher.conversions.transforms import has_known_operations
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.simulation import Outcome, simulate
+from patcher.layouts.tracing import trace_of, with_trace
+from patcher.layouts.transforms import has_known_operations
 from patcher.loading.load import DryRun, Loaded, Selected
 from patcher.loading.reading.completion import Completion, complete
 from patcher.loading.reading.fused_sources import FusedReading, in_runtime_layout, with_fused_sources

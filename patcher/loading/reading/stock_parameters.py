@@ -19,10 +19,10 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 from patcher.compat.conversions import copy_transform, dot_natural_key, key_renamer, stock_revert
 from patcher.compat.models import ModelView
 from patcher.compat.quantizers import is_of_quantizer
-from patcher.conversions.groups import Alike, Group, made_by_name
-from patcher.conversions.sources import Computation, Computed, Conversion, dtype_of, on_meta
-from patcher.conversions.tracing import trace_of
-from patcher.conversions.transforms import describe, has_known_operations, single
+from patcher.layouts.groups import Alike, Group, made_by_name
+from patcher.layouts.sources import Computation, Computed, Conversion, dtype_of, on_meta
+from patcher.layouts.tracing import trace_of
+from patcher.layouts.transforms import describe, has_known_operations, single
 
 
 @dataclass(frozen=True, eq=False)

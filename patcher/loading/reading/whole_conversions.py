@@ -20,11 +20,11 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter, We
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, key_renamer
 from patcher.compat.models import state_tensors
-from patcher.conversions.groups import Group
-from patcher.conversions.sources import Computation, Computed, dtype_of, on_meta
-from patcher.conversions.tracing import trace_of
-from patcher.conversions.transforms import describe
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.groups import Group
+from patcher.layouts.sources import Computation, Computed, dtype_of, on_meta
+from patcher.layouts.tracing import trace_of
+from patcher.layouts.transforms import describe
 from patcher.loading.reading.fused_sources import FusedReading
 from patcher.loading.reading.stock_parameters import converted
 

@@ -15,8 +15,8 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
-from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.located import as_written, pattern_as_written
+from patcher.layouts.concatenate import ReversibleConcatenate
+from patcher.layouts.located import as_written, pattern_as_written
 
 
 @dataclass

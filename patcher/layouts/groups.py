@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.core_model_loading import WeightConverter
 
-from patcher.conversions.tracing import LayerTrace, trace_of
-from patcher.conversions.transforms import single
+from patcher.layouts.tracing import LayerTrace, trace_of
+from patcher.layouts.transforms import single
 from patcher.patterns import common_prefix, without_numbers
 
 

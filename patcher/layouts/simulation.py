@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, key_renamer
-from patcher.conversions.groups import Alike, Group, made_by_name
-from patcher.conversions.layouts import Layout
-from patcher.conversions.tracing import trace_of
+from patcher.layouts.groups import Alike, Group, made_by_name
+from patcher.layouts.layouts import Layout
+from patcher.layouts.tracing import trace_of
 
 
 @dataclass(frozen=True)

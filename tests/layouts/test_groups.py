@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Concatenate, WeightConverter
 
-from patcher.conversions.groups import Alike, Group
+from patcher.layouts.groups import Alike, Group
 
 MODEL = SimpleNamespace(config=None)
 

@@ -10,9 +10,9 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import all_patterns, copy_transform
-from patcher.conversions.located import is_about_a_module, located
-from patcher.conversions.transforms import conversions_of
 from patcher.expressions import Expressions
+from patcher.layouts.located import is_about_a_module, located
+from patcher.layouts.transforms import conversions_of
 
 if TYPE_CHECKING:
     from patcher.spec.patcher import Patcher

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from patcher.compat.conversions import copy_transform
-from patcher.conversions.layouts import Layout
-from patcher.conversions.reversal import reverse_layer
-from patcher.conversions.tracing import LayerTrace
-from patcher.conversions.transforms import describe, single
+from patcher.layouts.layouts import Layout
+from patcher.layouts.reversal import reverse_layer
+from patcher.layouts.tracing import LayerTrace
+from patcher.layouts.transforms import describe, single
 
 #: On a module whose weights conversions have made: its `ConvertedWeights`.
 CONVERTED = "_patcher_converted"

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import named_modules
-from patcher.conversions.converted_weights import CONVERTED, ConvertedWeights, converted_weights
-from patcher.conversions.fused_weights import fused_weights, is_quantized
-from patcher.conversions.layouts import Layout, named_parameter
-from patcher.conversions.sharded import split_like, whole
-from patcher.conversions.transforms import by_itself
+from patcher.layouts.converted_weights import CONVERTED, ConvertedWeights, converted_weights
+from patcher.layouts.fused_weights import fused_weights, is_quantized
+from patcher.layouts.layouts import Layout, named_parameter
+from patcher.layouts.sharded import split_like, whole
+from patcher.layouts.transforms import by_itself
 
 
 def carry_converted(module: nn.Module, layouts: Sequence[Layout]) -> None:

@@ -11,9 +11,9 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import dot_natural_key
-from patcher.conversions.tracing import ConversionTrace, LayerTrace
-from patcher.conversions.transforms import by_itself, describe
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.tracing import ConversionTrace, LayerTrace
+from patcher.layouts.transforms import by_itself, describe
 
 
 def reverse_conversions(

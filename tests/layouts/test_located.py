@@ -11,9 +11,9 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import key_renamer
-from patcher.conversions.located import located, pattern_as_written
-from patcher.conversions.selection import in_order
-from patcher.conversions.tracing import trace_of, with_trace
+from patcher.layouts.located import located, pattern_as_written
+from patcher.layouts.selection import in_order
+from patcher.layouts.tracing import trace_of, with_trace
 
 LAYERS = 5
 #: which tensors a layer has, as stock, as one that joins two of them, and as one that calls one of them otherwise

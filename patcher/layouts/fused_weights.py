@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from patcher.compat.models import named_modules
-from patcher.conversions.layouts import Layout, lies_in_blocks
-from patcher.conversions.sharded import one_piece
-from patcher.conversions.transforms import by_itself
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.layouts import Layout, lies_in_blocks
+from patcher.layouts.sharded import one_piece
+from patcher.layouts.transforms import by_itself
 from patcher.patterns import in_state_dict, inside
 
 #: On a fused module: its `FusedWeights`.

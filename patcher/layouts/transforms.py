@@ -9,7 +9,7 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
 from patcher.compat.conversions import is_stock_operation, source_patterns, target_patterns, transform_settings
-from patcher.conversions.layouts import Layout
+from patcher.layouts.layouts import Layout
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform, key_renamer
 from patcher.compat.models import state_tensors
-from patcher.conversions.fused_weights import fused_modules
+from patcher.layouts.fused_weights import fused_modules
 from patcher.patterns import inside
 
 

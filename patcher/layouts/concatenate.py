@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps
 
-from patcher.conversions.transforms import single
+from patcher.layouts.transforms import single
 
 _GROUP = re.compile(r"\\\d")
 
