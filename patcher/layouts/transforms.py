@@ -50,11 +50,6 @@ def describe(transform: WeightTransform | Layout) -> str:
     return f"{arrow} [{', '.join(map(repr, operations))}]" if operations else f"{arrow} [rename]"
 
 
-def joins(transform: WeightTransform) -> bool:
-    """Whether the transform is a converter that concatenates."""
-    return any(type(operation) is Concatenate for operation in getattr(transform, "operations", ()))
-
-
 def is_concatenation(transform: Any) -> bool:
     """Whether the transform does nothing but concatenate, so that each tensor keeps its shape."""
     operations = getattr(transform, "operations", ())

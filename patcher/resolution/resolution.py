@@ -163,7 +163,7 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
     return replace(
         resolution,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
-        added=tuple(selected.added),
+        added=tuple(each.transform for each in selected.added),
     )
 
 

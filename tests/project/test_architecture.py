@@ -56,8 +56,7 @@ TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
 #: what a pickle runs where it is read, which installs the hook.
 LATE = {
-    ("patcher.layouts.fused_weights", "_unpickled"),
-    ("patcher.layouts.converted_weights", "_unpickled"),
+    ("patcher.layouts.carried", "_unpickled"),
     ("patcher.loading.record", "_unpickled"),
     ("patcher", "__getattr__"),
     ("patcher.spec.patcher", "Patcher.applied"),

@@ -22,8 +22,7 @@ from patcher.compat.parallel import is_written_here
 from patcher.compat.seams import Stock, not_called, seam
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
-from patcher.layouts.either_layout import modules_with_layouts
-from patcher.layouts.fused_weights import fused_modules
+from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
@@ -63,7 +62,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
         )
     save = None
-    if record is not None or names_fusions(self.config) or modules_with_layouts(self):
+    if record is not None or names_fusions(self.config) or carriers(self):
         save = _Save(plan_saving(self, given["state_dict"], given["save_original_format"]))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)
