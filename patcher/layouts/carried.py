@@ -33,7 +33,7 @@ class ModuleLayouts:
     Attributes:
         layouts: what a fusion has made of parameters of transformers.
         converted: what conversions of a patcher have made of tensors of a checkpoint.
-        fusion: the name of the family that has fused the module, or the family; None if it isn't fused.
+        fusion: the name of the family that has fused the module, or the family; None where a file has it written out.
         original: the class of a fused module as transformers has it.
         names: what the state dict of a fused module has as transformers builds it, in order.
     """
@@ -187,12 +187,12 @@ def carriers(model: nn.Module) -> list[Carrier]:
 def fused_weights(module: nn.Module) -> ModuleLayouts | None:
     """What a fused module carries, None if it isn't fused."""
     found = carried_by(module)
-    return found if found is not None and found.fusion is not None else None
+    return found if found is not None and found.layouts else None
 
 
 def fused_modules(model: nn.Module) -> list[Carrier]:
     """The fused modules of a model."""
-    return [each for each in carriers(model) if each.carried.fusion is not None]
+    return [each for each in carriers(model) if each.carried.layouts]
 
 
 def is_shared(carried: ModuleLayouts) -> bool:

@@ -43,8 +43,8 @@ def judge(
         "routes": tuple(route for route in routing.routes if route.by),
         "dropped": selected.conversions.dropped,
     }
-    if routing.failures:
-        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, *routing.failures[:1]))
+    if routing.failure is not None:
+        diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
         return _loaded(selected, routing, info, diagnostics, done)
     if selected.conversions.added and (failed := _failed_quantizing(info, routing)):
         raise PatchedWeightsError(failed_text(failed, selected.model))

@@ -68,7 +68,7 @@ class Routing:
         unexpected: the names that the model doesn't have.
         mismatched: parameter -> the shape that was found, and its own.
         errors: parameter -> why the conversion that makes it raises.
-        failures: the same of conversions of patchers, as errors.
+        failures: the conversions of patchers that raise, for which parameters, and why first.
         parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
         astray: (conversion of a patcher, what it would make) of keys that it leads to nothing.
         used: the conversions of transformers that have had a part.
@@ -84,13 +84,19 @@ class Routing:
     unexpected: set[str] = field(default_factory=set)
     mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
-    failures: list[PatchedWeightsError] = field(default_factory=list)
+    failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
     parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     astray: list[tuple[Added, str]] = field(default_factory=list)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
     problem: PatchedWeightsError | None = None
     follow: Callable[[str], Named] = Named
+
+    @property
+    def failure(self) -> PatchedWeightsError | None:
+        """The error for conversions of patchers that raise."""
+        found = next(iter(self.failures.items()), None)
+        return None if found is None else failure(found[0], *found[1])
 
     @property
     def effective(self) -> set[Added]:
@@ -324,7 +330,7 @@ class _Router:
             reason = f"{type(error).__name__}: {error}"
             self.routing.errors[group.first] = reason
             if is_ours:
-                self.routing.failures.append(failure(group.transform, [group.first], reason))
+                self.routing.failures.setdefault(by[-1].transform, ([], reason))[0].append(group.first)
                 self.routing.routes.append(Route(group.keys, (), None, by))
             return
         is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't tell all names

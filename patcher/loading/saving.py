@@ -177,7 +177,7 @@ def plan_saving(
             _check_runtime_layout(model, record)
         elif patched := carriers(model):
             path, _, carried = patched[0]
-            what = "converted" if carried.fusion is None else "fused"
+            what = "fused" if carried.layouts else "converted"
             raise PatchedWeightsError(
                 f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
                 "save_original_format=False would write what nothing can load. Save in the original format."

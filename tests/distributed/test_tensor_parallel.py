@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from patcher.layouts.fused_weights import fused_modules
+from patcher.layouts.carried import fused_modules
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (

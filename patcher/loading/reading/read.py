@@ -18,6 +18,7 @@ from patcher.compat.models import mark_initialized, named_parameters, settle_key
 from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
 from patcher.layouts.sources import named_sources
+from patcher.layouts.transforms import is_concatenation
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.reading.completion import complete
@@ -80,7 +81,7 @@ def read(
     if not is_prequantized(quantizer) and not selected.runtime_layout and _is_incomplete(selected, routing):
         selected, checkpoint, routing = _completed(selected, checkpoint, mapping, load_config, routing)
     expected = ExpectedInfo(routing)
-    if dry_run is None and (problem := next(iter([*filter(None, [routing.problem]), *routing.failures]), None)):
+    if dry_run is None and (problem := routing.problem or routing.failure):
         raise problem
     is_told = not is_prequantized(quantizer) and not routing.errors
     judged = partial(
@@ -132,8 +133,9 @@ def _routed(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any
         is_quantized=is_prequantized(quantizer),
         dtype=(lambda name: _dtype(load_config, own, name)) if selected.dry_run is None else None,
     )
-    if is_prequantized(quantizer):
-        check_quantized(model, checkpoint, routing, keeps=keeps_quantized(quantizer))
+    keeps = keeps_quantized(quantizer)
+    if keeps or (is_prequantized(quantizer) and conversions.added):
+        check_quantized(model, checkpoint, routing, keeps=keeps)
     return routing
 
 
@@ -156,7 +158,8 @@ def _is_incomplete(selected: Selected, routing: Routing) -> bool:
     if routing.problem is not None:
         return True
     amiss = bool(routing.missing or routing.mismatched or routing.errors)
-    return amiss and bool(selected.conversions.added)
+    added = [each.transform for each in selected.conversions.added]
+    return any(amiss or is_concatenation(each) for each in added)
 
 
 def _completed(
