@@ -18,8 +18,8 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import named_modules, named_parameters, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import CARRIED, Carrier, ModuleLayouts, carried_by, carriers, fused_modules
-from patcher.layouts.either_layout import read_either_layout, read_one_layout
+from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers, fused_modules
+from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
 from patcher.loading.record import PatchRecord, record_of
@@ -84,7 +84,7 @@ def stock_view(model: nn.Module) -> StockView:
 # --- what modules carry ----------------------------------------------------------------------------------------------
 
 
-def carry(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
+def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
     """Have each replaced module carry how its weights were made; the model itself, where they are of several modules.
 
     Args:
@@ -93,9 +93,7 @@ def carry(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[st
     """
     for path, layouts in paths_of(carried_layouts(routes), replaced).items():
         module = model.get_submodule(path)
-        read_one_layout(module)
-        module.__dict__[CARRIED] = replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts))
-        read_either_layout(module)
+        carry(module, replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts)))
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
@@ -110,7 +108,7 @@ def carriers_in(model: nn.Module) -> list[Carrier]:
         if not any((found := carried_by(each)) and found.converted for _, each in named_modules(part)) and (
             record.fusion_transforms or record.added
         ):
-            carry(part, from_scratch(part, record).routes, record.paths_of_replacements)
+            carry_routes(part, from_scratch(part, record).routes, record.paths_of_replacements)
     return carriers(model)
 
 
