@@ -96,6 +96,9 @@ class Plan(Shown):
         """Whether the load would go through, and what is replaced can be called as it is."""
         return not self.problems
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON."""
         return super().to_dict() | {"ok": self.ok}

@@ -115,7 +115,8 @@ class Patcher:
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
             a key of the checkpoint, where one in the original layout is read, or the load raises.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
-            several architectures. Every key outside of them must match a class.
+            several architectures. Every key outside of them must match a class, and so must a key that is a group by
+            itself: `a | b` has one for what `a` requires and `b` has among others.
         strict: raise when a load doesn't do what is said here; otherwise warn.
 
     *Pins, and a name*
@@ -159,7 +160,7 @@ class Patcher:
     alternatives: Converted[Iterable[Iterable[str]], tuple[tuple[str, ...], ...]] = Converted(arguments.groups)
 
     def __post_init__(self) -> None:
-        arguments.check_groups(self.alternatives, self.class_mapping)
+        vars(self)["alternatives"] = arguments.groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
         key = (
@@ -203,6 +204,11 @@ class Patcher:
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
+    def _required(self) -> list[str]:
+        """The class keys that a model must have, whatever else it has."""
+        grouped = {key for group in self.alternatives for key in group}
+        return [key for key in self.class_mapping if key not in grouped or (key,) in self.alternatives]
+
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
 
@@ -243,6 +249,8 @@ class Patcher:
         joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
         for name in (each.name for each in dataclasses.fields(self) if each.default == ()):
             joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
+        # What one requires a group of the other doesn't excuse.
+        joined["alternatives"] += tuple((key,) for each in (self, other) for key in each._required())
         return Patcher(
             **joined,
             strict=self.strict or other.strict,

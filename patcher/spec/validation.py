@@ -249,13 +249,20 @@ def groups(field: str, values: Any) -> tuple[tuple[str, ...], ...]:
             raise InvalidPatcherError(
                 f"{field} takes groups of class keys, found the text {value!r}; write {field}=[[{value!r}, ...]]."
             )
-        result[tuple(sorted(set(_listed(field, value, "a class key")), key=str))] = None
+        keys = tuple(sorted(set(_listed(field, value, "a class key")), key=str))
+        if not keys:
+            raise InvalidPatcherError(f"{field}: a group without class keys matches no model; take it out.")
+        result[keys] = None
     return tuple(result)
 
 
-def check_groups(groups: Iterable[Iterable[Any]], mapping: Mapping[str, Any]) -> None:
-    """Raise for what is in a group of `alternatives` and is no class key."""
+def groups_of(mapping: Mapping[str, Any], groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """The groups of `alternatives` that say something; raises for what is in one and is not a class key.
+
+    A key in no group is required, so that a group which holds it alone says something only beside others that have it.
+    """
     for key in (key for group in groups for key in group if key not in mapping):
         close = nearest(str(key), mapping)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
         raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")
+    return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)
