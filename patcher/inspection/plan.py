@@ -63,7 +63,7 @@ class Plan(Shown):
         wrong_shape: (parameter, found, expected).
         new_weights: those of the missing that the patcher declares as new.
         dropped_weights: those of the left over that the patcher declares as dropped.
-        unseen: (what, parameters) of what fits by its shape and may be in another order all the same: `verify` sees that.
+        unseen: (what, parameters) of what fits by its shape, and may be in another order all the same.
         unknown_shapes: how many keys were planned by name alone, because nobody said their shapes.
         misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
         problems: what the load would raise, word for word, the first error first; and each misfit.

@@ -521,11 +521,11 @@ UNSEEN: dict[str, tuple[Patcher, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     "sources of one shape": (JOINED, ((ORDER, ("model.layers.{0..1}.mlp.gate_up_proj.weight",)),)),
     "square weights": (
         Patcher({"LlamaAttention": OwnAttention}),
-        ((TRANSPOSED, ("model.layers.{0..1}.self_attn.q_proj.weight", "model.layers.{0..1}.self_attn.o_proj.weight")),),
+        ((TRANSPOSED, tuple(f"model.layers.{{0..1}}.self_attn.{name}_proj.weight" for name in "qo")),),
     ),
     "some layers": (
         Patcher(module_mapping={"model.layers.0.self_attn": OwnAttention}, fusions=QKV(modules="model.layers.1.**")),
-        ((TRANSPOSED, ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight")),),
+        ((TRANSPOSED, tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")),),
     ),
 }
 

@@ -58,7 +58,7 @@ GROUPS = st.lists(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3), max_s
 def patchers(draw: st.DrawFn) -> Patcher:
     groups = draw(GROUPS)
     keys = {*draw(st.lists(st.sampled_from(KEYS), max_size=3)), *(key for group in groups for key in group)}
-    return Patcher({key: MyMLP for key in sorted(keys)}, alternatives=groups)
+    return Patcher(dict.fromkeys(sorted(keys), MyMLP), alternatives=groups)
 
 
 def fits(patcher: Patcher, classes: frozenset[str]) -> bool:
