@@ -66,5 +66,5 @@ def _alike(names: tuple[str, ...], tensors: Mapping[str, Any]) -> bool:
 
 def _is_square(parameter: Any) -> bool:
     """Whether a matrix, or each of a stack of them, fits when it is transposed."""
-    shape = () if parameter is None else parameter.shape
+    shape: tuple[int, ...] = () if parameter is None else parameter.shape
     return len(shape) in (2, 3) and shape[-1] == shape[-2] > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -440,7 +440,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=12,
 )
-KEYS = st.sampled_from([field.name for field in dataclasses.fields(Patcher)]) | st.text(max_size=8)
+KEYS = st.sampled_from(list(inspect.signature(Patcher).parameters)) | st.text(max_size=8)
 
 
 @settings(max_examples=200, deadline=None)
