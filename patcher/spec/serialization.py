@@ -4,25 +4,22 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions and operations come
-from tables, classes from an allow-list that the caller gives, and everything else must be of the one type that belongs
-there, and of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are
-compiled there, and searched only when the patcher is used.
+What is read may come from anyone. So nothing is imported for it, and nothing in it is looked up by what it says:
+fusions and operations come from tables, classes and functions from those that the caller passes, and everything else
+must be of the one type that belongs there, and of limited size. What the constructor of `Patcher` validates is
+validated there only. Expressions are compiled there, and searched only when the patcher is used.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import reprlib
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch import nn
 from transformers import core_model_loading
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
@@ -56,8 +53,8 @@ _TYPES: dict[str, Any] = {
     "module_mapping": dict[str, str],
     "function_mapping": dict[str, str],
 }
-#: What stands in for what a mapping names, until all else has been found right.
-_STAND_INS: dict[str, Any] = {"class_mapping": nn.Module, "module_mapping": nn.Module, "function_mapping": repr}
+#: What names classes and functions.
+_NAMING = ("class_mapping", "module_mapping", "function_mapping")
 _RENAMING: dict[str, Any] = dict.fromkeys(("type", "scope_prefix", "base_model_prefix"), str)
 _RENAMING |= dict.fromkeys(("source_patterns", "target_patterns"), list[str])
 _CONVERTER = _RENAMING | {"operations": list[dict[str, Any]], "force_cpu": bool}
@@ -100,18 +97,12 @@ def _data(field: str, value: Any) -> Any:
 
 
 def _reference(field: str, named: Any) -> str:
-    """`module:qualname` of a class or function that another process finds there."""
-    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", repr(named))
-    found: Any = sys.modules.get(module) if module is not None and module != "__main__" else None
-    for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if found is not named:
+    """`module:qualname` of a class or function: by what `from_dict` knows it again."""
+    if not hasattr(named, "__qualname__"):
         raise InvalidPatcherError(
-            f"{field}: {module}:{name} can't be said as data, because an import doesn't find it there: it was "
-            f"made in a notebook, a script or a function, or its name means something else by now. Put it into "
-            "a module of its own, or pickle the patcher."
+            f"{field}: {named!r} can't be said as data, because it has no name; write a function that calls it."
         )
-    return f"{module}:{name}"
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
@@ -153,7 +144,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def from_dict(
-    make: Callable[..., _What], data: Any, allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
+    make: Callable[..., _What], data: Any, allowed: Callable[..., Any] | Iterable[Callable[..., Any]] = ()
 ) -> _What:
     """See `Patcher.from_dict`.
 
@@ -174,60 +165,32 @@ def from_dict(
         _transform(f"extra_weight_conversions[{number}]", item)
         for number, item in enumerate(settings.get("extra_weight_conversions", []))
     ]
-    # Last, so that nothing is imported for a patcher that is no good anyway.
-    named = {field: settings.pop(field) for field in _STAND_INS if field in settings}
-    for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
-        if where not in permitted:
-            raise InvalidPatcherError(
-                f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
-                f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
-                f"Patcher.from_dict(data, allowed=[{_short(where)}])."
-            )
-    try:
-        make(**{field: dict.fromkeys(mapping, _STAND_INS[field]) for field, mapping in named.items()}, **settings)
-        found = {
-            field: {key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()}
-            for field, mapping in named.items()
+    for field in _NAMING:
+        settings[field] = {
+            key: _found(f"{field}[{_short(key)}]", where, permitted) for key, where in settings.get(field, {}).items()
         }
-        return make(**found, **settings)
-    except (RecursionError, OverflowError, MemoryError) as error:  # of an expression
-        raise InvalidPatcherError(f"{what}: an expression in it is too large to be compiled ({error}).") from error
+    return make(**settings)
 
 
-def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
-    """What may be imported, and the classes and functions that needn't be."""
-    permitted: dict[str, Callable[..., Any] | None] = {}
-    item: Any
-    for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
-        if isinstance(item, str) and _is_reference(item):
-            permitted[item] = None
-        elif callable(item) and hasattr(item, "__qualname__"):
-            permitted[f"{item.__module__}:{item.__qualname__}"] = item
-        else:
+def _permitted(allowed: Any) -> dict[str, Callable[..., Any]]:
+    """The classes and functions that data may name, by their names."""
+    listed = list(allowed) if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]
+    for item in listed:
+        if not callable(item) or not hasattr(item, "__qualname__"):
             raise InvalidPatcherError(
-                f"allowed takes classes and functions, or texts such as 'package.module:Class', found {_short(item)}."
+                f"allowed takes classes and functions themselves, found {_short(item)}; import what the data may "
+                "name, and write allowed=[MyMLP]."
             )
-    return permitted
+    return {_reference("allowed", item): item for item in listed}
 
 
-def _is_reference(text: str) -> bool:
-    module, _, name = text.partition(":")
-    return all(part.isidentifier() and not part.startswith("__") for part in (*module.split("."), *name.split(".")))
-
-
-def _imported(field: str, where: str) -> Any:
-    module, _, name = where.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            # A class inside a class is looked up as it stands, so that no descriptor of anybody's runs.
-            found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
-    except (ImportError, AttributeError, KeyError) as error:
+def _found(field: str, where: str, permitted: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    if where not in permitted:
         raise InvalidPatcherError(
-            f"{field}: {where} can't be imported: {type(error).__name__}: {error}. "
-            "Install the package that has it, or correct the name."
-        ) from error
-    return found
+            f"{field}: {_short(where)} is not among what is allowed ({', '.join(permitted) or 'nothing is'}). If you "
+            "trust that code, import it and add it: Patcher.from_dict(data, allowed=[...])."
+        )
+    return permitted[where]
 
 
 def _fusion(field: str, value: Any) -> str | Fusion:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.expressions import checked_expression
+from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, shortest
 from patcher.patterns import ROOT, check_path, is_expression, nearest
@@ -42,6 +42,7 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
         if is_expression(key):
             checked_expression(f"{field} key {key!r}", key)
         _check_replacement(f"{field}[{key!r}]", cls)
+    check_number(field, list(filter(is_expression, mapping)))
     return MappingProxyType(dict(mapping))
 
 
@@ -183,6 +184,7 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
         checked_expression(f"{field}: {value!r}", value)
+    check_number(field, listed)
     return tuple(dict.fromkeys(listed))
 
 

@@ -356,24 +356,27 @@ def a_patch_that_is_registered_already(at: Place) -> Steps:
         monkey_patching.unregister_patch_mapping(["NoSuchClassAnywhere"])
 
 
-@advice("The key {} is no regular expression: {}; write {}", error=ValueError)
-def a_registered_key_that_is_no_expression(at: Place) -> Steps:
-    said = yield lambda: monkey_patching.register_patch_mapping({"Llama[": OwnMLP})
-    key = written(said, "write (.*)$")
-    monkey_patching.register_patch_mapping({key: OwnMLP})
-    monkey_patching.unregister_patch_mapping([key])
+@advice("{}: a group without class keys matches no model; take it out.")
+def a_group_without_keys(at: Place) -> Steps:
+    yield lambda: OWN.replace(alternatives=[[], ["LlamaMLP"]])
+    assert OWN.replace(alternatives=[["LlamaMLP"]]) == OWN
+
+
+@advice("{}: {} expressions are too many, at most {} are searched; fold those that differ in numbers alone.")
+def more_expressions_than_are_searched(at: Place) -> Steps:
+    yield lambda: Patcher(OWN.class_mapping, dropped_weights=[rf"layers\.{number}\.extra" for number in range(1000)])
+    assert Patcher(OWN.class_mapping, dropped_weights=r"layers\.\d+\.extra")
 
 
 # --- as data -------------------------------------------------------------------------------------------------------
 
 
-@advice("Put it into a module of its own, or pickle the patcher.")
-def a_class_that_no_import_finds(at: Place) -> Steps:
-    class Local(LlamaMLP):
-        pass
-
-    yield lambda: Patcher({"LlamaMLP": Local}).to_dict()
-    assert Patcher.from_dict(OWN.to_dict(), allowed=[OwnMLP]) == OWN
+@advice("{}: {} can't be said as data, because it has no name; write a function that calls it.")
+def a_function_without_a_name(at: Place) -> Steps:
+    made = functools.partial(apply_rotary_pos_emb)
+    yield lambda: Patcher(function_mapping={"apply_rotary_pos_emb": made}).to_dict()
+    given = Patcher(function_mapping={"apply_rotary_pos_emb": lambda *args: made(*args)})
+    assert Patcher.from_dict(given.to_dict(), allowed=given.function_mapping.values()) == given
 
 
 @advice("Pickle the patcher, or take the fusion out and pass it in code.")
@@ -403,16 +406,18 @@ def data_of_another_release(at: Place) -> Steps:
     assert Patcher.from_dict(Patcher(fusions="qkv").to_dict()) == Patcher(fusions="qkv")
 
 
-@advice("If you trust that code, write Patcher.from_dict(data, allowed=[{}]).")
+@advice("If you trust that code, import it and add it: Patcher.from_dict(data, allowed=[...]).")
 def a_class_that_is_not_allowed(at: Place) -> Steps:
     data = OWN.to_dict()
-    said = yield lambda: Patcher.from_dict(data)
-    assert written(said, r"write (.*)\.$", data=data) == OWN
+    yield lambda: Patcher.from_dict(data)
+    assert Patcher.from_dict(data, allowed=[OwnMLP]) == OWN
 
 
-@advice("{} can't be imported: {}: {}. Install the package that has it, or correct the name.")
-def a_class_that_cannot_be_imported(at: Place) -> Steps:
+@advice(
+    "allowed takes classes and functions themselves, found {}; import what the data may name, and write "
+    "allowed=[MyMLP]."
+)
+def a_name_that_is_allowed(at: Place) -> Steps:
     data = OWN.to_dict()
-    wrong = {**data, "class_mapping": {"LlamaMLP": "tests.project.advice:OwnMPL"}}
-    yield lambda: Patcher.from_dict(wrong, allowed="tests.project.advice:OwnMPL")
-    assert Patcher.from_dict(data, allowed="tests.project.advice:OwnMLP") == OWN
+    yield lambda: Patcher.from_dict(data, allowed="tests.project.advice:OwnMLP")
+    assert Patcher.from_dict(data, allowed=[OwnMLP]) == OWN
