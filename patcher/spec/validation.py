@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import FAMILIES, shortest
+from patcher.fusions.families import shortest
 from patcher.patterns import ROOT, check_path, is_expression, nearest
 
 T = TypeVar("T")
@@ -118,13 +118,6 @@ def _class_instead(value: Any) -> str:
         return f"write the class itself, {type(value).__name__}, not an object"
     if isinstance(value, str):
         return "write the class itself, not its name"
-    if isinstance(value, functools.partial) and isinstance(value.func, type):
-        base, given = value.func.__name__, [*map(repr, value.args), "*args"]
-        passed = ", ".join([*given, *(f"{name}={item!r}" for name, item in value.keywords.items())])
-        return (
-            f"write a subclass: class Own{base}({base}): "
-            f"__init__ = lambda self, *args: {base}.__init__(self, {passed})"
-        )
     if callable(value):
         name = getattr(value, "__name__", "make")
         return (
@@ -149,31 +142,23 @@ def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
 
 def _meant(value: Any) -> str:
     """The patcher that was probably meant by something else, "" if that can't be told."""
-    if isinstance(value, str):
-        if value in FAMILIES:
-            return f"Patcher(fusions={value!r})"
-        return f"presets.{value}" if value.isidentifier() and value.isupper() else ""
+    if isinstance(value, str) and value.isidentifier() and value.isupper():
+        return f"presets.{value}"
     if isinstance(value, type):
         if issubclass(value, nn.Module):
             replaced = [base.__name__ for base in value.__mro__[1:] if base.__module__.startswith("transformers.")]
             return f"Patcher({{{(replaced or ['LlamaMLP'])[0]!r}: {value.__name__}}})"
-        if issubclass(value, Fusion):
-            return f"Patcher(fusions={value.__name__}())"
-        return 'Patcher(fusions="qkv"), an object of the class' if value.__name__ == "Patcher" else ""
-    if isinstance(value, Fusion):
-        return f"Patcher(fusions={value!r})"
-    if isinstance(value, WeightTransform):
-        return "Patcher(extra_weight_conversions=...)"
+        return f"Patcher(fusions={value.__name__}())" if issubclass(value, Fusion) else ""
     if isinstance(value, Mapping):
         kind = "from_fusion_config" if value and not any(isinstance(each, type) for each in value.values()) else ""
         shown = ", ".join(f"{key!r}: {getattr(each, '__name__', each)}" for key, each in value.items())
         return f"Patcher{kind and f'.{kind}'}({{{shown}}})"
-    listed = list(value) if isinstance(value, list | tuple | set | frozenset) else []
-    if listed and all(isinstance(each, str | Fusion) for each in listed):
-        return f"Patcher(fusions={listed!r})"
-    if listed and all(isinstance(each, WeightTransform) for each in listed):
-        return "Patcher(extra_weight_conversions=[...])"
-    return " | ".join(map(repr, listed)) if len(listed) > 0 else ""
+    takers: dict[str, Callable[[str, Any], Any]] = {"fusions": fusions, "extra_weight_conversions": transforms}
+    for field, takes in takers.items() if value else ():
+        with suppress(InvalidPatcherError, PatchConflictError):
+            takes(field, value)
+            return f"Patcher({field}={repr(value) if field == 'fusions' else '...'})"
+    return ""
 
 
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:

@@ -151,16 +151,6 @@ def something_for_a_class(at: Place) -> Steps:
     assert same(load(at.llama, OWN), at.llama)
 
 
-@advice("write a subclass: class Own{}({}): __init__ = ")
-def a_class_with_settings(at: Place) -> Steps:
-    said = yield lambda: Patcher({"LlamaMLP": functools.partial(WideMLP, scale=3)})  # type: ignore[dict-item]
-    names: dict[str, Any] = {"WideMLP": WideMLP}
-    exec(said.partition("write a subclass: ")[2].removesuffix("."), names)
-    model = load(at.llama, Patcher({"LlamaMLP": names["OwnWideMLP"]}))
-    assert model.model.layers[0].mlp.scale == 3
-    assert same(model, at.llama)
-
-
 @advice("write a subclass of the class that it replaces or makes, and put what {} does into its __init__ or ")
 def a_function_for_a_class(at: Place) -> Steps:
     def doubled(config: Any) -> nn.Module:
