@@ -90,9 +90,6 @@ FIELDS: dict[str, Callable[[str], Patcher]] = {
     "new_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, new_weights=text, dropped_weights="aa!"),
     "dropped_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, dropped_weights=[text, "aa!"]),
     "conversions": lambda text: Patcher(extra_weight_conversions=WeightRenaming(text, "other")),
-    "conversions of data": lambda text: data(
-        extra_weight_conversions=[{"type": "WeightRenaming", "source_patterns": [text], "target_patterns": ["other"]}]
-    ),
     "dropped_weights of data": lambda text: data(
         class_mapping={"LlamaMLP": f"{__name__}:MyMLP"}, dropped_weights=[text, "aa!"]
     ),

@@ -293,14 +293,14 @@ class Patcher:
         Classes and functions are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
 
         Raises:
-            InvalidPatcherError: something of it has no name: a fusion of your own, a conversion that isn't made of
-                transformers' own operations.
+            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
+                a conversion, which a class may carry instead.
         """
         return serializing.to_dict(self._given())
 
     @classmethod
     def from_dict(
-        cls, data: Mapping[str, Any], allowed: Callable[..., Any] | Iterable[Callable[..., Any]] = ()
+        cls, data: Mapping[str, Any], allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
     ) -> Patcher:
         """The patcher that `to_dict` has written, from data that anyone may have written.
 
@@ -309,12 +309,12 @@ class Patcher:
 
         Args:
             data: what `json.load` gives.
-            allowed: the classes and functions that it may name. Nothing is imported.
+            allowed: the classes and functions that it may use, themselves or as `module:qualname`. Nothing else is
+                imported.
 
         Raises:
             InvalidPatcherError: a schema, key, name or type that isn't known, or a class or function that isn't
                 allowed.
-            PatchConflictError: two conversions take the same tensors.
         """
         return serializing.from_dict(cls, data, allowed)
 

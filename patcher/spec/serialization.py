@@ -4,27 +4,26 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So nothing is imported for it, and nothing in it is looked up by what it says:
-fusions and operations come from tables, classes and functions from those that the caller passes, and everything else
-must be of the one type that belongs there, and of limited size. What the constructor of `Patcher` validates is
-validated there only. Expressions are compiled there, and searched only when the patcher is used.
+What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions come from a table,
+classes from an allow-list that the caller gives, and everything else must be of the one type that belongs there, and
+of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are compiled there,
+and searched only when the patcher is used. Conversions are code: a class that is named may carry them.
 """
 
 from __future__ import annotations
 
-import re
+import importlib
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from transformers import core_model_loading
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
+from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.transforms import describe, identity
+from patcher.conversions.transforms import describe
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
@@ -37,11 +36,10 @@ SCHEMA = 1
 _LONGEST_TEXT = 10_000
 _MOST_ITEMS = 10_000
 
-#: What belongs to each key: the types of JSON, nested as they are. `_transform` and `_fusion` look into the objects.
+#: What belongs to each key: the types of JSON, nested as they are. `_fusion` looks into the objects.
 _TYPES: dict[str, Any] = {
     "name": str,
     "filtered_weight_conversion_patterns": list[str],
-    "extra_weight_conversions": list[dict[str, Any]],
     "fusions": list[Any],
     "new_weights": list[str],
     "dropped_weights": list[str],
@@ -53,25 +51,12 @@ _TYPES: dict[str, Any] = {
     "module_mapping": dict[str, str],
     "function_mapping": dict[str, str],
 }
-#: What names classes and functions.
+_NO_CONVERSIONS = (
+    "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
+    "pickle the patcher."
+)
+#: What maps to names of classes and functions.
 _NAMING = ("class_mapping", "module_mapping", "function_mapping")
-_RENAMING: dict[str, Any] = dict.fromkeys(("type", "scope_prefix", "base_model_prefix"), str)
-_RENAMING |= dict.fromkeys(("source_patterns", "target_patterns"), list[str])
-_CONVERTER = _RENAMING | {"operations": list[dict[str, Any]], "force_cpu": bool}
-_KINDS: dict[str, tuple[type[WeightTransform], dict[str, Any]]] = {
-    "WeightRenaming": (WeightRenaming, _RENAMING),
-    "WeightConverter": (WeightConverter, _CONVERTER),
-}
-#: The operations that transformers itself offers for conversions.
-_OPERATIONS: dict[str, type[ConversionOps]] = {
-    name: value
-    for name, value in sorted(vars(core_model_loading).items())
-    if isinstance(value, type)
-    and issubclass(value, ConversionOps)
-    and value is not ConversionOps
-    and value.__module__ == core_model_loading.__name__
-    and not name.startswith("_")
-}
 _What = TypeVar("_What")
 
 
@@ -92,17 +77,23 @@ def _data(field: str, value: Any) -> Any:
     if isinstance(value, Fusion):
         return _fusion_data(field, value)
     if isinstance(value, WeightTransform):
-        return _transform_data(field, value)
+        raise InvalidPatcherError(f"{field}: {describe(value)} {_NO_CONVERSIONS}")
     return _reference(field, value) if callable(value) else value
 
 
 def _reference(field: str, named: Any) -> str:
-    """`module:qualname` of a class or function: by what `from_dict` knows it again."""
-    if not hasattr(named, "__qualname__"):
+    """`module:qualname` of a class or function that another process finds there."""
+    module, name = getattr(named, "__module__", None), getattr(named, "__qualname__", repr(named))
+    found: Any = sys.modules.get(module) if module is not None and module != "__main__" else None
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    if found is not named:
         raise InvalidPatcherError(
-            f"{field}: {named!r} can't be said as data, because it has no name; write a function that calls it."
+            f"{field}: {module}:{name} can't be written as data, because an import doesn't find it there: it was "
+            f"made in a notebook, a script or a function, or its name means something else by now. Put it into "
+            "a module of its own, or pickle the patcher."
         )
-    return f"{named.__module__}:{named.__qualname__}"
+    return f"{module}:{name}"
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
@@ -111,31 +102,8 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
         if _fusion(field, data) == fusion:
             return data
     raise InvalidPatcherError(
-        f"{field}: {fusion!r} can't be said as data, it is no family that has a name ({', '.join(FAMILIES)}). "
+        f"{field}: {fusion!r} can't be written as data, it is no family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."
-    )
-
-
-def _transform_data(field: str, transform: WeightTransform) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "type": type(transform).__name__,
-        "source_patterns": source_patterns(transform),
-        "target_patterns": target_patterns(transform),
-    }
-    for name in ("scope_prefix", "base_model_prefix"):
-        if getattr(transform, name) is not None:
-            data[name] = getattr(transform, name)
-    if isinstance(transform, WeightConverter):
-        data["operations"] = [{"type": type(item).__name__} | _attributes(item) for item in transform.operations]
-        if transform.force_cpu:
-            data["force_cpu"] = True
-    with suppress(InvalidPatcherError):
-        if identity(_transform(field, data)) == identity(transform):
-            return data
-    raise InvalidPatcherError(
-        f"{field}: {describe(transform)} can't be said as data: it must be a WeightRenaming or a "
-        f"WeightConverter with transformers' own operations ({', '.join(_OPERATIONS)}), found a "
-        f"{type(transform).__name__}. Pickle the patcher, or take the conversion out and pass it in code."
     )
 
 
@@ -144,7 +112,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def from_dict(
-    make: Callable[..., _What], data: Any, allowed: Callable[..., Any] | Iterable[Callable[..., Any]] = ()
+    make: Callable[..., _What], data: Any, allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ()
 ) -> _What:
     """See `Patcher.from_dict`.
 
@@ -159,38 +127,59 @@ def from_dict(
             f"{what}: this release reads schema {SCHEMA}, found {_short(schema)}; "
             "write it with Patcher.to_dict(), or install the release of patcher that wrote it."
         )
+    if "extra_weight_conversions" in given:
+        raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
     permitted, settings = _permitted(allowed), _object(what, given, _TYPES)
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
-    settings["extra_weight_conversions"] = [
-        _transform(f"extra_weight_conversions[{number}]", item)
-        for number, item in enumerate(settings.get("extra_weight_conversions", []))
-    ]
-    for field in _NAMING:
+    named = {field: settings[field] for field in _NAMING if field in settings}
+    for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
+        if where not in permitted:
+            raise InvalidPatcherError(
+                f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
+                f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
+                f"Patcher.from_dict(data, allowed=[{_short(where)}])."
+            )
+    for field, mapping in named.items():
         settings[field] = {
-            key: _found(f"{field}[{_short(key)}]", where, permitted) for key, where in settings.get(field, {}).items()
+            key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()
         }
     return make(**settings)
 
 
-def _permitted(allowed: Any) -> dict[str, Callable[..., Any]]:
-    """The classes and functions that data may name, by their names."""
-    listed = list(allowed) if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]
-    for item in listed:
-        if not callable(item) or not hasattr(item, "__qualname__"):
+def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
+    """What may be imported, and the classes and functions that needn't be."""
+    permitted: dict[str, Callable[..., Any] | None] = {}
+    item: Any
+    for item in allowed if isinstance(allowed, Iterable) and not isinstance(allowed, str) else [allowed]:
+        if isinstance(item, str) and _is_reference(item):
+            permitted[item] = None
+        elif callable(item) and hasattr(item, "__qualname__"):
+            permitted[f"{item.__module__}:{item.__qualname__}"] = item
+        else:
             raise InvalidPatcherError(
-                f"allowed takes classes and functions themselves, found {_short(item)}; import what the data may "
-                "name, and write allowed=[MyMLP]."
+                f"allowed takes classes and functions, or texts such as 'package.module:Class', found {_short(item)}."
             )
-    return {_reference("allowed", item): item for item in listed}
+    return permitted
 
 
-def _found(field: str, where: str, permitted: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    if where not in permitted:
+def _is_reference(text: str) -> bool:
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() and not part.startswith("__") for part in (*module.split("."), *name.split(".")))
+
+
+def _imported(field: str, where: str) -> Any:
+    module, _, name = where.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            # A class inside a class is looked up as it stands, so that no descriptor of anybody's runs.
+            found = vars(found)[part] if isinstance(found, type) else getattr(found, part)
+    except (ImportError, AttributeError, KeyError) as error:
         raise InvalidPatcherError(
-            f"{field}: {_short(where)} is not among what is allowed ({', '.join(permitted) or 'nothing is'}). If you "
-            "trust that code, import it and add it: Patcher.from_dict(data, allowed=[...])."
-        )
-    return permitted[where]
+            f"{field}: {where} can't be imported: {type(error).__name__}: {error}. "
+            "Install the package that has it, or correct the name."
+        ) from error
+    return found
 
 
 def _fusion(field: str, value: Any) -> str | Fusion:
@@ -205,41 +194,11 @@ def _fusion(field: str, value: Any) -> str | Fusion:
     return fusions_configured(name, options)[0]
 
 
-def _transform(field: str, value: Any) -> WeightTransform:
-    kind, shape = _looked_up(field, _typed(field, value, dict[str, Any]).get("type"), _KINDS)
-    data = _object(field, value, shape)
-    prefixes = {name: data.pop(name) for name in ("scope_prefix", "base_model_prefix") if name in data}
-    if not data.get("source_patterns") or not data.get("target_patterns") or "" in data["source_patterns"]:
-        raise InvalidPatcherError(f"{field}: a conversion needs source_patterns, none of them empty, and a target.")
-    if kind is WeightConverter:
-        data["operations"] = [_operation(f"{field}: operations", item) for item in data.get("operations", [])]
-    del data["type"]
-    try:
-        transform = kind(**data)
-    except (re.error, ValueError, IndexError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise InvalidPatcherError(f"{field}: transformers can't make a {kind.__name__} of it: {error}.") from error
-    for name, prefix in prefixes.items():
-        setattr(transform, name, prefix)
-    return transform
-
-
-def _operation(field: str, value: dict[str, Any]) -> ConversionOps:
-    kind = _looked_up(field, value.get("type"), _OPERATIONS)
-    hints = typing.get_type_hints(vars(kind).get("__init__", object))
-    hints.pop("return", None)
-    settings = _object(f"{field}: {kind.__name__}", value, {"type": str, **hints})
-    del settings["type"]
-    try:
-        return kind(**settings)
-    except TypeError as error:  # one without a default is missing
-        raise InvalidPatcherError(f"{field}: {kind.__name__}: {error}.") from error
-
-
 _NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object with names as keys"}
 
 
 def _typed(field: str, value: Any, hint: Any) -> Any:
-    """A value that is of the type that an annotation says, copied; lists become tuples where it says so."""
+    """A value that is of the type that an annotation says, copied."""
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is Any:
         return value
@@ -247,9 +206,6 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
         for part in inner:
             with suppress(InvalidPatcherError):
                 return _typed(field, value, part)
-    elif kind is tuple:
-        if isinstance(value, list) and len(value) == len(inner):
-            return tuple(_typed(field, item, part) for item, part in zip(value, inner, strict=True))
     elif type(value) is kind or (kind in _NAMES and isinstance(value, kind)):
         most = _LONGEST_TEXT if kind is str else _MOST_ITEMS
         if kind in _NAMES and len(value) > most:
@@ -271,12 +227,6 @@ def _object(field: str, value: Any, shape: Mapping[str, Any]) -> dict[str, Any]:
     for key in (key for key in data if key not in shape):
         raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {_hint(key, shape, 'known: ')}")
     return {key: _typed(f"{field}: {key}", item, shape[key]) for key, item in data.items()}
-
-
-def _looked_up(field: str, name: Any, table: Mapping[str, _What]) -> _What:
-    if _typed(field, name, str) not in table:
-        raise InvalidPatcherError(f"{field}: {_short(name)} is not known; {_hint(name, table, 'Known: ')}")
-    return table[name]
 
 
 def _hint(name: str, known: Iterable[str], prefix: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import re
 from typing import Any
 
 from torch import nn
 from transformers import LlamaConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, apply_rotary_pos_emb
 
 import patcher
@@ -361,12 +360,13 @@ def more_expressions_than_are_searched(at: Place) -> Steps:
 # --- as data -------------------------------------------------------------------------------------------------------
 
 
-@advice("{}: {} can't be said as data, because it has no name; write a function that calls it.")
-def a_function_without_a_name(at: Place) -> Steps:
-    made = functools.partial(apply_rotary_pos_emb)
-    yield lambda: Patcher(function_mapping={"apply_rotary_pos_emb": made}).to_dict()
-    given = Patcher(function_mapping={"apply_rotary_pos_emb": lambda *args: made(*args)})
-    assert Patcher.from_dict(given.to_dict(), allowed=given.function_mapping.values()) == given
+@advice("Put it into a module of its own, or pickle the patcher.")
+def a_class_that_no_import_finds(at: Place) -> Steps:
+    class Local(LlamaMLP):
+        pass
+
+    yield lambda: Patcher({"LlamaMLP": Local}).to_dict()
+    assert Patcher.from_dict(OWN.to_dict(), allowed=[OwnMLP]) == OWN
 
 
 @advice("Pickle the patcher, or take the fusion out and pass it in code.")
@@ -377,17 +377,15 @@ def a_fusion_without_a_name(at: Place) -> Steps:
     assert Patcher.from_dict(given.replace(fusions="qkv").to_dict()) | Patcher(fusions=Unregistered()) == given
 
 
-class OwnOperation(ConversionOps):
-    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return input_dict
+class CarryingMLP(LlamaMLP):
+    conversion_mapping = (WeightRenaming("old", "up_proj"),)
 
 
-@advice("Pickle the patcher, or take the conversion out and pass it in code.")
-def an_operation_of_ones_own(at: Place) -> Steps:
-    given = Patcher(extra_weight_conversions=WeightConverter(["a"], ["b"], operations=[OwnOperation()]))
-    yield lambda: given.to_dict()
-    assert pickle.loads(pickle.dumps(given)) == given
-    assert Patcher.from_dict(Patcher().to_dict()) | given == given
+@advice("can't be written as data. Put it into the `conversion_mapping` of the class that needs it, ")
+def a_conversion_as_data(at: Place) -> Steps:
+    yield lambda: Patcher({"LlamaMLP": OwnMLP}, extra_weight_conversions=CarryingMLP.conversion_mapping).to_dict()
+    given = Patcher({"LlamaMLP": CarryingMLP})
+    assert Patcher.from_dict(given.to_dict(), allowed=[CarryingMLP]) == pickle.loads(pickle.dumps(given)) == given
 
 
 @advice("write it with Patcher.to_dict(), or install the release of patcher that wrote it.")
@@ -396,18 +394,16 @@ def data_of_another_release(at: Place) -> Steps:
     assert Patcher.from_dict(Patcher(fusions="qkv").to_dict()) == Patcher(fusions="qkv")
 
 
-@advice("If you trust that code, import it and add it: Patcher.from_dict(data, allowed=[...]).")
+@advice("If you trust that code, write Patcher.from_dict(data, allowed=[{}]).")
 def a_class_that_is_not_allowed(at: Place) -> Steps:
     data = OWN.to_dict()
-    yield lambda: Patcher.from_dict(data)
-    assert Patcher.from_dict(data, allowed=[OwnMLP]) == OWN
+    said = yield lambda: Patcher.from_dict(data)
+    assert written(said, r"write (.*)\.$", data=data) == OWN
 
 
-@advice(
-    "allowed takes classes and functions themselves, found {}; import what the data may name, and write "
-    "allowed=[MyMLP]."
-)
-def a_name_that_is_allowed(at: Place) -> Steps:
+@advice("{} can't be imported: {}: {}. Install the package that has it, or correct the name.")
+def a_class_that_cannot_be_imported(at: Place) -> Steps:
     data = OWN.to_dict()
-    yield lambda: Patcher.from_dict(data, allowed="tests.project.advice:OwnMLP")
-    assert Patcher.from_dict(data, allowed=[OwnMLP]) == OWN
+    wrong = {**data, "class_mapping": {"LlamaMLP": "tests.project.advice:OwnMPL"}}
+    yield lambda: Patcher.from_dict(wrong, allowed="tests.project.advice:OwnMPL")
+    assert Patcher.from_dict(data, allowed="tests.project.advice:OwnMLP") == OWN
