@@ -7,6 +7,7 @@ from typing import Any
 
 from patcher.display.parts import Table
 from patcher.loading.matches import folded
+from patcher.loading.routes import Route
 
 #: What may be otherwise, and the parameters of which that is so.
 Unseen = tuple[tuple[str, tuple[str, ...]], ...]
@@ -16,10 +17,9 @@ _TRANSPOSED = "whether a square weight is transposed"
 
 
 def unseen(
-    routes: Iterable[tuple[tuple[str, ...], tuple[str, ...], bool]],
+    routes: Iterable[Route],
     *,
     replaced: Collection[str],
-    fused: Collection[str],
     tensors: Mapping[str, Any],
     parameters: Mapping[str, Any],
 ) -> Unseen:
@@ -28,19 +28,17 @@ def unseen(
     Only replaced modules and conversions of a patcher are meant: what fusions join they also take apart.
 
     Args:
-        routes: (checkpoint keys, parameters, whether a conversion of the patcher makes these of those).
+        routes: those of the load.
         replaced: the paths of the replaced modules.
-        fused: the paths of the fused modules.
         tensors: those of the checkpoint, by key; one that isn't in it has any shape.
         parameters: those of the model, by name.
     """
     found: dict[str, list[str]] = {_ORDER: [], _TRANSPOSED: []}
-    inner, apart = set(replaced), set(fused)
-    for keys, names, is_ours in routes:
-        owners = {path for name in names for path in _paths_around(name)}
-        if not (owners & inner or (is_ours and not owners & apart)):
+    for route in routes:
+        names = route.parameters
+        if not route.by and not any(path in replaced for name in names for path in _paths_around(name)):
             continue
-        if _alike(keys, tensors) or (len(names) > 1 and _alike(names, parameters)):
+        if _alike(route.keys, tensors) or _alike(names, parameters):
             found[_ORDER] += names
         found[_TRANSPOSED] += (name for name in names if _is_square(parameters.get(name)))
     return tuple((what, tuple(folded(names))) for what, names in found.items() if names)

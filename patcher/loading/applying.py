@@ -15,8 +15,8 @@ from patcher.compat.parallel import unsplit_class, unsplit_config
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
 from patcher.construction.init_hooks import covering
-from patcher.conversions.sharded import whole
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.sharded import whole
 from patcher.loading.checks import Diagnostics
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 from transformers.core_model_loading import WeightTransform
 
-from patcher.conversions.transforms import describe
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
+from patcher.layouts.transforms import describe
 from patcher.patterns import nearest
 
 #: Raised by one when a dict that is written now would be misread by the release before.

@@ -25,10 +25,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.compat.parallel import in_plan
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.layouts import Rows
-from patcher.conversions.sources import JoinedRows, in_blocks
 from patcher.fusions import QKV
+from patcher.layouts.carried import fused_modules
+from patcher.layouts.layouts import Rows
+from patcher.layouts.sources import JoinedRows, in_blocks
 from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.bringing import BringingMLP

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
-from patcher.conversions.fused_weights import fused_modules
 from patcher.fusions import KV, QKV
+from patcher.layouts.carried import fused_modules
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.cross_attention import CASES, save

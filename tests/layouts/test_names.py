@@ -1,19 +1,15 @@
-"""Conversions that run only where the model has what they make."""
+"""Where the names of a checkpoint go: conversions act only where the model has what they make."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 from hypothesis import given, strategies as st
 from torch import nn
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, WeightTransform
 
-from patcher.compat.conversions import key_renamer
-from patcher.conversions.located import located, pattern_as_written
-from patcher.conversions.selection import in_order
-from patcher.conversions.tracing import trace_of, with_trace
+from patcher.layouts.names import Named, Names
+from patcher.layouts.selection import Added
 
 LAYERS = 5
 #: which tensors a layer has, as stock, as one that joins two of them, and as one that calls one of them otherwise
@@ -39,10 +35,13 @@ class Model(nn.Module):
         self.model.layers = nn.ModuleList(Layer(KINDS[kind]) for kind in kinds)
 
 
-def where(model: Any, key: str, added: list[tuple[WeightTransform, Any]], kept: list[WeightTransform]) -> str:
+def follow(model: Any, key: str, added: list[Added], kept: list[WeightTransform]) -> Named:
+    return Names(model, model.state_dict(), kept, added).follow(key)
+
+
+def where(model: Any, key: str, added: list[Added], kept: list[WeightTransform]) -> str:
     """The name that a load gives a key of the checkpoint."""
-    chain = in_order(located(added, kept, model), kept)
-    return key_renamer(chain, model, model.state_dict())(key)[0]
+    return follow(model, key, added, kept).name
 
 
 @given(
@@ -55,10 +54,10 @@ def test_each_tensor_finds_its_place_whatever_the_layer_is(kinds: list[str], is_
     model = Model(kinds)
     paths = frozenset(f"model.layers.{number}.mlp" for number, kind in enumerate(kinds) if kind != "stock")
     own = [
-        (WeightConverter(["^a", "^b"], ["ab"], operations=[Concatenate(dim=0)]), paths),
-        (WeightRenaming("^c", "d"), paths),
+        Added(WeightConverter(["^a", "^b"], ["ab"], operations=[Concatenate(dim=0)]), paths),
+        Added(WeightRenaming("^c", "d"), paths),
     ]
-    added = own if is_bound else [(JOIN, None), (NAME, None)]
+    added = own if is_bound else [Added(JOIN), Added(NAME)]
     found = {
         where(model, f"{'model.' * has_prefix}layers.{number}.mlp.{name}", added, [])
         for number in range(len(kinds))
@@ -69,7 +68,8 @@ def test_each_tensor_finds_its_place_whatever_the_layer_is(kinds: list[str], is_
 
 def test_what_is_bound_to_a_module_leaves_its_likes_alone() -> None:
     model = Model(["joined", "joined"])
-    own = [(WeightConverter(["a", "b"], ["ab"], operations=[Concatenate(dim=0)]), frozenset({"model.layers.0.mlp"}))]
+    join = WeightConverter(["a", "b"], ["ab"], operations=[Concatenate(dim=0)])
+    own = [Added(join, frozenset({"model.layers.0.mlp"}))]
     assert where(model, "model.layers.0.mlp.a", own, []) == "model.layers.0.mlp.ab"
     assert where(model, "model.layers.1.mlp.a", own, []) == "model.layers.1.mlp.a"
 
@@ -77,7 +77,7 @@ def test_what_is_bound_to_a_module_leaves_its_likes_alone() -> None:
 def test_a_renaming_whose_result_is_converted_runs_where_that_is() -> None:
     """`c` is named `b` for a converter of ours in one layer; a conversion of stock takes it in the other."""
     model = Model(["joined", "stock"])
-    ours = [(WeightRenaming("mlp.x", "mlp.b"), None), (JOIN, None)]
+    ours = [Added(WeightRenaming("mlp.x", "mlp.b")), Added(JOIN)]
     stock: list[WeightTransform] = [WeightConverter(["mlp.x"], ["mlp.a"], operations=[Concatenate(dim=0)])]
     assert where(model, "model.layers.0.mlp.x", ours, stock) == "model.layers.0.mlp.ab"
     # `b` of the second layer is there, so that leads somewhere as well: the patcher's comes first, as ever.
@@ -85,22 +85,33 @@ def test_a_renaming_whose_result_is_converted_runs_where_that_is() -> None:
     assert where(Model(["joined", "named"]), "model.layers.1.mlp.x", [ours[0]], stock) == "model.layers.1.mlp.b"
 
 
-def test_patterns_of_one_text_are_told_apart_and_written_as_they_were() -> None:
+def test_patterns_equal_to_those_of_stock_are_told_apart() -> None:
+    """Row 34. A load of transformers finds a converter by the text of the pattern that has matched."""
     model = Model(["joined", "both"])
-    stock = WeightConverter(["mlp.a", "mlp.b"], ["mlp.c"], operations=[Concatenate(dim=0)])
-    (ours,) = located([(JOIN, None)], [stock], model)
-    assert not set(ours.source_patterns) & set(stock.source_patterns)
-    assert [pattern_as_written(ours, text) for text in ours.source_patterns] == JOIN.source_patterns
-    (alone,) = located([(JOIN, None)], [], model)
-    assert alone.source_patterns == JOIN.source_patterns
+    stock = WeightConverter(["mlp.a", "mlp.b"], ["mlp.d"], operations=[Concatenate(dim=0)])
+    found = follow(model, "model.layers.0.mlp.a", [Added(JOIN)], [stock])
+    assert [each.transform for each in found.by] == [JOIN]
+    assert found.taker is not None
+    assert found.taker.target_patterns == ["mlp.ab"]
+    assert not follow(model, "model.layers.0.mlp.a", [], [stock]).by
 
 
-def test_copies_of_a_load_stay_where_they_are_and_traces_can_be_pickled() -> None:
+def test_an_anchored_conversion_finds_its_layer() -> None:
+    """Row 34."""
+    anchored = WeightConverter(
+        [r"(layers\.\d+\.mlp\.)a$", r"(layers\.\d+\.mlp\.)b$"], [r"\1ab"], operations=[Concatenate(dim=0)]
+    )
     model = Model(["joined", "stock"])
-    traced = with_trace(located([(JOIN, None)], [JOIN], model)[0])
-    for each in (traced, copy.deepcopy(traced), with_trace(traced)):
-        assert each.rename_source_key("model.layers.0.mlp.a")[0] == "model.layers.0.mlp.ab"
-        assert each.rename_source_key("model.layers.1.mlp.a") == ("model.layers.1.mlp.a", None)
-    trace = trace_of(traced)
-    assert trace is not None
-    assert pickle.loads(pickle.dumps(trace)).renamed == {"model.layers.0.mlp.a": "model.layers.0.mlp.ab"}
+    assert where(model, "model.layers.0.mlp.b", [Added(anchored)], []) == "model.layers.0.mlp.ab"
+    assert where(model, "model.layers.1.mlp.b", [Added(anchored)], []) == "model.layers.1.mlp.b"
+
+
+def test_what_is_tried_is_not_used() -> None:
+    """A conversion of transformers is remembered, and reversed, only if it had a part in the end."""
+    model = Model(["joined"])
+    stock: list[WeightTransform] = [WeightRenaming("mlp.c", "mlp.e"), WeightRenaming("mlp.old", "mlp.a")]
+    names = Names(model, model.state_dict(), stock, [Added(JOIN)])
+    found = names.follow("model.layers.0.mlp.old")
+    assert (found.name, found.stock) == ("model.layers.0.mlp.ab", "model.layers.0.mlp.a")
+    assert names.used == [stock[1]]
+    assert not any(each._was_used for each in (*stock, JOIN))

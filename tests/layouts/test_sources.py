@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.sources import Computation, Computed, JoinedRows, fused_sources
+from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.sources import Computation, Computed, JoinedRows, fused_sources
 
 WHOLE = torch.arange(24.0).view(6, 4)
 HALF = WHOLE.bfloat16()
@@ -135,7 +135,7 @@ def test_what_is_computed_together_is_computed_once_and_forgotten() -> None:
         runs.append(1)
         return {"a": WHOLE[:2], "b": WHOLE[2:]}
 
-    group = Computation(run)
+    group = Computation(lambda _: run(), {})
     sources = [Computed(group, name, (2, 4), torch.float32) for name in "ab"]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda source: source[...], sources))
