@@ -98,6 +98,8 @@ assert not [each for each in sys.meta_path if getattr(each, "name", "") == "patc
 @pytest.mark.parametrize("later", LATER)
 def test_the_package_installs_the_hook_whatever_is_imported_in_which_order(later: str) -> None:
     """Python looks the method up before it makes the patcher that is passed to it."""
+    if later == "another library":
+        pytest.importorskip("peft")
     run(IMPORTED, LATER[later])
 
 
