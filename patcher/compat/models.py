@@ -85,6 +85,22 @@ def named_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
                 yield inside(owner) + name, parameter
 
 
+def add_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Have a function change the state dict that is loaded, as torch's own, which is given the module, does.
+
+    That one holds a weak reference, by which a shallow copy whose original is gone can't be loaded.
+    """
+    module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def remove_state_dict_hooks(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
+    """Take off the functions that are called where the module is loaded from a state dict, or gives one."""
+    for table in (module._load_state_dict_pre_hooks, module._state_dict_hooks):
+        for key, hook in list(table.items()):
+            if is_meant(getattr(hook, "hook", hook)):
+                del table[key]
+
+
 def written_tensors(operation: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation of torch writes to, of those that it is given."""
     written: list[Any] = []

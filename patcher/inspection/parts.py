@@ -11,7 +11,6 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.tree import ModuleNode, Weights, module_tree
-from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord
 from patcher.patterns import in_state_dict, inside
 
@@ -40,7 +39,7 @@ def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:
 def converted_in_load(record: PatchRecord) -> Iterator[Weights]:
     """What conversions of patchers have made in a load."""
     for route in record.routes:
-        yield Weights("converted", route.keys, route.parameters, describe(route.by[-1].transform))
+        yield Weights("converted" if route.by else "kept", route.keys, route.parameters, route.text)
 
 
 def patched_parts(told: Any, takes: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:

@@ -337,11 +337,7 @@ def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iter
 
 def _conversion(route: Route) -> tuple[str, bool]:
     """The conversion of a route, "" if there is none, and whether it is none of stock's."""
-    if route.by:
-        return describe(route.by[-1].transform), True
-    if route.layout is None:
-        return "", False
-    return str(route.layout), not isinstance(route.layout, Converted)
+    return route.text, bool(route.by) or (route.layout is not None and not isinstance(route.layout, Converted))
 
 
 def _judgement(

@@ -138,7 +138,11 @@ def _separated(layout: Layout, path: str, tensors: Mapping[str, torch.Tensor]) -
     if not found:
         return {}
     if absent := [name for name in layout.fused if name not in found]:
-        raise _cannot(f"{prefix}{absent[0]}", "it is missing in the state dict")
+        raise _cannot(
+            f"{prefix}{absent[0]}",
+            f"it is missing in the state dict, and {layout} has made it with others. Save a state dict with all "
+            "of them",
+        )
     for (name, tensor), shape in zip(found.items(), layout.fused_shapes(), strict=True):
         if tensor.shape != shape:
             raise _cannot(

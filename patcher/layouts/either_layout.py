@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patcher.compat.models import add_load_hook, remove_state_dict_hooks
 from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.layouts import Layout, named_parameter
 from patcher.layouts.sharded import split_like, whole
@@ -26,17 +27,13 @@ def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
     What `load_state_dict` calls holds the tables of the module and not the module itself, which it would keep alive:
     so it goes with copies of the module, shallow ones too.
     """
-    for table in (module._load_state_dict_pre_hooks, module._state_dict_hooks):
-        for key, hook in list(table.items()):
-            if isinstance(getattr(hook, "hook", hook), _JoinParts) or hook is _mark_layout:
-                del table[key]
+    remove_state_dict_hooks(module, lambda hook: isinstance(hook, _JoinParts) or hook is _mark_layout)
     if carried is None:
         module.__dict__.pop(CARRIED, None)
         return
     module.__dict__[CARRIED] = carried
     layouts = (*carried.converted, *carried.layouts)  # what is converted may be fused then
-    hook = _JoinParts(layouts, module._parameters, module._modules)
-    module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    add_load_hook(module, _JoinParts(layouts, module._parameters, module._modules))
     if any(map(_ambiguous, carried.all)):
         module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
 

@@ -66,6 +66,10 @@ class Names:
         self._first, self._renamings = tried[:requested], _renamings(tried[requested:])
         self._converters = [each for each in tried if isinstance(each, WeightConverter)]
 
+    def renamed(self, key: str) -> str:
+        """A key as the converters of transformers meet it."""
+        return _through(self._renamings, _through(self._first, key))
+
     def follow(self, key: str, without: AbstractSet[Added] = frozenset()) -> Named:
         """Where a key goes.
 

@@ -56,6 +56,11 @@ def only_moves(transform: WeightConverter) -> bool:
     return all(type(operation) in _MOVEMENTS for operation in transform.operations)
 
 
+def joins_unequal(operations: Iterable[ConversionOps]) -> bool:
+    """Whether operations have joined parts of different sizes."""
+    return any(len({size for _, size in getattr(each, "sizes", ())}) > 1 for each in operations)
+
+
 class ReversibleConcatenate(Concatenate):
     """A `Concatenate` whose reverse cuts at the sizes that it joined, not into equal pieces."""
 

@@ -23,7 +23,6 @@ from patcher.compat.conversions import (
     stock_revert,
 )
 from patcher.compat.models import ModelView
-from patcher.compat.seams import Stock, seam
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import is_in_original_layout
@@ -36,18 +35,7 @@ from patcher.loading.stock_view import stock_view
 from patcher.spec.patcher import Patcher
 
 
-@seam("transformers.modeling_utils:PreTrainedModel._load_from_state_dict", "state_dict", "prefix")
-def load_from_state_dict(
-    stock: Stock, self: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-) -> None:
-    """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
-    if record_of(self) is not None:
-        _, _, missing_keys, _, error_msgs = args
-        _name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
-    stock(self, state_dict, prefix, *args, **kwargs)
-
-
-def _name_as_parameters(
+def name_as_parameters(
     model: PreTrainedModel,
     state_dict: dict[str, Any],
     prefix: str,

@@ -19,7 +19,6 @@ from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
 from patcher.loading.routes import Routing
 from patcher.loading.suggestions import missing_conversions
-from patcher.patterns import inside
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,6 @@ def check_weights(
                 checkpoint.keys() - left_over,
             )
             filtered = any(patcher.filtered_weight_conversion_patterns for patcher in patchers)
-            path = next(iter(paths), "").removeprefix(f"{model.base_model_prefix}.")
             text = _weights_text(
                 absent - elsewhere,
                 left_over,
@@ -179,7 +177,6 @@ def check_weights(
                 suggested,
                 idle,
                 turned=_turned(name for name, found, shape in info.mismatched_keys if _are_transposes(found, shape)),
-                bound=re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", inside(path)).replace(".", r"\."),
                 filtered=filtered,
             )
             error = PatchedWeightsError(text)
@@ -239,17 +236,13 @@ def _weights_text(
     idle: Iterable[str],
     *,
     turned: Iterable[str],
-    bound: str,
     filtered: bool,
 ) -> str:
     lines = []
     if elsewhere:
         lines.append("The patcher's conversions or filters keep the checkpoint from modules that are not replaced:")
         lines += [f"  {key}" for key in folded(elsewhere)]
-        lines.append(
-            f"Bind the patterns of a conversion to the modules that are meant: r'({bound})q_proj\\.weight' "
-            "with the target r'\\1qkv_proj.weight' takes nothing else."
-        )
+        lines += [f"  ({key}: {mismatched[key]})" for key in ordered(elsewhere & set(mismatched))[:5]]
         if filtered:
             lines.append(
                 "A filter drops a stock conversion for the whole model: replace every class that needs it, or take "

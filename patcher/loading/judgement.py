@@ -40,14 +40,14 @@ def judge(
     diagnostics = selected.diagnostics.adding(routing.problem, strict=True)
     done: dict[str, Any] = {
         "read": not routing.is_runtime_layout,
-        "routes": tuple(route for route in routing.routes if route.by),
+        "routes": tuple(route for route in routing.routes if route.is_carried),
         "dropped": selected.conversions.dropped,
     }
     if routing.failure is not None:
         diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
         return _loaded(selected, routing, info, diagnostics, done)
-    if selected.conversions.added and (failed := _failed_quantizing(info, routing)):
-        raise PatchedWeightsError(failed_text(failed, selected.model))
+    if _fails_to_quantize(info, routing):
+        raise PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
     matched = selected.matched | _matched_by_reading(selected, routing, checkpoint, info.unexpected_keys)
     if selected.dry_run is None:
         tell_blocks(matched)
@@ -78,10 +78,10 @@ def _loaded(
     return Loaded(**values, info=info, routing=routing)
 
 
-def _failed_quantizing(info: Any, routing: Routing) -> dict[str, str]:
-    """What a quantizer has raised for parameters that conversions of patchers have made."""
+def _fails_to_quantize(info: Any, routing: Routing) -> bool:
+    """Whether a quantizer has raised for parameters that conversions of patchers have made."""
     made = {name for route in routing.routes if route.by for name in route.parameters}
-    return {name: text for name, text in info.conversion_errors.items() if name in made}
+    return not made.isdisjoint(info.conversion_errors)
 
 
 def _idle_sources(routing: Routing, checkpoint: Mapping[str, Any]) -> list[str]:

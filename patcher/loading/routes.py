@@ -31,7 +31,7 @@ from patcher.layouts.carried import Carrier, fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.names import Named, Names
-from patcher.layouts.operations import only_moves
+from patcher.layouts.operations import joins_unequal, only_moves
 from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import describe, has_known_operations, single
@@ -49,6 +49,8 @@ class Route:
         layout: how; None for a tensor that is read as it is.
         by: the conversions of patchers that have a part in it.
         stock: what the parts are called in transformers.
+        is_carried: whether modules carry how it was made: by a patcher, or by a conversion of transformers that joins
+            parts of different sizes, which transformers would cut into equal ones.
     """
 
     keys: tuple[str, ...]
@@ -56,6 +58,12 @@ class Route:
     layout: Layout | None = None
     by: tuple[Added, ...] = ()
     stock: tuple[str, ...] = ()
+    is_carried: bool = False
+
+    @property
+    def text(self) -> str:
+        """How, in a line; "" for a tensor that is read as it is."""
+        return describe(self.by[-1].transform) if self.by else str(self.layout or "")
 
 
 @dataclass(eq=False)
@@ -73,7 +81,9 @@ class Routing:
         parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
         used: the conversions of transformers that have had a part.
         follow: tells where a key goes.
+        renamed: tells what the renamings of transformers make of a key.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
+        is_hopeless: whether conversions of transformers can't run, so that no load can read it.
         problem: why it can't be read.
     """
 
@@ -88,8 +98,10 @@ class Routing:
     parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
+    is_hopeless: bool = False
     problem: PatchedWeightsError | None = None
     follow: Callable[[str], Named] = Named
+    renamed: Callable[[str], str] = str
 
     @property
     def failure(self) -> PatchedWeightsError | None:
@@ -242,7 +254,7 @@ class _Router:
         """Where each key goes; a conversion that a patcher adds acts on what it has replaced, where that is enough."""
         conversions = self.conversions
         names = Names(self.model, self.tensors, conversions.mapping, conversions.added, conversions.requested)
-        self.names, self.routing.follow = names, names.follow
+        self.names, self.routing.follow, self.routing.renamed = names, names.follow, names.renamed
         named = {key: names.follow(key) for key in keys}
         paths = tuple(inside(path) for path in conversions.replaced)
         if not paths or "" in conversions.replaced:
@@ -303,7 +315,7 @@ class _Router:
                 if found.by:
                     self.routing.sources[name] = self.routing.rest.pop(key)
             if found.by or name not in self.wanted:
-                self.routing.routes.append(Route((key,), (name,), layout, found.by, (found.stock,)))
+                self.routing.routes.append(Route((key,), (name,), layout, found.by, (found.stock,), bool(found.by)))
         return list(groups.values())
 
     # --- conversions -----------------------------------------------------------------------------------------------
@@ -335,11 +347,13 @@ class _Router:
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
         if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
             self.lacking += self._lacking(group) if not is_ours else []
-        self._made(group, layout.fused, layout, by, tuple(members[key].stock for key in group.keys))
-        if not (is_ours or is_wanted):
+        is_carried = is_ours or (not is_wanted and joins_unequal(layout.operations))
+        stock = tuple(members[key].stock for key in group.keys)
+        self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
+        if not (is_carried or is_wanted):
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
-        run = partial(self._run, layout, is_ours)
+        run = partial(self._run, layout, is_carried)
         computation = Computation(run, sources, scales=only_moves(group.transform))
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
@@ -380,6 +394,8 @@ class _Router:
         layout: Converted | None,
         by: tuple[Added, ...],
         stock: tuple[str, ...] = (),
+        *,
+        is_carried: bool = False,
     ) -> None:
         """Note what a group makes."""
         shapes = layout.fused_shapes() if layout is not None else []
@@ -389,7 +405,7 @@ class _Router:
             elif name not in self.wanted:
                 self.shapes[name] = tuple(shapes[number] if layout is not None else self.tensors[name].shape)
             self._origin(name, group.keys, bool(by))
-        self.routing.routes.append(Route(group.keys, tuple(names), layout, by, stock))
+        self.routing.routes.append(Route(group.keys, tuple(names), layout, by, stock, is_carried))
 
     @torch.no_grad()
     def _run(self, layout: Converted, is_ours: bool, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -492,6 +508,7 @@ class _Router:
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         lacking = [*incomplete, *self.lacking]
+        routing.is_hopeless = bool(self.lacking or self.failed)
         problem = _problem(lacking, [] if self.lacking else misfits, companions, self.twice, self.failed)
         routing.problem = problem
 
@@ -599,7 +616,9 @@ def carried_layouts(routes: Iterable[Route]) -> list[Layout]:
     return [
         replace(each.layout, stock=each.stock)
         for each in routes
-        if each.by and each.layout is not None and (each.stock != each.parameters or type(each.layout) is not Rows)
+        if each.is_carried
+        and each.layout is not None
+        and (each.stock != each.parameters or type(each.layout) is not Rows)
     ]
 
 

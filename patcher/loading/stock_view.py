@@ -166,7 +166,7 @@ def from_scratch(
     routing = route(
         model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)
     )
-    return FromScratch(tuple(each for each in routing.routes if each.by), tuple(routing.used))
+    return FromScratch(tuple(each for each in routing.routes if each.is_carried), tuple(routing.used))
 
 
 # --- names that are parts of others ----------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, WeightConverter
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, WeightConverter
 from transformers.core_model_loading import Transpose, WeightRenaming
 
 from patcher import PatchedWeightsError, Patcher, plan
 from tests.support.checkpoints import assert_saved_alike
 from tests.support.comparing import logits
-from tests.support.tiny import save_tiny, tiny_llama_config
+from tests.support.replacements import JoinedAttention, joining
+from tests.support.tiny import save_tiny, tiny_llama_config, tiny_llava_config
 
 LAYERS = 4
 
@@ -82,6 +83,27 @@ def test_a_namesake_elsewhere_is_left_alone(tmp_path: Path) -> None:
         module_mapping={"transformer.h.*.attn.c_proj": Straight}, extra_weight_conversions=turning("c_proj.weight")
     )
     assert_as_stock(folder, patcher, tmp_path / "out")
+
+
+def test_projections_of_another_part_of_the_model_are_left_alone(tmp_path: Path) -> None:
+    """A vision tower has layers of the same names: queries and keys were taken from it."""
+
+    class OneProjection(JoinedAttention):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.v_proj = self.qkv_proj
+            del self.qkv_proj
+
+    folder = save_tiny(tiny_llava_config(), tmp_path / "llava")
+    conversion = joining(*(rf"self_attn\.{name}_proj\.weight" for name in "qkv"), target="self_attn.v_proj.weight")
+    patcher = Patcher({"LlamaAttention": OneProjection}, extra_weight_conversions=conversion)
+    model, stock = (AutoModelForImageTextToText.from_pretrained(folder, patcher=each) for each in (patcher, None))
+    tower = stock.model.vision_tower.state_dict()
+    assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
+    for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
+        parts = [its.self_attn.get_submodule(f"{name}_proj").weight for name in "qkv"]
+        assert torch.equal(mine.self_attn.v_proj.weight, torch.cat(parts))
+    assert_saved_alike(model, stock, tmp_path / "out")
 
 
 def test_other_names_and_turns_of_one_tensor_act_together(llama: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
+from patcher.loading.checkpoint_names import name_as_parameters
 from patcher.loading.integration import integrations
 from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -46,6 +47,7 @@ from patcher.loading.load import (
 )
 from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read, tell_initialized
+from patcher.loading.record import record_of
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in: the result of its last step.
@@ -251,3 +253,14 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         _LOAD.set(finalized)
         tell_initialized(info, finalized)
         return info
+
+
+@seam("transformers.modeling_utils:PreTrainedModel._load_from_state_dict", "state_dict", "prefix")
+def load_from_state_dict(
+    stock: Stock, self: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+) -> None:
+    """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
+    if record_of(self) is not None:
+        _, _, missing_keys, _, error_msgs = args
+        name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
+    stock(self, state_dict, prefix, *args, **kwargs)

@@ -98,12 +98,15 @@ def complete(
     misfits: list[str] = []
     lacking: list[str] = []
     wanted: list[str] = []
+    # The checkpoint may have other names for them: those of an older release, or of a `key_mapping`.
+    own = {routing.renamed(key): key for key in checkpoint}
+    shapes = {key: shape_of(checkpoint[own[name]]) for key in expected if (name := routing.renamed(key)) in own}
     for place, keys in together.items():
-        absent = [key for key in keys if key not in checkpoint]
-        odd = [key for key in keys if key not in absent and shape_of(checkpoint[key]) != expected[key].shape]
+        absent = [key for key in keys if key not in shapes]
+        odd = [key for key in keys if key not in absent and shapes[key] != expected[key].shape]
         if not ignores_shapes:
             misfits += [
-                f"{key}: found {tuple(shape_of(checkpoint[key]))}, expected {tuple(expected[key].shape)}"
+                f"{key}: found {tuple(shapes[key])}, expected {tuple(expected[key].shape)}"
                 for key in odd
                 if is_concatenation(routing.follow(key).taker)
             ]
@@ -121,8 +124,10 @@ def complete(
             needed = _parameters_of(wanted, checkpoint, stock, whole, reverted)
             made = initial_values(stock, needed, dtype)
         values = _as_in(checkpoint, stock, stock_revert(stock, made, reverted))
+    gone = {own[routing.renamed(key)] for key in wanted if key in shapes}
+    kept = {key: value for key, value in checkpoint.items() if key not in gone}
     return Completion(
-        {**checkpoint, **{key: values[key] for key in wanted}},
+        {**kept, **{key: values[key] for key in wanted}},
         tuple(sorted(lacking, key=dot_natural_key)),
         tuple(wanted),
     )

@@ -165,7 +165,7 @@ def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: li
 def _is_incomplete(selected: Selected, routing: Routing) -> bool:
     """Whether something that is made of several tensors may lack one of them."""
     if routing.problem is not None:
-        return True
+        return not routing.is_hopeless
     amiss = bool(routing.missing or routing.mismatched or routing.errors)
     added = [each.transform for each in selected.conversions.added]
     return any(amiss or is_concatenation(each) for each in added)

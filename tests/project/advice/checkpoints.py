@@ -103,7 +103,7 @@ def a_mapping_to_something_else(at: Place) -> Steps:
 # --- weights that are joined ---------------------------------------------------------------------------------------
 
 
-@advice("The checkpoint holds {} twice: {}, and as {}. Take one of them out.")
+@advice("The checkpoint holds {}. Take one of them out.")
 def a_checkpoint_in_both_layouts(at: Place) -> Steps:
     parts, joined = [f"model.layers.0.{part}" for part in PARTS], "model.layers.0.mlp.gate_up_proj.weight"
     both = changed(

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Concatenate,
     EncoderDecoderModel,
     GgufConfig,
@@ -26,6 +25,7 @@ from transformers import (
     WeightConverter,
     pipeline,
 )
+from transformers.core_model_loading import Transpose
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
@@ -33,8 +33,8 @@ from patcher import Patcher, PatcherWarning
 from tests.project.advice import OwnMLP, Place, Steps, advice, load, same, written
 from tests.support.gguf_files import write_qwen35_gguf
 from tests.support.offloaded import places
-from tests.support.replacements import JOIN, JOINED, JoinedAttention, JoinedMLP, With, joining
-from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_llava_config, tiny_tokenizer
+from tests.support.replacements import JOIN, JOINED, JoinedMLP, With, joining
+from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_tokenizer
 
 OWN = Patcher({"LlamaMLP": OwnMLP})
 PARTS = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -156,34 +156,44 @@ def weights_of_another_shape(at: Place) -> Steps:
     assert (model.model.layers[0].mlp.up_proj.weight == 3).all()
 
 
-class OneProjection(JoinedAttention):
-    """Calls its one projection as attentions elsewhere call that of their values."""
+class TurnedDown(LlamaMLP):
+    """Holds the weight of its last layer transposed."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.v_proj = self.qkv_proj
-        del self.qkv_proj
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.down_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)) @ self.down_proj.weight
 
 
-@advice("Bind the patterns of a conversion to the modules that are meant: ")
-def a_conversion_that_takes_too_much(at: Place) -> Steps:
-    def joined(before: str = "", after: str = "") -> Patcher:
-        sources = [rf"{before}self_attn\.{name}_proj\.weight" for name in "qkv"]
-        conversion = joining(*sources, target=f"{after}self_attn.v_proj.weight")
-        return Patcher({"LlamaAttention": OneProjection}, extra_weight_conversions=conversion)
+@advice("The checkpoint has some transposed. Convert them ")
+def weights_that_are_transposed(at: Place) -> Steps:
+    patcher = Patcher({"LlamaMLP": TurnedDown})
+    said = yield lambda: load(at.llama, patcher)
+    conversions = written(said, r"extra_weight_conversions=(\[.*?\])\n")
+    assert same(load(at.llama, patcher.replace(extra_weight_conversions=conversions)), at.llama)
 
-    folder = save_tiny(tiny_llava_config(), at.tmp / "llava")  # whose vision tower has such projections as well
-    said = yield lambda: AutoModelForImageTextToText.from_pretrained(folder, patcher=joined())
-    prefix, target = written(said, r"(r'\(.*?'){1} with"), written(said, r"target (r'.*?')")
-    sources = [prefix.replace("q_proj", f"{name}_proj") for name in "qkv"]
-    bound = joined().replace(extra_weight_conversions=joining(*sources, target=target.replace("qkv_proj", "v_proj")))
-    model = AutoModelForImageTextToText.from_pretrained(folder, patcher=bound)
-    stock = AutoModelForImageTextToText.from_pretrained(folder)
-    tower = stock.model.vision_tower.state_dict()
-    assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
-    for mine, its in zip(model.model.language_model.layers, stock.model.language_model.layers, strict=True):
-        parts = [its.self_attn.get_submodule(f"{name}_proj").weight for name in "qkv"]
-        assert torch.equal(mine.self_attn.v_proj.weight, torch.cat(parts))
+
+@advice("Replace those modules as well, or take a checkpoint that fits them: there a conversion runs only if nothing ")
+def a_conversion_that_other_modules_need_as_well(at: Place) -> Steps:
+    def turned(*layers: int) -> Path:
+        state = load_file(at.llama / "model.safetensors")
+        names = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in layers]
+        folder = save_tiny(tiny_llama_config(), at.tmp / f"turned{len(layers)}")
+        save_file(
+            {key: value.T.contiguous() if key in names else value for key, value in state.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        return folder
+
+    turn = WeightConverter("down_proj.weight", "down_proj.weight", operations=[Transpose(0, 1)])
+    one = Patcher(module_mapping={"model.layers.0.mlp": OwnMLP}, extra_weight_conversions=turn)
+    yield lambda: load(turned(0, 1), one)
+    every = Patcher({"LlamaMLP": OwnMLP}, extra_weight_conversions=turn)
+    assert same(load(turned(0, 1), every), turned(0, 1))
+    assert same(load(turned(0), one), turned(0))
 
 
 class OwnMixtralNorm(MixtralRMSNorm):

@@ -46,7 +46,7 @@ class HalvesMLP(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
 
 
-@advice("can't be saved in the original format without {}: {} has made them. Save a state dict that has them all.")
+@advice("it is missing in the state dict, and {} has made it with others. Save a state dict with all ")
 def a_part_of_a_converted_layer_in_another_model(at: Place) -> Steps:
     stock, model = load(at.llama), load(at.llama, Patcher(module_mapping={"**.mlp": HalvesMLP}))
     stock.model.layers[0] = model.model.layers[0]
