@@ -41,7 +41,7 @@ from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
-from patcher.loading.reading.initial_values import ParameterTraits
+from patcher.loading.initial_values import ParameterTraits
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.traced_layouts import carry_conversions
 from patcher.patterns import matches_path

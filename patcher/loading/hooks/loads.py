@@ -26,6 +26,7 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
+from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
 from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -44,7 +45,6 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read
 from patcher.spec.patcher import Patcher
 

@@ -17,8 +17,8 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError
 from patcher.loading.checks import Diagnostics
+from patcher.loading.initial_values import keeping_computed
 from patcher.loading.load import check_stands, check_supported, finish_by_hand
-from patcher.loading.reading.initial_values import keeping_computed
 from patcher.resolution.fused_modules import (
     fuse_standing_modules,
     fuse_when_all_stand,
