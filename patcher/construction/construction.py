@@ -23,8 +23,7 @@ from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
 from patcher.construction.frames import calling_module, is_initializing
 from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
-from patcher.construction.meta_init import MetaInit, no_meta_init
-from patcher.construction.plain_tensors import attributes, tensors_in
+from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
 from patcher.errors import PatchConstructionError
 
 
@@ -40,8 +39,6 @@ class Built:
     kwargs: dict[str, Any]
     #: not a part of another replacement
     outermost: bool
-    #: its `__init__` has computed something from parameters, which had no values
-    needs_values: bool
     #: the names of its parameters, and the how-manieth each was that it registered
     numbers: Mapping[str, int]
 
@@ -58,7 +55,7 @@ class Construction:
         rules: what is in force.
         by_hand: no checkpoint is read: the model is finished when its modules stand.
         has_block: a block ends it; otherwise it is over when the `__init__` of its model is.
-        on_meta: buffers go to the meta device too, so that not even the largest replacement takes any memory.
+        on_meta: buffers may stay on the meta device too, of a replacement that would take more memory than there is.
         is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
     """
 
@@ -146,11 +143,11 @@ class Construction:
         mark_original_class(module, original)
         is_outermost = not self._building
         replacement = self.rebound.get(match.replacement, match.replacement)
-        needs_values, numbers = self._construct(module, original, replacement, args, kwargs)
+        numbers = self._construct(module, original, replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field != "module_mapping":  # which says itself what it has matched
             self.note(original, match)
-        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, needs_values, numbers)
+        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, numbers)
         self.built.append(built)
         if self.at_end is not None and module is self.root:
             self.at_end()
@@ -169,7 +166,7 @@ class Construction:
         return new
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
-        """Build a replacement once more, for the values that its `__init__` computes."""
+        """Build a replacement once more, for the values that its `__init__` gives to new weights."""
         module = built.original.__new__(built.original)
         self._building.append(module)
         try:
@@ -180,52 +177,38 @@ class Construction:
 
     def _construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> tuple[bool, Mapping[str, int]]:
-        """Initialise a replacement, real if meta can't give what its `__init__` asks of it.
+    ) -> Mapping[str, int]:
+        """Initialise a replacement.
 
         Returns:
-            Whether it has computed something from a parameter whose value a checkpoint may replace, and the numbers
-            of its parameters: now, for a quantizer may put others in their places.
+            The numbers of its parameters: now, for a quantizer may put others in their places.
         """
         self._building.append(module)
         count = len(self.built)
         try:
             if (around := MetaInit.current()) is not None:
                 around.construct(module, original, replacement, args, kwargs)
-                return False, {}
-            for meta_init in [MetaInit(buffers_too=True)] * self.on_meta + [MetaInit()]:
+                return {}
+            meta_init = MetaInit()
+            try:
+                meta_init.construct(module, original, replacement, args, kwargs)
+            except PatchConstructionError as error:
+                if not self.on_meta or (meta_init.wanting and not self.is_skeleton):
+                    raise
+                del self.built[count:]
+                module.__class__ = original
+                module.__dict__.clear()
+                mark_original_class(module, original)
                 try:
-                    meta_init.construct(module, original, replacement, args, kwargs)
+                    MetaInit(buffers_too=True).construct(module, original, replacement, args, kwargs)
                 except PatchConstructionError:
-                    if not (meta_init.has_moved or meta_init.buffers_too):
-                        raise
-                    del self.built[count:]
-                    module.__class__ = original
-                    module.__dict__.clear()
-                    mark_original_class(module, original)
-                else:
-                    moved = meta_init.has_moved and not self.on_meta
-                    lacks_values = moved and _lacks_values(module, meta_init)
-                    return lacks_values, meta_init.numbers(module)
-            meta_init = MetaInit(moved=())
-            meta_init.construct(module, original, replacement, args, kwargs)
-            meta_init.move_to_meta(module)
-            return True, meta_init.numbers(module)
+                    raise error from error.__cause__
+                return {}
+            if meta_init.to_meta and not self.is_skeleton:
+                check_values(module, meta_init)
+            return meta_init.numbers(module)
         finally:
             self._building.pop()
-
-
-def _lacks_values(module: nn.Module, meta_init: MetaInit) -> bool:
-    """Whether something that is no parameter is on meta: it was computed from one, or is one under no name."""
-    if any(buffer.device.type == "meta" for buffer in module.buffers()):
-        return True
-    own = {id(each) for each in module.modules()}
-    return any(
-        meta_init.registered(tensor).device.type == "meta"
-        for each in module.modules()
-        for _, value in attributes(each)
-        for tensor in tensors_in(value, lambda found: id(found) in own)
-    )
 
 
 _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
