@@ -56,6 +56,11 @@ def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[t
     return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
+def model_classes() -> list[type[PreTrainedModel]]:
+    """Every live class of models, those apart that were made of others."""
+    return [cls for cls in _subclasses(PreTrainedModel) if REBOUND not in cls.__dict__]
+
+
 def is_modeling_module(name: str) -> bool:
     """Whether a module is modeling code: of transformers itself, or remote code that transformers has loaded."""
     return name.startswith(("transformers.", "transformers_modules.")) or name == "transformers_modules"

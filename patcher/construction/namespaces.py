@@ -18,7 +18,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import build_replacement, current_construction
+from patcher.construction.construction import build_replacement, construction_here, current_construction
 from patcher.construction.frames import calling_module
 from patcher.construction.in_force import entered
 from patcher.construction.lock import process_lock
@@ -188,8 +188,11 @@ def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
             return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            module = build_replacement(original, name, None, args, kwargs)
-            return original(*args, **kwargs) if module is None else module
+            with construction_here() as construction:
+                module = None
+                if construction is not None:
+                    module = build_replacement(construction, original, name, None, args, kwargs)
+                return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)

@@ -404,4 +404,3 @@ def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     ParameterTraits.of(model, outermost)
     keep_record(models, record)
     follow_state_dicts(models)
-    construction.forget()

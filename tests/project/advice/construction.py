@@ -153,6 +153,32 @@ def a_model_with_a_metaclass(at: Place) -> Steps:
     assert same(model, at.llama)
 
 
+class GivenAnInit(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+
+@advice("follow what it builds: another tool has replaced it. Use that tool before the block begins.")
+def a_model_whose_init_is_replaced_in_a_block(at: Place) -> Steps:
+    stock = GivenAnInit.__init__
+
+    def by_the_tool(self: Any, config: Any) -> None:
+        LlamaForCausalLM.__init__(self, config)
+
+    def wrong() -> None:
+        with instead_of_mlp(OwnMLP).applied():
+            GivenAnInit.__init__ = by_the_tool  # type: ignore[method-assign]
+            GivenAnInit(tiny_llama_config())
+
+    try:
+        yield wrong
+        with instead_of_mlp(OwnMLP).applied():
+            assert type(GivenAnInit(tiny_llama_config()).model.layers[0].mlp) is OwnMLP
+        assert GivenAnInit.__init__ is by_the_tool
+    finally:
+        GivenAnInit.__init__ = stock  # type: ignore[method-assign]
+
+
 # --- what is computed ----------------------------------------------------------------------------------------------
 
 
