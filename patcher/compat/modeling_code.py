@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -74,6 +75,17 @@ def is_architecture_module(name: str) -> bool:
 def custom_modeling_modules() -> set[str]:
     """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
     return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+
+
+def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:
+    """What a config chooses in a registry of transformers, with the argument that says so; None where it has nothing.
+
+    Then what the modeling code has as its default runs, which is called "eager".
+    """
+    for kind, argument in ((AttentionInterface, "attn_implementation"), (ExpertsInterface, "experts_implementation")):
+        if isinstance(registry, kind) and (chosen := getattr(config, f"_{argument}", None)) in registry:
+            return argument, str(chosen)
+    return None
 
 
 def registered(registry: Any) -> list[Any]:

@@ -51,6 +51,8 @@ class Matched:
         functions: the names of the functions that the modeling code calls, where a patcher replaces any.
         registries: (function, table) of what it looks for in tables that all models share.
         hidden: (function, another one) of what is called by another one that is replaced.
+        unchosen: (function, default, argument of a load, its value) of what isn't called under that value, for it is
+            that default, or is called by it.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
@@ -67,6 +69,7 @@ class Matched:
     functions: frozenset[str] = frozenset()
     registries: frozenset[tuple[str, str]] = frozenset()
     hidden: frozenset[tuple[str, str]] = frozenset()
+    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()
