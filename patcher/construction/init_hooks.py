@@ -68,6 +68,17 @@ class _Gate:
                 self.cls.__init__ = self.before  # type: ignore[method-assign]
 
 
+def own_members(cls: type) -> dict[str, Any]:
+    """The members of a class itself, without a gate that it has for a while."""
+    with process_lock:
+        members, gate = dict(vars(cls)), _Gate.installed.get(cls)
+        if gate is not None and members.get("__init__") is gate.function:
+            members["__init__"] = gate.before
+            if gate.before is None:
+                del members["__init__"]
+    return members
+
+
 class _Cover:
     """The gates and stand-ins that one set of class rules needs, and gates on all models where any may be built."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import named_modules
 from patcher.conversions.layouts import Layout, lies_in_blocks
 from patcher.conversions.sharded import one_piece
@@ -45,7 +46,7 @@ class FusedWeights:
         return self
 
     def __reduce__(self) -> Any:
-        return (_unpickled, (self.fusion, self.original, self.layouts, self.names))
+        return (_unpickled, (self.fusion, PickledClass.of(self.original), self.layouts, self.names))
 
     @property
     def fused(self) -> frozenset[str]:
@@ -117,9 +118,9 @@ class FusedWeights:
                 )
 
 
-def _unpickled(*values: Any) -> FusedWeights:
+def _unpickled(fusion: Any, original: Any, *values: Any) -> FusedWeights:
     importlib.import_module("patcher").install()  # so that the model saves there as it does here
-    return FusedWeights(*values)
+    return FusedWeights(fusion, PickledClass.read(original), *values)
 
 
 def fused_weights(module: nn.Module) -> FusedWeights | None:

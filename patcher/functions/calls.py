@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
+from patcher.construction.init_hooks import own_members
 from patcher.functions.references import references_of
 from patcher.functions.rules import FunctionRules, Hit
 
@@ -132,7 +133,7 @@ class CallGraph:
 
     def member_edges(self, cls: type) -> Iterator[tuple[str, Edge]]:
         """The functions of one class, its own alone, by the names of its members."""
-        for name, value in vars(cls).items():
+        for name, value in own_members(cls).items():
             if name in ("__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"):
                 continue
             for edge in member_functions(value):

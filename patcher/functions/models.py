@@ -13,6 +13,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
+from patcher.construction.init_hooks import own_members
 from patcher.construction.plain_tensors import attributes
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import Blocked, Node, is_followed
@@ -217,7 +218,7 @@ class _Search:
                 if any(map(self.graph.needs, self.rebinder.add(made))):
                     how = f"makes a {made.__name__}, which calls it, each time it runs"
                     raise self._not_followed(None, node.function.__qualname__, how)
-        inits = [vars(base).get("__init__") for base in filter(is_followed, cls.__mro__)]
+        inits = [own_members(base).get("__init__") for base in filter(is_followed, cls.__mro__)]
         return any(map(self.graph.needs, inits))
 
     def _unused(self, modules: list[nn.Module], node: Node) -> dict[int, Any]:

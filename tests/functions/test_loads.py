@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
@@ -172,6 +173,47 @@ def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Pa
         each.save_pretrained(tmp_path / str(number))
         for name in ("model.safetensors", "config.json"):
             assert (tmp_path / str(number) / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("library", ["cloudpickle", "dill"])
+@pytest.mark.parametrize("fusions", [(), ("qkv", "gate_up")], ids=str)
+def test_other_libraries_pickle(library: str, fusions: Any, folder: Path, stock: Any, tmp_path: Path) -> None:
+    """They write down classes that no process has by their names, with all that these refer to."""
+    pickles = importlib.import_module(library)
+    model = load(folder, ROPE.replace(fusions=fusions))
+    (tmp_path / "model.pickle").write_bytes(pickles.dumps(model))
+    again = pickles.loads((tmp_path / "model.pickle").read_bytes())
+    assert torch.allclose(logits(again), logits(stock), atol=1e-5)
+    assert CALLS == ["rope"] * 2
+    assert type(again.model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
+    assert report(again).functions == report(model).functions
+    code = (
+        f"import sys, torch, {library} as pickles\n"
+        "model = pickles.load(open(sys.argv[1] + '/model.pickle', 'rb'))\n"
+        "from tests.functions.functions import CALLS\n"
+        "with torch.no_grad(): model(torch.arange(3, 13)[None])\n"
+        "assert CALLS == ['rope'] * 2, CALLS\n"
+        "model.save_pretrained(sys.argv[1] + '/saved')\n"
+    )
+    fresh.run(code, tmp_path)
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.libraries
+def test_cloudpickle_takes_a_replacement_that_no_module_has(folder: Path) -> None:
+    def doubled(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        return q * 2, k * 2
+
+    model = load(folder, Patcher(function_mapping={"apply_rotary_pos_emb": doubled}))
+    again = pickle.loads(importlib.import_module("cloudpickle").dumps(model))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_object_of_a_class_derived_from_one_that_was_made_pickles(folder: Path) -> None:
+    attention = load(folder, ROPE).model.layers[0].self_attn
+    attention.__class__ = type("Derived", (type(attention),), {})
+    assert type(copy.deepcopy(attention)) is type(attention)
 
 
 @pytest.mark.process
