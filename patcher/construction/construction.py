@@ -7,6 +7,7 @@ model passes through.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,6 @@ from transformers import PreTrainedModel
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.frames import calling_module
 from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
 from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
 from patcher.errors import PatchConstructionError
@@ -200,6 +200,11 @@ class Construction:
             return meta_init.numbers(module)
         finally:
             self._building.pop()
+
+
+def calling_module(depth: int) -> str:
+    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)

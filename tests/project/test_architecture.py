@@ -88,7 +88,7 @@ OTHERS_OWN = {
 }
 #: The functions that look at frames, and why each must.
 FRAMES = {
-    "patcher.construction.frames:calling_module": "who constructs: modeling code, or somebody else",
+    "patcher.construction.construction:calling_module": "who constructs: modeling code, or somebody else",
     "patcher.errors:calling_frame": "the first line not ours: where a warning is said",
 }
 #: What users import from: presets, examples and notebooks get by with it.
