@@ -156,16 +156,16 @@ def test_what_is_got_is_a_copy() -> None:
     assert get_patch_mapping() == {"LlamaMLP": MyMLP}
 
 
-def test_inside_of_a_block_names_read_as_the_replacement_and_only_there() -> None:
+def test_inside_of_a_block_names_are_what_they_were_and_what_they_construct_is_another() -> None:
     register_patch_mapping({"LlamaMLP": MyMLP})
     elsewhere: list[type] = []
     with apply_patches():
-        assert modeling_llama.LlamaMLP == MyMLP
-        thread = threading.Thread(target=lambda: elsewhere.append(modeling_llama.LlamaMLP))
+        assert modeling_llama.LlamaMLP is LlamaMLP
+        assert type(modeling_llama.LlamaMLP(tiny_llama_config())) is MyMLP
+        thread = threading.Thread(target=lambda: elsewhere.append(type(LlamaMLP(tiny_llama_config()))))
         thread.start()
         thread.join()
     assert elsewhere == [LlamaMLP]
-    assert modeling_llama.LlamaMLP is LlamaMLP
 
 
 def test_a_name_that_a_class_is_bound_to_counts_as_well() -> None:

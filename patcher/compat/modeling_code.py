@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -19,6 +20,37 @@ def unrebound(made: T) -> T:
     """The class or function itself, of one that was made of it and sees other globals."""
     found: T = vars(made).get(REBOUND, made)
     return found
+
+
+#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
+RECIPE = "_patcher_recipe"
+
+
+class PickledClass:
+    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+
+    @staticmethod
+    def of(cls: Any) -> Any:
+        """What to pickle for a class: the class itself, if every process has it."""
+        return PickledClass(cls) if RECIPE in vars(cls) else cls
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """The class, of what was pickled for it."""
+        return value.cls if isinstance(value, PickledClass) else value
+
+    def __reduce__(self) -> Any:
+        return _made_again, vars(self.cls)[RECIPE]
+
+    def __deepcopy__(self, memo: Any) -> PickledClass:
+        return self
+
+
+def _made_again(make: Callable[..., Any], *args: Any) -> PickledClass:
+    return PickledClass(make(*args))
 
 
 class Rebound(type):
@@ -56,6 +88,11 @@ def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[t
     return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
+def model_classes() -> list[type[PreTrainedModel]]:
+    """Every live class of models, those apart that were made of others."""
+    return [cls for cls in _subclasses(PreTrainedModel) if REBOUND not in cls.__dict__]
+
+
 def is_modeling_module(name: str) -> bool:
     """Whether a module is modeling code: of transformers itself, or remote code that transformers has loaded."""
     return name.startswith(("transformers.", "transformers_modules.")) or name == "transformers_modules"
@@ -69,6 +106,17 @@ def is_architecture_module(name: str) -> bool:
 def custom_modeling_modules() -> set[str]:
     """The modules outside transformers that define a `PreTrainedModel`: they are modeling code as well."""
     return {cls.__module__ for cls in _subclasses(PreTrainedModel) if not is_modeling_module(cls.__module__)}
+
+
+def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:
+    """What a config chooses in a registry of transformers, with the argument that says so; None where it has nothing.
+
+    Then what the modeling code has as its default runs, which is called "eager".
+    """
+    for kind, argument in ((AttentionInterface, "attn_implementation"), (ExpertsInterface, "experts_implementation")):
+        if isinstance(registry, kind) and (chosen := getattr(config, f"_{argument}", None)) in registry:
+            return argument, str(chosen)
+    return None
 
 
 def registered(registry: Any) -> list[Any]:

@@ -1,12 +1,13 @@
 """One construction: what is built, from the outermost model down, and what it was built in place of.
 
 The only mutable object of a load, made where the outermost model begins and private to the thread that builds it. It
-ends with the block that made it (a load, `from_config`, a skeleton) or, for a model that is built by hand in an
-`applied()` block, with the `__init__` of that model.
+ends with what made it: a load, `from_config`, a skeleton, or in an `applied()` block the gate that the `__init__` of a
+model passes through.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +22,8 @@ from transformers import PreTrainedModel
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.frames import calling_module, is_initializing
 from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
-from patcher.construction.meta_init import MetaInit, no_meta_init
-from patcher.construction.plain_tensors import attributes, tensors_in
+from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
 from patcher.errors import PatchConstructionError
 
 
@@ -40,8 +39,6 @@ class Built:
     kwargs: dict[str, Any]
     #: not a part of another replacement
     outermost: bool
-    #: its `__init__` has computed something from parameters, which had no values
-    needs_values: bool
     #: the names of its parameters, and the how-manieth each was that it registered
     numbers: Mapping[str, int]
 
@@ -57,15 +54,13 @@ class Construction:
     Args:
         rules: what is in force.
         by_hand: no checkpoint is read: the model is finished when its modules stand.
-        has_block: a block ends it; otherwise it is over when the `__init__` of its model is.
-        on_meta: buffers go to the meta device too, so that not even the largest replacement takes any memory.
+        on_meta: buffers may stay on the meta device too, of a replacement that would take more memory than there is.
         is_skeleton: built for its names and shapes only: no fusions, nothing is judged.
     """
 
     rules: ClassRules
     _: KW_ONLY
     by_hand: bool = False
-    has_block: bool = True
     on_meta: bool = False
     is_skeleton: bool = False
     thread: int = field(init=False, default_factory=threading.get_ident)
@@ -82,7 +77,7 @@ class Construction:
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: class -> the one with other functions as which it is initialised
     rebound: Mapping[type[nn.Module], type[nn.Module]] = field(init=False, default_factory=dict)
-    #: what is left to do when the `__init__` of a replaced model, which goes on after `post_init`, has returned
+    #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
     at_end: Callable[[], None] | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
@@ -101,11 +96,6 @@ class Construction:
     def outermost_built(self) -> list[Built]:
         """The replacements that are no part of another one."""
         return [built for built in self.built if built.outermost]
-
-    def forget(self) -> None:
-        """Hold on to nothing of a model that is finished."""
-        self.built.clear()
-        self.arguments.clear()
 
     def note(self, cls: type[nn.Module], match: Match) -> None:
         """Remember which keys have had an effect."""
@@ -146,14 +136,12 @@ class Construction:
         mark_original_class(module, original)
         is_outermost = not self._building
         replacement = self.rebound.get(match.replacement, match.replacement)
-        needs_values, numbers = self._construct(module, original, replacement, args, kwargs)
+        numbers = self._construct(module, original, replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field != "module_mapping":  # which says itself what it has matched
             self.note(original, match)
-        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, needs_values, numbers)
+        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, numbers)
         self.built.append(built)
-        if self.at_end is not None and module is self.root:
-            self.at_end()
 
     def build_in_place_of(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,7 +157,7 @@ class Construction:
         return new
 
     def build_again(self, built: Built, meta_init: MetaInit) -> nn.Module:
-        """Build a replacement once more, for the values that its `__init__` computes."""
+        """Build a replacement once more, for the values that its `__init__` gives to new weights."""
         module = built.original.__new__(built.original)
         self._building.append(module)
         try:
@@ -180,52 +168,43 @@ class Construction:
 
     def _construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
-    ) -> tuple[bool, Mapping[str, int]]:
-        """Initialise a replacement, real if meta can't give what its `__init__` asks of it.
+    ) -> Mapping[str, int]:
+        """Initialise a replacement.
 
         Returns:
-            Whether it has computed something from a parameter whose value a checkpoint may replace, and the numbers
-            of its parameters: now, for a quantizer may put others in their places.
+            The numbers of its parameters: now, for a quantizer may put others in their places.
         """
         self._building.append(module)
         count = len(self.built)
         try:
             if (around := MetaInit.current()) is not None:
                 around.construct(module, original, replacement, args, kwargs)
-                return False, {}
-            for meta_init in [MetaInit(buffers_too=True)] * self.on_meta + [MetaInit()]:
+                return {}
+            meta_init = MetaInit()
+            try:
+                meta_init.construct(module, original, replacement, args, kwargs)
+            except PatchConstructionError as error:
+                if not self.on_meta or (meta_init.wanting and not self.is_skeleton):
+                    raise
+                del self.built[count:]
+                module.__class__ = original
+                module.__dict__.clear()
+                mark_original_class(module, original)
                 try:
-                    meta_init.construct(module, original, replacement, args, kwargs)
+                    MetaInit(buffers_too=True).construct(module, original, replacement, args, kwargs)
                 except PatchConstructionError:
-                    if not (meta_init.has_moved or meta_init.buffers_too):
-                        raise
-                    del self.built[count:]
-                    module.__class__ = original
-                    module.__dict__.clear()
-                    mark_original_class(module, original)
-                else:
-                    moved = meta_init.has_moved and not self.on_meta
-                    lacks_values = moved and _lacks_values(module, meta_init)
-                    return lacks_values, meta_init.numbers(module)
-            meta_init = MetaInit(moved=())
-            meta_init.construct(module, original, replacement, args, kwargs)
-            meta_init.move_to_meta(module)
-            return True, meta_init.numbers(module)
+                    raise error from error.__cause__
+                return {}
+            if meta_init.to_meta and not self.is_skeleton:
+                check_values(module, meta_init)
+            return meta_init.numbers(module)
         finally:
             self._building.pop()
 
 
-def _lacks_values(module: nn.Module, meta_init: MetaInit) -> bool:
-    """Whether something that is no parameter is on meta: it was computed from one, or is one under no name."""
-    if any(buffer.device.type == "meta" for buffer in module.buffers()):
-        return True
-    own = {id(each) for each in module.modules()}
-    return any(
-        meta_init.registered(tensor).device.type == "meta"
-        for each in module.modules()
-        for _, value in attributes(each)
-        for tensor in tensors_in(value, lambda found: id(found) in own)
-    )
+def calling_module(depth: int) -> str:
+    """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
@@ -234,21 +213,10 @@ _CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", d
 def current_construction() -> Construction | None:
     """The construction that this code is a part of.
 
-    A context that was copied into another thread carries one that isn't that thread's, and a model that was built by
-    hand and has raised leaves one behind that is over.
+    A context that was copied into another thread carries one that isn't that thread's.
     """
     current = _CURRENT.get()
-    if current is None or current.thread != threading.get_ident():
-        return None
-    if not current.has_block and (current.root is None or not is_initializing(current.root)):
-        return None
-    return current
-
-
-def rebound_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The class with other functions as which an object of `cls` is to be initialised here, if any."""
-    construction = current_construction()
-    return None if construction is None else construction.rebound.get(cls)
+    return current if current is not None and current.thread == threading.get_ident() else None
 
 
 def under_construction() -> bool:
@@ -262,8 +230,21 @@ def constructing(construction: Construction) -> Iterator[Construction]:
     token = _CURRENT.set(construction)
     try:
         yield construction
+        if construction.at_end is not None:
+            construction.at_end()
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def construction_here() -> Iterator[Construction | None]:
+    """The construction that this code is a part of; in a block, one for what is built by itself, with its parts."""
+    construction = current_construction()
+    if construction is None and (entries := entered()):
+        with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
+            yield construction
+    else:
+        yield construction
 
 
 def outside_of_construction(call: Callable[[], T]) -> T:
@@ -277,19 +258,13 @@ def outside_of_construction(call: Callable[[], T]) -> T:
     return unpatched(alone)
 
 
-def begin_by_hand(model: PreTrainedModel) -> Construction | None:
-    """The construction of a model whose `__init__` begins, if some block has put a patcher in force."""
-    entries = entered()
-    if not entries:
-        return None
-    construction = Construction(ClassRules(entries), by_hand=True, has_block=False)
-    construction.root = model
-    _CURRENT.set(construction)
-    return construction
-
-
 def build_replacement(
-    cls: type[nn.Module], name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    construction: Construction,
+    cls: type[nn.Module],
+    name: str,
+    module: nn.Module | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> nn.Module | None:
     """Build what is in force in place of `cls`, where modeling code has bound it to `name`; None if stock is to be.
 
@@ -298,14 +273,6 @@ def build_replacement(
     Args:
         module: the bare object of `cls`, if there is one yet.
     """
-    construction = current_construction()
-    if construction is None:
-        entries = entered()
-        if not entries:
-            return None
-        # A module by itself, or a replaced model: whatever it builds belongs to it.
-        with constructing(Construction(ClassRules(entries), by_hand=True)):
-            return build_replacement(cls, name, module, args, kwargs)
     if module is not None and cls in construction.recorded:
         construction.arguments[id(module)] = (module, args, kwargs)
     if not construction.decides(module, 2):

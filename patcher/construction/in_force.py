@@ -1,13 +1,13 @@
-"""Which patchers are in force: a tuple of values, the innermost first, in a context variable.
+"""Which patchers are in force: a tuple of blocks, the innermost first, in a context variable.
 
-Nothing here is written to but by entering and leaving a block, and by the registry, which is replaced as a whole. What
-was matched while a block lasts is collected beside it, in a `Block`.
+Entering puts a block in front, and leaving takes that very one out, whatever has been put there since: generators that
+hold blocks may end in any order. The registry is replaced as a whole.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -51,6 +51,8 @@ class Matched:
         functions: the names of the functions that the modeling code calls, where a patcher replaces any.
         registries: (function, table) of what it looks for in tables that all models share.
         hidden: (function, another one) of what is called by another one that is replaced.
+        unchosen: (function, default, argument of a load, its value) of what isn't called under that value, for it is
+            that default, or is called by it.
         parameters: the names of what the models hold, where a patcher says any.
         patterns: the patterns of stock conversions.
         checkpoint_keys: the keys of the checkpoints.
@@ -67,6 +69,7 @@ class Matched:
     functions: frozenset[str] = frozenset()
     registries: frozenset[tuple[str, str]] = frozenset()
     hidden: frozenset[tuple[str, str]] = frozenset()
+    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     checkpoint_keys: frozenset[str] = frozenset()
@@ -83,21 +86,33 @@ class Matched:
 
 
 class Block:
-    """What was matched while an `applied()` block lasted, in all threads that carry its context."""
+    """What is in force for a while in the contexts that carry it, and what was matched meanwhile in all of them.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Attributes:
+        entries: the innermost first.
+        only: nothing of what is around it is in force inside.
+        thread: the one that it is private to, in contexts that others have copied as well.
+        cover: the gates that were put in place for it.
+        ended: it was left; a context that was copied from within may outlive it.
+    """
+
+    def __init__(self, entries: tuple[InForce, ...], *, only: bool = False, thread: int | None = None) -> None:
+        self.entries = entries
+        self.only = only
+        self.thread = thread
+        self.cover: Any = None
+        self.ended = False
         self.matched = Matched()
+        self._lock = threading.Lock()
 
     def tell(self, matched: Matched) -> None:
         with self._lock:
             self.matched |= matched
 
 
-_ENTERED: ContextVar[tuple[InForce, ...]] = ContextVar("patcher_in_force", default=())
-_BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("patcher_blocks", default=())
-#: Whether the process-wide registry is left out.
-_UNPATCHED: ContextVar[bool] = ContextVar("patcher_unpatched", default=False)
+#: Inside of it nothing is in force that is outside, nor is the process-wide registry.
+_STOCK = Block((), only=True)
+_BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("patcher_in_force", default=())
 
 #: The patcher of `patcher.monkey_patching`: one value, replaced as a whole.
 _registered = Patcher(strict=False)
@@ -113,9 +128,20 @@ def set_registered_patcher(patcher: Patcher) -> None:
     _registered = patcher
 
 
+def blocks() -> tuple[Block, ...]:
+    """The blocks around this code, the innermost first."""
+    here = threading.get_ident()
+    return tuple(block for block in _BLOCKS.get() if not block.ended and block.thread in (None, here))
+
+
 def entered() -> tuple[InForce, ...]:
     """What the blocks around this code have put in force: what a model that is built by hand here meets."""
-    return _ENTERED.get()
+    entries: list[InForce] = []
+    for block in blocks():
+        entries += block.entries
+        if block.only:
+            break
+    return tuple(entries)
 
 
 def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]]:
@@ -130,37 +156,34 @@ def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]
             raise not_a_patcher("patcher={}", patcher)
         own = (InForce(patcher, "patcher="),)
     entries = (*own, *entered())
-    if _registered.class_mapping and not _UNPATCHED.get() and not any(entry.is_registry for entry in entries):
+    if _registered.class_mapping and _STOCK not in blocks() and not any(entry.is_registry for entry in entries):
         entries = (*entries, InForce(_registered, REGISTRY))
     return entries, own
 
 
 @contextmanager
-def entering(entries: Iterable[InForce], block: Block | None = None) -> Iterator[None]:
-    """Put exactly these in force, the innermost first; a block is told of what is matched meanwhile."""
-    token = _ENTERED.set(tuple(entries))
-    blocks = _BLOCKS.set((*_BLOCKS.get(), block)) if block is not None else None
+def entering(block: Block) -> Iterator[None]:
+    """Put a block in force."""
+    _BLOCKS.set((block, *blocks()))
     try:
         yield
     finally:
-        _ENTERED.reset(token)
-        if blocks is not None:
-            _BLOCKS.reset(blocks)
+        block.ended = True  # in every context that carries it: this may be another one than it was entered in
+        _BLOCKS.set(blocks())
 
 
 def tell_blocks(matched: Matched) -> None:
     """Tell the blocks around this code what was matched in them."""
-    for block in _BLOCKS.get():
-        block.tell(matched)
+    for block in blocks():
+        if block is not _STOCK:
+            block.tell(matched)
 
 
 def unpatched(call: Callable[[], T]) -> T:
     """What a call gives where no patcher is in force but those that it brings: stock, to compare with."""
 
     def alone() -> T:
-        _UNPATCHED.set(True)
-        with entering(()):
-            _BLOCKS.set(())
-            return call()
+        _BLOCKS.set((_STOCK,))
+        return call()
 
     return copy_context().run(alone)

@@ -17,16 +17,16 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module
+from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module, model_classes
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, build_replacement, constructing, rebound_class
-from patcher.construction.in_force import entering
+from patcher.construction.construction import Construction, build_replacement, constructing, construction_here
+from patcher.construction.in_force import Block, blocks, entering
 from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
@@ -44,15 +44,18 @@ class _Gate:
 
         @functools.wraps(cls.__init__)
         def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            if type(self) is cls and build_replacement(cls, cls.__name__, self, args, kwargs) is not None:
-                return
-            if type(self) is cls and (rebound := rebound_class(cls)) is not None:
-                self.__class__ = rebound
-                rebound.__init__(self, *args, **kwargs)
-            elif before is None:
-                super(cls, self).__init__(*args, **kwargs)
-            else:
-                before(self, *args, **kwargs)
+            with construction_here() if type(self) is cls else nullcontext() as construction:
+                if construction is not None:
+                    if build_replacement(construction, cls, cls.__name__, self, args, kwargs) is not None:
+                        return
+                    if (rebound := construction.rebound.get(cls)) is not None:
+                        self.__class__ = rebound
+                        rebound.__init__(self, *args, **kwargs)
+                        return
+                if before is None:
+                    super(cls, self).__init__(*args, **kwargs)
+                else:
+                    before(self, *args, **kwargs)
 
         self.function = cls.__init__ = __init__  # type: ignore[method-assign]
 
@@ -65,13 +68,25 @@ class _Gate:
                 self.cls.__init__ = self.before  # type: ignore[method-assign]
 
 
+def own_members(cls: type) -> dict[str, Any]:
+    """The members of a class itself, without a gate that it has for a while."""
+    with process_lock:
+        members, gate = dict(vars(cls)), _Gate.installed.get(cls)
+        if gate is not None and members.get("__init__") is gate.function:
+            members["__init__"] = gate.before
+            if gate.before is None:
+                del members["__init__"]
+    return members
+
+
 class _Cover:
-    """The gates and stand-ins that one set of class rules needs."""
+    """The gates and stand-ins that one set of class rules needs, and gates on all models where any may be built."""
 
     active: set[_Cover] = set()  # noqa: RUF012 - all that are in place in this process
 
-    def __init__(self, rules: ClassRules) -> None:
+    def __init__(self, rules: ClassRules, *, models: bool) -> None:
         self.rules = rules
+        self.models = models
         self.gated: set[type[nn.Module]] = set()
         self.recorded: frozenset[type[nn.Module]] = frozenset()
         self.namespaces = Namespaces(rules)
@@ -83,11 +98,13 @@ class _Cover:
                 watch_parameters()
 
     def add_all(self) -> list[type[nn.Module]]:
-        """Put gates on all classes of modeling code that are named.
+        """Put gates on all classes of modeling code that are named, and on models.
 
         Returns:
             The other classes that are named.
         """
+        for model_class in model_classes() if self.models else ():
+            self.add(model_class)
         named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
         of_transformers = all(is_modeling_module(cls.__module__) for cls in named)
         self._custom = set() if of_transformers else custom_modeling_modules()
@@ -96,10 +113,13 @@ class _Cover:
         return [cls for cls in named if cls not in self.gated]
 
     def add(self, cls: type[nn.Module]) -> None:
-        if cls in self.gated or not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
+        if cls in self.gated:
             return
-        if not self.rules.concerns(cls) and cls not in self.recorded:
-            return
+        if not (self.models and issubclass(cls, PreTrainedModel)):
+            if not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
+                return
+            if not self.rules.concerns(cls) and cls not in self.recorded:
+                return
         with process_lock:
             if self not in _Cover.active:
                 return  # the block was left meanwhile, by another thread than the one that imports
@@ -111,7 +131,7 @@ class _Cover:
 
     def remove_all(self) -> None:
         with process_lock:
-            _Cover.active.remove(self)
+            _Cover.active.discard(self)
             if not _Cover.active:
                 if _watcher in sys.meta_path:
                     sys.meta_path.remove(_watcher)
@@ -125,29 +145,37 @@ class _Cover:
                     gate.remove()
 
 
-#: The covers that this context has put in place.
-_COVERS: ContextVar[tuple[_Cover, ...]] = ContextVar("patcher_covers", default=())
-
-
 @contextmanager
-def covering(rules: ClassRules) -> Iterator[None]:
-    """Have the classes that are named pass through gates. On exit nothing of it is left anywhere."""
-    cover = _Cover(rules)
-    token = _COVERS.set((*_COVERS.get(), cover))
-    try:
-        cover.namespaces.add_all(cover.add_all())
-        yield
-    finally:
-        cover.remove_all()  # before what raises where a generator is closed in another context than it began in
-        _COVERS.reset(token)
+def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterator[None]:
+    """Put a block in force, and gates on the classes that its rules name. On exit nothing of it is left anywhere.
+
+    Args:
+        rules: what is in force with it.
+        models: any model may be built inside, by hand.
+    """
+    with entering(block):
+        if not rules.entries:
+            yield
+            return
+        block.cover = _Cover(rules, models=models)
+        try:
+            block.cover.namespaces.add_all(block.cover.add_all())
+            yield
+        finally:
+            block.cover.remove_all()
 
 
 @contextmanager
 def building(construction: Construction) -> Iterator[None]:
     """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
     rules = construction.rules
-    with entering(rules.entries), covering(rules) if rules.entries else nullcontext(), constructing(construction):
+    with in_force(Block(rules.entries, only=True, thread=construction.thread), rules), constructing(construction):
         yield
+
+
+def _covers() -> list[_Cover]:
+    """Those of the blocks around this code, the innermost first."""
+    return [block.cover for block in blocks() if block.cover is not None]
 
 
 def cover_new_classes(recorded: Iterable[type[nn.Module]] = ()) -> None:
@@ -156,17 +184,25 @@ def cover_new_classes(recorded: Iterable[type[nn.Module]] = ()) -> None:
     Args:
         recorded: classes whose constructor arguments are wanted, whether a mapping names them or not.
     """
-    covers = _COVERS.get()
+    covers = _covers()
     if covers and recorded:
         with process_lock:
-            covers[-1].recorded |= frozenset(recorded)
+            covers[0].recorded |= frozenset(recorded)
     for cover in covers:
         cover.add_all()
 
 
+def cover_new_model(cls: type[PreTrainedModel]) -> None:
+    """Put gates on a class of models that has just been defined, while blocks last that any model may be built in."""
+    with process_lock:
+        for cover in _Cover.active:
+            if cover.models:
+                cover.add(cls)
+
+
 def _after_fork_in_child() -> None:
     # The child has one thread: what the others had put in place is nobody's.
-    for cover in _Cover.active - set(_COVERS.get()):
+    for cover in _Cover.active - set(_covers()):
         cover.remove_all()
 
 

@@ -1,14 +1,14 @@
-"""Building replacements on the meta device, and giving them the values that no checkpoint holds.
+"""Building replacements on the meta device.
 
 The semantics are those of accelerate's meta-device init: parameters are on meta, buffers are real. accelerate gets
 there by rebinding `nn.Module.register_parameter` for the whole process; here torch's registration hook, which looks at
-a context variable, does it for one thread.
+a context variable, does it for one thread. What `__init__` computes from a parameter has no value then: it is refused.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from inspect import isgenerator
@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import Rebound
-from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters, written_tensors
+from patcher.compat.modeling_code import Rebound, is_modeling_module
+from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
+from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import PatchConstructionError, PatcherError
 
 _CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
@@ -41,22 +41,16 @@ class MetaInit:
         buffers_too: whether buffers may stay on meta as well.
         to_meta: whether the model is built on meta; where it is now, it is.
         moved: the numbers of those that are moved, by default all.
-        given: number -> the value that it has from its registration on, whatever is written to it later.
     """
 
     def __init__(
-        self,
-        *,
-        buffers_too: bool = False,
-        to_meta: bool = False,
-        moved: Container[int] = range(sys.maxsize),
-        given: Mapping[int, torch.Tensor] | None = None,
+        self, *, buffers_too: bool = False, to_meta: bool = False, moved: Container[int] = range(sys.maxsize)
     ) -> None:
-        self.to_meta = to_meta
-        self.has_moved = False
         self.buffers_too = buffers_too
+        self.to_meta = to_meta
+        #: what torch raised for want of a value
+        self.wanting: list[BaseException] = []
         self._moved = moved
-        self._given = given or {}
         self._count = 0
         # By identity, and not on the parameters, which may be somebody else's.
         self._twins: Any = WeakIdKeyDictionary()
@@ -82,6 +76,8 @@ class MetaInit:
         except PatcherError:
             raise
         except Exception as error:
+            if any(error is each for each in self.wanting):
+                raise without_value(replacement, f"something ({type(error).__name__}: {error})") from error
             arguments = [_short(value) for value in args] + [f"{key}={_short(kwargs[key])}" for key in kwargs]
             raise PatchConstructionError(
                 f"{replacement.__qualname__} could not be built in place of {original.__qualname__}"
@@ -99,54 +95,109 @@ class MetaInit:
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
         token = _CURRENT.set(self)
         try:
-            with (
-                torch.device("cpu") if self.to_meta and not self.buffers_too else nullcontext(),
-                _KeptValues(self._given.values()) if self._given else nullcontext(),
-            ):
+            if self.to_meta and not self.buffers_too:
+                with torch.device("cpu"), _Mixing(self.wanting):
+                    yield
+            else:
                 yield
         finally:
             _CURRENT.reset(token)
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
-        if not self.to_meta or parameter.device.type == "meta" or parameter in self._numbers:
+        if not self.to_meta or parameter in self._numbers:
             return None  # or it was registered before, under another name
         if parameter in self._twins:
             known: nn.Parameter = self._twins[parameter]
             return known
         number = self._count
         self._count += 1
-        data = self._given.get(number)
-        if data is None and number not in self._moved:
+        if parameter.device.type == "meta" or number not in self._moved:
             self._numbers[parameter] = number
             return None
         # The device that is put in force is a mode that every look at a tensor would pass through.
         with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
-            twin = like(parameter, parameter.data.to("meta") if data is None else data)
-        self.has_moved = self.has_moved or data is None
+            twin = like(parameter, parameter.data.to("meta"))
         self._numbers[twin] = number
         self._twins[parameter] = twin
         return twin
+
+    def lacks_value(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, or what a module has in its place, has no value."""
+        return bool(self._twins.get(tensor, tensor).is_meta)
 
     def numbers(self, module: nn.Module) -> dict[str, int]:
         """The names of the parameters that were registered, and the places in which they were."""
         named = ((name, self._numbers.get(parameter)) for name, parameter in named_parameters(module))
         return {name: number for name, number in named if number is not None}
 
-    def move_to_meta(self, module: nn.Module) -> None:
-        """Take the values from the parameters of a module that was built real; what is shared stays so."""
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None and parameter in self._numbers and parameter not in self._twins:
-                    self._twins[parameter] = twin = like(parameter, parameter.data.to("meta"))
-                    self._numbers[twin] = self._numbers[parameter]
-                if parameter is not None and parameter in self._twins:
-                    owner._parameters[name] = self._twins[parameter]
 
-    def registered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a module has in the place of a tensor that was registered."""
-        twin: torch.Tensor = self._twins.get(tensor, tensor)
-        return twin
+def without_value(replacement: type[nn.Module], what: str) -> PatchConstructionError:
+    """The error for what an `__init__` needs the value of a parameter for."""
+    return PatchConstructionError(
+        f"{replacement.__qualname__}.__init__ derives {what} from a parameter. While a model is loaded, or only its "
+        "names and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What "
+        "depends on a shape alone is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight)."
+    )
+
+
+def check_values(module: nn.Module, meta_init: MetaInit) -> None:
+    """Raise for what a replacement that was built on meta has computed from a parameter.
+
+    Of modules of transformers and torch that it builds, transformers and torch fill in what they compute.
+
+    Raises:
+        PatchConstructionError: a buffer, or a tensor in a plain attribute, has no value.
+    """
+    own = {id(part) for part in module.modules()}
+    for part in module.modules():
+        cls = type(part)
+        if is_modeling_module(cls.__module__) or cls.__module__.startswith("torch."):
+            continue
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                raise without_value(cls, f"the buffer {name!r}")
+        for name, value in attributes(part):
+            if name.startswith("_flat_weight"):  # of `nn.RNNBase`, which sees to it when a weight is set
+                continue
+            if any(meta_init.lacks_value(tensor) for tensor in tensors_in(value, lambda each: id(each) in own)):
+                raise without_value(cls, f"the attribute {name!r}")
+
+
+class _Mixing(TorchFunctionMode):
+    """Sees what torch raises for want of a value, and refuses what it computes without one.
+
+    A product of a real matrix with one on meta is uninitialised memory; what is added to a real tensor is left out.
+    """
+
+    def __init__(self, wanting: list[BaseException]) -> None:
+        super().__init__()
+        self._wanting = wanting
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with DisableTorchFunction():
+            lacks = any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values())))
+        if not lacks:
+            return func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+            written = args[:1] if func is torch.Tensor.__setitem__ else ()
+            with DisableTorchFunction():
+                if any(not tensor.is_meta for tensor in _tensors((result, *written))):
+                    raise RuntimeError(f"{func.__name__} of real tensors and of tensors on the meta device")
+        except Exception as error:
+            self._wanting.append(error)
+            raise
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 @contextmanager
@@ -179,27 +230,6 @@ class NoValues(TorchFunctionMode):
             if tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_):  # which raises
                 return tensor
         return func(*args, **kwargs)
-
-
-class _KeptValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leaves out what would be written to some tensors: `reset_parameters` doesn't know that they have their values.
-
-    numpy writes without torch's knowledge; the values are copies, so the model's own weights stay what they are.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written = [tensor for tensor in written_tensors(operation, args, kwargs) if tensor.device.type != "meta"]
-        kept = [value for value in written if value.untyped_storage().data_ptr() in self._storages]
-        if not kept:
-            return operation(*args, **kwargs)
-        if len(written) > 1:
-            raise RuntimeError(f"{operation} writes to several tensors, of which one is a weight of the checkpoint")
-        return written[0]
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

@@ -54,12 +54,14 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
             match = _match(construction, path, paths, used)
             if match is None:
                 continue
-            arguments = _arguments(construction, path, module, match)
-            if arguments is None:
-                unrecorded.add(stock_class(module))
-                left_alone.add(id(module))
-                continue
-            new = construction.build_in_place_of(module, stock_class(module), match, *arguments)
+            new = module
+            if type(module) is not match.replacement:  # as it is of a part that was loaded by itself
+                arguments = _arguments(construction, path, module, match)
+                if arguments is None:
+                    unrecorded.add(stock_class(module))
+                    left_alone.add(id(module))
+                    continue
+                new = construction.build_in_place_of(module, stock_class(module), match, *arguments)
             for each in paths:
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new

@@ -3,8 +3,7 @@
 A gate sits on a class, so it can't tell `LayerNorm` in one modeling file from `torch.nn.LayerNorm`, which is not ours
 to touch, and it can't know under which other name a file has bound the class. For those a stand-in takes the place of
 the class in the namespace or table: called in a context where a mapping is in force it builds the replacement, and
-anywhere else the class. Whoever reads such a name from outside (an import, pickle, a user) meets the class itself, or
-the replacement where that is in force.
+anywhere else the class. Whoever reads such a name meanwhile has what passes for the class, and may subclass it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import build_replacement, current_construction
-from patcher.construction.frames import calling_module
-from patcher.construction.in_force import entered
+from patcher.construction.construction import build_replacement, construction_here
 from patcher.construction.lock import process_lock
 
 
@@ -29,7 +26,7 @@ class Namespaces:
 
     def __init__(self, rules: ClassRules) -> None:
         self.rules = rules
-        self.mine: list[_Change] = []
+        self.mine: list[_Binding] = []
         self._seen: set[int] = set()
         self._foreign: set[type] = set()
 
@@ -48,14 +45,13 @@ class Namespaces:
             return
         self._seen.add(id(module))
         namespace = vars(module)
-        shown = False
         for name, value in list(namespace.items()):
             if isinstance(value, type):
-                if _is_module_class(value) and self.rules.concerns(_unwrapped(value), name):
-                    shown = True
-                    # Where the class's own name is what matched, its gate does all that is needed.
-                    if _unwrapped(value) in self._foreign or not self.rules.concerns(_unwrapped(value)):
-                        self._bind(namespace, name, value)
+                if not _is_module_class(value) or not self.rules.concerns(_unwrapped(value), name):
+                    continue
+                # Where the class's own name is what matched, its gate does all that is needed.
+                if _unwrapped(value) in self._foreign or not self.rules.concerns(_unwrapped(value)):
+                    self._bind(namespace, name, value)
             elif not self._foreign:
                 continue
             elif isinstance(value, dict) or type(value) is list:
@@ -64,9 +60,6 @@ class Namespaces:
                         self._bind(value, key, item)
             elif type(value) is tuple and self._holds_foreign(value):
                 self._bind(namespace, name, value)
-        if shown:
-            with process_lock:
-                self.mine.append(_View.of((id(module),), module))
 
     def _holds_foreign(self, item: Any) -> bool:
         """Whether an entry is a class of others, or a tuple with one in it, `(nn.ReLU, {"inplace": True})`."""
@@ -75,7 +68,7 @@ class Namespaces:
 
     def _bind(self, container: Any, key: Any, value: Any) -> None:
         with process_lock:
-            self.mine.append(_Binding.of((id(container), key), container, key, value))
+            self.mine.append(_Binding.of(container, key, value))
 
     def remove_all(self) -> None:
         with process_lock:
@@ -83,48 +76,35 @@ class Namespaces:
                 self.mine.pop().release()
 
 
-class _Change:
-    """What is put in one place and stays there as long as somebody needs it."""
+class _Binding:
+    """A namespace or a table that holds a stand-in under one key, as long as somebody needs it."""
 
-    made: ClassVar[dict[tuple[Any, ...], _Change]] = {}
-    place: tuple[Any, ...]
-    users: int
+    made: ClassVar[dict[tuple[int, Any], _Binding]] = {}
+
+    def __init__(self, container: Any, key: Any, value: Any) -> None:
+        self.container, self.key, self.before = container, key, value
+        self.users = 0
+        if isinstance(value, tuple):
+            self.after: Any = tuple(_stand_in(item, "") if _is_module_class(item) else item for item in value)
+        else:
+            self.after = _stand_in(value, key if isinstance(key, str) else "")
+        _put(container, key, self.after)
 
     @classmethod
-    def of(cls, place: tuple[Any, ...], *arguments: Any) -> _Change:
-        """The change of a place: the one that is there, or one that is made with the arguments."""
-        change = cls.made.get(place)
-        if change is None:
-            change = cls.made[place] = cls(*arguments)
-            change.place, change.users = place, 0
-        change.users += 1
-        return change
+    def of(cls, container: Any, key: Any, value: Any) -> _Binding:
+        """The binding of a key: the one that is there, or a new one."""
+        place = id(container), key
+        if place not in cls.made:
+            cls.made[place] = cls(container, key, value)
+        cls.made[place].users += 1
+        return cls.made[place]
 
     def release(self) -> None:
         self.users -= 1
         if self.users == 0:
-            del self.made[self.place]
-            self.undo()
-
-    def undo(self) -> None:
-        raise NotImplementedError
-
-
-class _Binding(_Change):
-    """A namespace or a table that holds a stand-in under one key."""
-
-    def __init__(self, container: Any, key: Any, value: Any) -> None:
-        self.container, self.key, self.before = container, key, value
-        name = key if isinstance(key, str) else ""
-        if isinstance(value, tuple):
-            self.after: Any = tuple(_stand_in(item, "") if _is_module_class(item) else item for item in value)
-        else:
-            self.after = _stand_in(value, name)
-        _put(container, key, self.after)
-
-    def undo(self) -> None:
-        if _entry(self.container, self.key) is self.after:  # otherwise somebody else has put something there
-            _put(self.container, self.key, self.before)
+            del self.made[id(self.container), self.key]
+            if _entry(self.container, self.key) is self.after:  # otherwise somebody else has put something there
+                _put(self.container, self.key, self.before)
 
 
 # A table may be a dict of a kind of its own: one builds an object for each entry that is looked at (`ACT2FN`), others
@@ -140,33 +120,6 @@ def _put(table: Any, key: Any, value: Any) -> None:
         dict.__setitem__(table, key, value)
     else:
         table[key] = value
-
-
-class _View(_Change):
-    """A module whose names read as what is in force in the reader's context."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.module, self.before = module, type(module)
-        self.after = type(self.before.__name__, (self.before,), {"__getattribute__": _read, "__slots__": ()})
-        module.__class__ = self.after
-
-    def undo(self) -> None:
-        if type(self.module) is self.after:
-            self.module.__class__ = self.before
-
-
-def _read(self: ModuleType, name: str) -> Any:
-    value = ModuleType.__getattribute__(self, name)
-    if isinstance(value, type) and not name.startswith("__"):
-        original, construction = _unwrapped(value), current_construction()
-        rules = ClassRules(entered()) if construction is None else construction.rules
-        match = rules.match_bound(original, name) if _is_module_class(original) else None
-        if match is None:
-            return original
-        # Modeling code goes on to build what it reads here: that must pass the stand-in, or the gate of the class.
-        if match.entry.is_registry and not is_modeling_module(calling_module(1)):
-            return match.replacement
-    return value
 
 
 def _is_module_class(value: Any) -> bool:
@@ -188,8 +141,11 @@ def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
             return meta(name, tuple(_unwrapped(base) for base in bases), body, **kwargs)  # somebody subclasses it
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            module = build_replacement(original, name, None, args, kwargs)
-            return original(*args, **kwargs) if module is None else module
+            with construction_here() as construction:
+                module = None
+                if construction is not None:
+                    module = build_replacement(construction, original, name, None, args, kwargs)
+                return original(*args, **kwargs) if module is None else module
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, original)

@@ -5,7 +5,6 @@ Alone, in lists, tuples, sets and dicts, in objects, as parts of modules that ar
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,32 +40,23 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def tensors_in(value: Any, is_known: Callable[[nn.Module], bool], *, closures: bool = True) -> list[torch.Tensor]:
+def tensors_in(value: Any, is_known: Callable[[nn.Module], bool]) -> list[torch.Tensor]:
     """All tensors in a value, each once.
 
     Args:
         is_known: which modules are not looked into: those of the model have names for what they hold.
-        closures: whether functions are looked into.
     """
-    return [each for each in _objects(value, is_known, closures=closures) if isinstance(each, torch.Tensor)]
-
-
-def modules_in(value: Any, *, closures: bool = True) -> list[nn.Module]:
-    """The modules in a value, but for those that are parts of these."""
-    return [each for each in _objects(value, lambda _: True, closures=closures) if isinstance(each, nn.Module)]
-
-
-def _objects(value: Any, is_known: Callable[[nn.Module], bool], *, closures: bool = True) -> Iterator[Any]:
-    waiting, seen = [value], dict[int, Any]()
+    waiting, seen, found = [value], dict[int, Any](), list[torch.Tensor]()
     while waiting:
         each = waiting.pop()
         if isinstance(each, _WITHOUT_TENSORS) or id(each) in seen:
             continue
         seen[id(each)] = each  # held, so that no other object gets its id
-        yield each
-        if isinstance(each, torch.Tensor) or (isinstance(each, nn.Module) and is_known(each)):
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, nn.Module) and is_known(each):
             continue
-        if isinstance(each, dict):
+        elif isinstance(each, dict):
             waiting += each.values()
         elif isinstance(each, list | tuple | set | frozenset):
             waiting += each
@@ -75,21 +65,10 @@ def _objects(value: Any, is_known: Callable[[nn.Module], bool], *, closures: boo
         elif isinstance(each, MethodType):
             waiting.append(each.__self__)
         elif isinstance(each, FunctionType):
-            waiting += _closure(each) if closures else ()
+            waiting += _closure(each)
         else:
             waiting += [*getattr(each, "__dict__", {}).values(), *_slots(each)]
-
-
-def carried(value: Any, memo: dict[int, Any], replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a value in which its tensors, which are not copied, are replaced by others.
-
-    Args:
-        memo: the id of an object -> what stands for it in the copy.
-    """
-    memo = dict(memo)
-    for tensor in tensors_in(value, lambda module: id(module) in memo, closures=False):
-        memo.setdefault(id(tensor), replaced(tensor))
-    return copy.deepcopy(value, memo)
+    return found
 
 
 def _closure(function: FunctionType) -> list[Any]:

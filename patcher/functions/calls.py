@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
+from patcher.construction.init_hooks import own_members
 from patcher.functions.references import references_of
 from patcher.functions.rules import FunctionRules, Hit
 
@@ -56,6 +57,7 @@ class Node:
         builds: the classes of modules that it calls.
         known: the names of the functions that it finds by name.
         registries: function -> the shared table that it is looked up in.
+        defaults: id -> a function that runs where a config chooses none of a shared table, and the table.
         written: the global names that it binds.
     """
 
@@ -67,6 +69,7 @@ class Node:
     builds: set[type[nn.Module]] = field(default_factory=set)
     known: set[str] = field(default_factory=set)
     registries: dict[str, str] = field(default_factory=dict)
+    defaults: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
 
 
@@ -105,8 +108,18 @@ class CallGraph:
                     waiting += callers.get(key, ())
         return id(function) in self._needing
 
-    def reached(self, functions: Iterable[FunctionType], *, all_of_them: bool = False) -> Iterator[Node]:
-        """The nodes from which a replaced function is reached, from some on; or all of them."""
+    def reached(
+        self,
+        functions: Iterable[FunctionType],
+        *,
+        all_of_them: bool = False,
+        unused: Callable[[Node], Container[int]] = lambda node: (),
+    ) -> Iterator[Node]:
+        """The nodes from which a replaced function is reached, from some on; or all of them.
+
+        Args:
+            unused: the ids of the functions that a node has, and doesn't call.
+        """
         waiting, seen = list(functions), set[int]()
         while waiting:
             function = waiting.pop()
@@ -115,11 +128,12 @@ class CallGraph:
             seen.add(id(function))
             node = self.nodes[id(function)]
             yield node
-            waiting += [edge.to for edge in node.edges if not edge.obstacle]
+            left_out = unused(node)
+            waiting += [edge.to for edge in node.edges if not edge.obstacle and id(edge.to) not in left_out]
 
     def member_edges(self, cls: type) -> Iterator[tuple[str, Edge]]:
         """The functions of one class, its own alone, by the names of its members."""
-        for name, value in vars(cls).items():
+        for name, value in own_members(cls).items():
             if name in ("__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"):
                 continue
             for edge in member_functions(value):
@@ -161,18 +175,29 @@ class CallGraph:
     def _node(self, function: FunctionType) -> Node:
         node, references = Node(function), references_of(function.__code__)
         space = function.__globals__
+        tables: list[Any] = []
+        called: set[int] = set()
+        handed: list[Any] = []  # what it hands on: to a table, where it looks in one
         if is_followed_module(space.get("__name__", "")):
             node.written = references.written
             for reference in references.read:
                 if reference.name in space:
+                    value = space[reference.name]
+                    tables += [value] * is_shared_table(value)
+                    (called.add(id(value)) if reference.is_called else handed.append(value))
                     self._read(node, reference.name, reference.attributes, reference.is_called)
             for level, module, name in references.imported:
                 self._imported(node, level, module, name)
         for variable, value in closure_of(function).items():
+            tables += [value] * is_shared_table(value)
+            handed.append(value)
             held = f"holds it in its closure, as {variable!r}"
             self._given(node, value, held if variable in references.written_cells else "", held)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._given(node, value, "", "holds it in a default")
+        for value in handed if tables else ():
+            if isinstance(value, FunctionType) and id(value) not in called:
+                node.defaults[id(value)] = value, tables[0]
         wrapped = vars(function).get("__wrapped__")
         if isinstance(wrapped, FunctionType) and all(edge.to is not wrapped for edge in node.edges):
             node.edges.append(Edge(wrapped, "wraps it in a way that can't be followed"))
@@ -315,6 +340,17 @@ def is_followed(cls: type) -> bool:
     return is_architecture_module(name) or (is_followed_module(name) and not is_modeling_module(name))
 
 
+def is_shared_table(value: Any) -> bool:
+    """Whether a value is a registry of transformers, of a kind of its own: `ALL_ATTENTION_FUNCTIONS`."""
+    kind = type(value)
+    return (
+        isinstance(value, Mapping)
+        and not _is_plain(value)
+        and is_modeling_module(kind.__module__)
+        and not is_architecture_module(kind.__module__)
+    )
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a container can be looked into: one of a kind of its own may import a file for each entry."""
     return isinstance(value, list | tuple | set | frozenset) or type(value) is dict
@@ -323,7 +359,7 @@ def _is_plain(value: Any) -> bool:
 def _is_registry(name: str, value: Any, space: Mapping[str, Any]) -> bool:
     """Whether a table is shared by all models: transformers has it outside of the files of its models."""
     if not _is_plain(value):
-        return is_modeling_module(type(value).__module__) and not is_architecture_module(type(value).__module__)
+        return is_shared_table(value)
     return any(
         vars(module).get(name) is value
         for home, module in list(sys.modules.items())

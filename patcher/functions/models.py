@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.modeling_code import is_architecture_module, unrebound
+from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
+from patcher.construction.init_hooks import own_members
 from patcher.construction.plain_tensors import attributes
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import Blocked, Node, is_followed
@@ -50,6 +52,8 @@ class Functions:
         known: the names of the functions that the modeling code of the model calls.
         registries: (function, the table, shared by all models, in which the modeling code looks for it).
         hidden: (function, the one that is replaced and that alone calls it).
+        unchosen: (function, default, argument, value) of what nothing calls under that value of an argument of a load:
+            the modeling code has this default for others, itself or what calls it.
         initialized: the classes whose `__init__` calls a function that is replaced.
     """
 
@@ -58,6 +62,7 @@ class Functions:
     known: frozenset[str] = frozenset()
     registries: frozenset[tuple[str, str]] = frozenset()
     hidden: frozenset[tuple[str, str]] = frozenset()
+    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
     initialized: frozenset[type[nn.Module]] = frozenset()
     rebinder: Rebinder | None = field(default=None, repr=False)
 
@@ -130,6 +135,9 @@ class _Search:
         #: id of an original -> what replaces it, and the classes that call it
         self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
         self.shared: list[tuple[Node, Blocked]] = []
+        #: the originals that are called; of the others, what the configs have chosen instead
+        self.called: set[int] = set()
+        self.chosen: dict[int, tuple[str, str, str]] = {}
 
     def result(self) -> Functions:
         initialized = {cls for cls in self.roots if self._search_class(cls)}
@@ -148,11 +156,17 @@ class _Search:
             ),
             replaced=tuple(
                 ReplacedFunction(hit.original, hit.replacement, hit.keys, tuple(sorted(callers)))
-                for hit, callers in self.found.values()
+                for key, (hit, callers) in self.found.items()
+                if key in self.called
             ),
             known=frozenset(name for node in nodes for name in node.known),
             registries=frozenset(item for node in nodes for item in node.registries.items()),
             hidden=frozenset(self._hidden()),
+            unchosen=frozenset(
+                (_name(hit.original), *self.chosen.get(key, next(iter(self.chosen.values()))))
+                for key, (hit, _) in self.found.items()
+                if key not in self.called
+            ),
             initialized=frozenset(initialized),
             rebinder=self.rebinder,
         )
@@ -192,7 +206,10 @@ class _Search:
         for node in self.graph.reached(self.roots[cls]):
             self._check(node)
             for name, hit in node.hits:
-                self._note(hit, cls, node.function, name)
+                self._note(hit, cls, node.function, name, is_called=False)
+        unused = functools.partial(self._unused, [module for module in self.modules if type(module) is cls])
+        for node in self.graph.reached(self.roots[cls], unused=unused):
+            self.called |= {id(hit.original) for _, hit in node.hits} - unused(node).keys()
         for node in self.graph.reached(self.roots[cls], all_of_them=True):
             self.shared += [(node, each) for each in node.shared]
         running = [function for function in self.roots[cls] if function.__name__ != "__init__"]
@@ -201,8 +218,17 @@ class _Search:
                 if any(map(self.graph.needs, self.rebinder.add(made))):
                     how = f"makes a {made.__name__}, which calls it, each time it runs"
                     raise self._not_followed(None, node.function.__qualname__, how)
-        inits = [vars(base).get("__init__") for base in filter(is_followed, cls.__mro__)]
+        inits = [own_members(base).get("__init__") for base in filter(is_followed, cls.__mro__)]
         return any(map(self.graph.needs, inits))
+
+    def _unused(self, modules: list[nn.Module], node: Node) -> dict[int, Any]:
+        """What a function of some modules has for a choice that none of their configs makes, and what they choose."""
+        found = {}
+        for key, (default, table) in node.defaults.items():
+            choices = [chosen_in(table, getattr(module, "config", None)) for module in modules]
+            if choices and choices[0] is not None and None not in choices:
+                found[key] = self.chosen[key] = (_name(default), *choices[0])
+        return found
 
     def _check(self, node: Node) -> None:
         """Raise for what stands in the way of having a function call a replacement."""
@@ -238,10 +264,13 @@ class _Search:
                     where = f"{type(module).__qualname__}.{name}"
                     raise self._not_followed(edge.to, where, f"holds it in a {type(value).__name__}")
 
-    def _note(self, hit: Hit, cls: type[nn.Module], caller: FunctionType, name: str) -> None:
+    def _note(
+        self, hit: Hit, cls: type[nn.Module], caller: FunctionType, name: str, *, is_called: bool = True
+    ) -> None:
         """A class calls a function that is replaced, in this function of it or of what it calls."""
         key = self.rebinder.rules.layers and hit.keys[0][1]
         check_signature(str(key), caller, name, hit.original, hit.replacement)
+        self.called |= {id(hit.original)} if is_called else set()
         self.found.setdefault(id(hit.original), (hit, {}))[1][cls.__name__] = None
 
     def _not_followed(self, function: Any, where: str, how: str) -> PatchConstructionError:
@@ -255,6 +284,10 @@ class _Search:
             f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {where} {how}, and "
             f"that would go on calling the original. Replace {owner} as a whole instead, with {field}."
         )
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", ""))
 
 
 def full_name(function: Any) -> str:

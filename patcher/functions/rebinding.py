@@ -18,7 +18,8 @@ import weakref
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from patcher.compat.modeling_code import REBOUND, Rebound, unrebound
+from patcher.compat.modeling_code import REBOUND, RECIPE, PickledClass, Rebound, unrebound
+from patcher.construction.init_hooks import own_members
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import CallGraph, closure_of, is_cached, is_followed, member_functions
 from patcher.functions.references import references_of
@@ -171,7 +172,7 @@ class Rebinder:
         """A class whose functions call the replacements: one derived from it, or itself, if it calls none."""
         if cls in self._classes:
             return self._classes[cls]
-        own = {name: new for name, value in vars(cls).items() if (new := self.member(value)) is not value}
+        own = {name: new for name, value in own_members(cls).items() if (new := self.member(value)) is not value}
         # A base that changes comes right before the one that it was made of: what `super()` finds, it finds there.
         bases = [made for base in cls.__bases__ if is_followed(base) and (made := self.class_of(base)) is not base]
         made = cls if not own and not bases else self._derived(cls, bases, own)
@@ -182,6 +183,7 @@ class Rebinder:
         names = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
         body = {name: vars(cls)[name] for name in names if name in vars(cls)}
         body |= {"__qualname__": cls.__qualname__, **own, REBOUND: cls, _MADE_BY: self}
+        body |= {RECIPE: (rebound, cls, self.layers), "__reduce_ex__": _reduced_object}
         try:
             made: type = _metaclass(type(cls))(cls.__name__, (cls, *bases), body)
             return made
@@ -221,8 +223,23 @@ def _metaclass(around: type) -> Any:
 
 
 def _reduced(cls: type) -> Any:
-    made_by: Rebinder | None = vars(cls).get(_MADE_BY)
-    return cls.__qualname__ if made_by is None else (rebound, (unrebound(cls), made_by.layers))
+    make, *args = vars(cls).get(RECIPE, (None,))
+    return cls.__qualname__ if make is None else (make, tuple(args))
+
+
+def _reduced_object(self: Any, protocol: Any) -> Any:
+    cls = next(cls for cls in type(self).__mro__ if RECIPE in vars(cls))
+    original: Any = unrebound(cls)
+    reduced = original.__reduce_ex__(self, protocol)
+    if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    made, *args = reduced[1]
+    return _new, (PickledClass.of(made), *args), *reduced[2:]
+
+
+def _new(pickled: Any, *args: Any) -> Any:
+    cls = PickledClass.read(pickled)
+    return cls.__new__(cls, *args)
 
 
 def rebound(cls: type, layers: Layers) -> Any:
@@ -239,9 +256,10 @@ def _counts(name: str) -> bool:
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """The members of a class that have functions in them: a constructor without the gate that a load puts there."""
-    found = {name: value for name, value in vars(cls).items() if _counts(name) and member_functions(value)}
-    return found | ({"__init__": inspect.unwrap(cls.__init__)} if "__init__" in vars(cls) else {})  # type: ignore[misc]
+    """The members of a class that have functions in them."""
+    members = own_members(cls)
+    counted = (name for name in members if _counts(name) or name == "__init__")
+    return {name: members[name] for name in counted if member_functions(members[name])}
 
 
 def _original(value: Any) -> Any:

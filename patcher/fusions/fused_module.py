@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
+from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
@@ -80,6 +81,13 @@ class MadeClass:
         """What to pickle for a class: the class itself, if no family has made it."""
         made_by: MadeClass | None = getattr(fused, "_made_by", None)
         return fused if made_by is None else made_by
+
+    def __reduce__(self) -> Any:
+        return MadeClass._read, (self.fusion, PickledClass.of(self.original), self.recipe)
+
+    @staticmethod
+    def _read(fusion: Fusion, original: Any, recipe: Hashable) -> MadeClass:
+        return MadeClass(fusion, PickledClass.read(original), recipe)
 
     def again(self) -> type[nn.Module]:
         """The class."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
@@ -48,7 +49,9 @@ class ModuleLayouts:
         return self
 
     def __reduce__(self) -> Any:
-        return (_unpickled, tuple(getattr(self, each.name) for each in fields(self)))
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        original = None if self.original is None else PickledClass.of(self.original)
+        return (_unpickled, (values | {"original": original},))
 
     @property
     def all(self) -> tuple[Layout, ...]:
@@ -156,9 +159,9 @@ def _separated(layout: Layout, path: str, tensors: Mapping[str, torch.Tensor]) -
     return parts if isinstance(layout, Converted) else {n: by_itself(part.contiguous()) for n, part in parts.items()}
 
 
-def _unpickled(*values: Any) -> ModuleLayouts:
+def _unpickled(values: dict[str, Any]) -> ModuleLayouts:
     importlib.import_module("patcher").install()  # so that the model saves there as it does here
-    return ModuleLayouts(*values)
+    return ModuleLayouts(**values | {"original": PickledClass.read(values["original"])})
 
 
 class Carrier(NamedTuple):

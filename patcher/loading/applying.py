@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from patcher.compat.models import kept_in_fp32, named_parameters
 from patcher.compat.parallel import unsplit_class, unsplit_config
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.in_force import Block, InForce, entered, entering, unpatched
-from patcher.construction.init_hooks import covering
+from patcher.construction.in_force import Block, InForce, entered, unpatched
+from patcher.construction.init_hooks import in_force
 from patcher.errors import InvalidPatcherError
 from patcher.layouts.sharded import whole
 from patcher.loading.checks import Diagnostics
@@ -28,13 +28,12 @@ from patcher.spec.patcher import Patcher
 @contextmanager
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
-    entry, block = InForce(patcher, origin), Block()
-    entries = (entry, *entered())
+    block = Block((InForce(patcher, origin),))
     check_pins(patcher)
-    with entering(entries, block), covering(ClassRules(entries)):
+    with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding_matches([entry], block.matched).warn()
+    Diagnostics().adding_matches(block.entries, block.matched).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:

@@ -38,7 +38,7 @@ from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
 from patcher.loading.checks import Diagnostics
-from patcher.loading.reading.initial_values import ParameterTraits
+from patcher.loading.initial_values import ParameterTraits
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
@@ -393,4 +393,3 @@ def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     construction.matched, record, outermost, models = _seen(construction, model)
     ParameterTraits.of(model, outermost)
     keep_record(models, record)
-    construction.forget()

@@ -141,7 +141,18 @@ def _unmatched_functions(entry: InForce, matched: Matched) -> Iterator[str]:
         name = key.rpartition(":")[2]
         tables = sorted(table for function, table in matched.registries if function == name)
         callers = sorted(caller for function, caller in matched.hidden if function == name)
-        if callers:
+        unchosen = sorted(chosen for function, *chosen in matched.unchosen if function == name)
+        if unchosen:
+            default, argument, value = unchosen[0]
+            hint = f" under {argument}={value!r}: load the model with {argument}='eager'"
+            if default != name:
+                hint = f", for nothing calls {default}{hint}"
+            elif argument == "attn_implementation":
+                hint += (
+                    ", or make your function an implementation: transformers.AttentionInterface.register('mine', "
+                    "function), and attn_implementation='mine' in place of the function_mapping"
+                )
+        elif callers:
             hint = f": what calls it, {callers[0]}, is itself replaced"
         elif tables:
             hint = (

@@ -51,6 +51,8 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
         module = parent._modules.get(name)
+        if type(module) is cls:
+            continue  # of a part that was loaded by itself
         if module is None or id(module) not in construction.arguments:
             found = "nothing" if module is None else f"a {type(module).__qualname__}"
             raise PatchConstructionError(
@@ -86,13 +88,17 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
             continue
         module = model.get_submodule(path)
         original, cls = resolution.original_classes[path], resolution.fused[path]
+        key, entry = _fusion_of(construction, path)
+        entries = construction.rules.entries
+        matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
+        if type(module) is cls:
+            continue  # of a part that was loaded by itself, or of a model that calls `post_init` again
         if type(module) is not original:
             raise PatchConstructionError(
                 f"{path} was to be fused as {cls.__qualname__}, but the model has a {type(module).__qualname__} "
                 f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device. "
                 f"{_ADVICE}"
             )
-        key, entry = _fusion_of(construction, path)
         fused = fuse(
             fusion_named(key),
             module,
@@ -104,8 +110,6 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
             model.get_submodule(parent_path)._modules[name] = fused
-        entries = construction.rules.entries
-        matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
     if matched:
         construction.matched |= Matched(frozenset(matched))
         tell_blocks(construction.matched)

@@ -54,5 +54,9 @@ def matched_functions(entries: tuple[InForce, ...], functions: Functions) -> Mat
         (entries[number], "function_mapping", key) for each in functions.replaced for number, key in each.keys
     }
     return Matched(
-        frozenset(keys), functions=functions.known, registries=functions.registries, hidden=functions.hidden
+        frozenset(keys),
+        functions=functions.known,
+        registries=functions.registries,
+        hidden=functions.hidden,
+        unchosen=functions.unchosen,
     )

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import gc
+import itertools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, MixtralForCausalLM
+from safetensors.torch import load_file
+from transformers import EncoderDecoderModel, LlamaForCausalLM, MixtralForCausalLM
+from transformers.models.bert import modeling_bert
+from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from patcher import Patcher, PatcherWarning, UnmatchedPatchError, report
+from patcher import (
+    PatchConstructionError,
+    Patcher,
+    PatcherWarning,
+    UnmatchedPatchError,
+    original_state_dict,
+    report,
+)
 from patcher.construction import init_hooks, lock
+from patcher.construction.in_force import entered
 from patcher.monkey_patching import clear_patch_mapping, register_patch_mapping
-from tests.support.replacements import OwnMLP
-from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config
+from tests.support.replacements import OwnMLP, OwnNorm
+from tests.support.snapshot import changes, snapshot
+from tests.support.tiny import save_tiny, tiny_bert_config, tiny_llama_config, tiny_mixtral_config
 
 
 class MyMLP(LlamaMLP):
@@ -104,7 +119,10 @@ def spawning(built: list[Any]) -> type[LlamaMLP]:
 def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_of_its_own(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While this thread does nothing but wait for the other, so that one goes on without the lock of a load."""
+    """While this thread does nothing but wait for the other, so that one goes on without the lock of a load.
+
+    A block is carried by the context, a load is of its thread.
+    """
     monkeypatch.setattr(lock, "WAIT_SECONDS", 1.0)
     built: list[Any] = []
     patcher = Patcher({"LlamaMLP": spawning(built)})
@@ -113,8 +131,8 @@ def test_a_context_that_is_copied_in_the_middle_of_a_construction_builds_models_
             outer = LlamaForCausalLM(tiny_llama_config())
     else:
         outer = LlamaForCausalLM.from_pretrained(save_tiny(tiny_llama_config(), tmp_path), patcher=patcher)
-    for model in (outer, built[1]):
-        assert len(report(model).replaced) == 2
+    assert len(report(outer).replaced) == 2
+    assert ("Spawning" in kinds(built[1])) == (way == "by hand")
 
 
 def test_a_model_that_raised_leaves_its_construction_to_nobody() -> None:
@@ -131,6 +149,222 @@ def test_a_model_that_raised_leaves_its_construction_to_nobody() -> None:
             Failing(tiny_llama_config())
         model = LlamaForCausalLM(tiny_llama_config())
     assert len(report(model).replaced) == len(report(model).fused) == 2
+
+
+# --- row 32: blocks end in any order --------------------------------------------------------------------------------
+
+
+def block(patcher: Patcher) -> Iterator[None]:
+    with patcher.applied():
+        yield
+
+
+MINE, OWN = Patcher({"LlamaMLP": MyMLP}), Patcher({"LlamaMLP": OwnMLP, "LlamaRMSNorm": OwnNorm})
+
+
+def built() -> str:
+    """What a block that is in force makes of the two classes that are named."""
+    model = LlamaForCausalLM(tiny_llama_config())
+    return f"{type(model.model.layers[0].mlp).__name__} {type(model.model.norm).__name__}"
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    before = snapshot()
+    yield
+    assert built() == "LlamaMLP LlamaRMSNorm"
+    assert changes(before) == []
+    assert entered() == ()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.usefixtures("nothing_is_left")
+def test_two_generators_end_in_any_order(first: int) -> None:
+    generators = [block(MINE), block(OWN)]
+    next(generators[0])
+    assert built() == "MyMLP LlamaRMSNorm"
+    next(generators[1])
+    assert built() == "OwnMLP OwnNorm"
+    next(generators.pop(first), None)
+    assert built() == ("OwnMLP OwnNorm" if first == 0 else "MyMLP LlamaRMSNorm")
+    next(generators.pop(), None)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.usefixtures("nothing_is_left")
+def test_equal_blocks_each_take_out_their_own(order: tuple[int, ...]) -> None:
+    """Three of one patcher: how many are left shows in what is in force."""
+    generators = [block(MINE) for _ in range(3)]
+    for each in generators:
+        next(each)
+    assert built() == "MyMLP LlamaRMSNorm"  # to all three
+    for left, number in zip((2, 1, 0), order, strict=True):
+        next(generators[number], None)
+        assert [entry.patcher for entry in entered()] == [MINE] * left
+
+
+@pytest.mark.parametrize("how", ["closed", "thrown into", "forgotten"])
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_generator_that_is_ended_from_outside_ends_its_block_alone(how: str) -> None:
+    outer, inner = block(OWN), block(MINE)
+    next(outer)
+    next(inner)
+    if how == "closed":
+        outer.close()  # type: ignore[attr-defined]
+    elif how == "thrown into":
+        with pytest.raises(KeyError):
+            outer.throw(KeyError("no"))  # type: ignore[attr-defined]
+    else:
+        del outer
+        gc.collect()
+    assert built() == "MyMLP LlamaRMSNorm"
+    next(inner, None)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_async_generators_that_other_tasks_close() -> None:
+    """Each runs in the context of whoever asks it for its next value: it begins in one task and ends in another."""
+
+    async def block(patcher: Patcher) -> AsyncIterator[None]:
+        with patcher.applied():
+            yield
+
+    async def run() -> None:
+        first, second = block(MINE), block(OWN)
+        await anext(first)
+        await anext(second)
+        assert built() == "OwnMLP OwnNorm"
+        await asyncio.create_task(first.aclose())  # type: ignore[attr-defined]
+        assert built() == "OwnMLP OwnNorm"
+        await asyncio.create_task(second.aclose())  # type: ignore[attr-defined]
+        assert built() == "LlamaMLP LlamaRMSNorm"
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_tasks_know_nothing_of_the_blocks_of_each_other() -> None:
+    async def run(patcher: Patcher, expected: str) -> None:
+        assert built() == "LlamaMLP LlamaRMSNorm"
+        with patcher.applied():
+            for _ in range(3):
+                await asyncio.sleep(0)
+                assert built() == expected
+                assert await asyncio.to_thread(built) == expected
+
+    async def both() -> None:
+        await asyncio.gather(run(MINE, "MyMLP LlamaRMSNorm"), run(OWN, "OwnMLP OwnNorm"))
+
+    asyncio.run(both())
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_context_that_outlives_a_block_is_outside_of_it() -> None:
+    with OWN.replace(fusions="qkv").applied():
+        assert built() == "OwnMLP OwnNorm"
+        context = contextvars.copy_context()
+    assert context.run(built) == "LlamaMLP LlamaRMSNorm"
+    assert report(context.run(LlamaForCausalLM, tiny_llama_config())).fused == ()
+    with MINE.applied():
+        assert built() == "MyMLP LlamaRMSNorm"
+        assert context.run(built) == "LlamaMLP LlamaRMSNorm"
+
+
+# --- row 40: what loads its parts one by one -----------------------------------------------------------------------
+
+
+class Own(BertIntermediate):
+    pass
+
+
+ATTENDED: list[None] = []
+
+
+def own_attention(*args: Any, **kwargs: Any) -> Any:
+    ATTENDED.append(None)
+    return modeling_bert.eager_attention_forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"class_mapping": {"BertIntermediate": Own}},
+        {"class_mapping": {"BertIntermediate": Own}, "fusions": "qkv"},
+        {"module_mapping": {"**.intermediate": Own}},
+        {
+            "class_mapping": {"BertIntermediate": Own},
+            "function_mapping": {"transformers.models.bert.modeling_bert:eager_attention_forward": own_attention},
+        },
+    ],
+    ids=["classes", "fusions", "paths", "functions"],
+)
+def test_a_model_that_loads_its_parts_one_by_one(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny(tiny_bert_config(), tmp_path / "bert")
+    eager = {"encoder_attn_implementation": "eager", "decoder_attn_implementation": "eager"}
+    stock = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder, **eager)
+    with Patcher(**given).applied():
+        model = EncoderDecoderModel.from_encoder_decoder_pretrained(folder, folder, **eager)
+    layers = [*model.encoder.encoder.layer, *model.decoder.bert.encoder.layer]
+    assert {type(layer.intermediate) for layer in layers} == {Own}
+    assert len(report(model).replaced) == len(layers)
+    assert bool(report(model).fused) == ("fusions" in given)
+    stock.load_state_dict(original_state_dict(model))  # what the folder lacks, each has drawn for itself
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "decoder_input_ids": torch.tensor([[6, 7]])}
+    with torch.no_grad():
+        ATTENDED.clear()
+        assert torch.allclose(model.eval()(**inputs).logits, stock.eval()(**inputs).logits, atol=1e-5)
+        assert len(ATTENDED) == ("function_mapping" in given) * 6  # the decoder attends to the encoder as well
+    model.save_pretrained(tmp_path / "saved")
+    stock.save_pretrained(tmp_path / "stock")
+    saved, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "stock"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[key], expected[key]) for key in expected)
+
+
+# --- where a model that is built by hand begins and ends -----------------------------------------------------------
+
+
+def test_what_an_init_builds_after_post_init_belongs_to_the_model() -> None:
+    class Longer(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.extra = LlamaMLP(config)
+            self.other = LlamaModel(config)
+            self.post_init()
+
+    with Patcher({"LlamaMLP": MyMLP}).applied():
+        model = Longer(tiny_llama_config())
+    assert [path for path, *_ in report(model).replaced if "layers" not in path] == ["extra"]
+    assert len(report(model).replaced) == 5
+
+
+def test_a_class_of_models_that_is_defined_in_a_block_is_patched_in_it() -> None:
+    before = snapshot()
+    with Patcher({"LlamaMLP": MyMLP}, fusions="qkv").applied():
+
+        class Late(LlamaForCausalLM):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+
+        model = Late(tiny_llama_config())
+    assert len(report(model).fused) == len(report(model).replaced) == 2
+    assert len(report(LlamaForCausalLM(tiny_llama_config())).fused) == 0
+    assert changes(before) == []
+
+
+def test_a_class_that_another_tool_gives_an_init_of_its_own_in_a_block_is_an_error() -> None:
+    class Rebound(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+
+    def anew(self: Any, config: Any) -> None:
+        LlamaForCausalLM.__init__(self, config)
+
+    with Patcher({"LlamaMLP": MyMLP}, strict=False).applied():
+        Rebound.__init__ = anew  # type: ignore[method-assign]
+        with pytest.raises(PatchConstructionError, match=r"Rebound\.__init__ was reached around .*another tool"):
+            Rebound(tiny_llama_config())
+        LlamaForCausalLM(tiny_llama_config())
 
 
 # --- one patcher beside another ------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, Qwen2VLForConditionalGeneration
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import patcher
-from patcher import Patcher, report
+from patcher import Patcher, PatcherWarning, plan, report
 from patcher.compat.models import original_class
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
 from patcher.loading.record import record_of
@@ -172,6 +175,47 @@ def test_pickles_and_copies(folder: Path, stock: Any, fusions: Any, tmp_path: Pa
             assert (tmp_path / str(number) / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.libraries
+@pytest.mark.parametrize("library", ["cloudpickle", "dill"])
+@pytest.mark.parametrize("fusions", [(), ("qkv", "gate_up")], ids=str)
+def test_other_libraries_pickle(library: str, fusions: Any, folder: Path, stock: Any, tmp_path: Path) -> None:
+    """They write down classes that no process has by their names, with all that these refer to."""
+    pickles = importlib.import_module(library)
+    model = load(folder, ROPE.replace(fusions=fusions))
+    (tmp_path / "model.pickle").write_bytes(pickles.dumps(model))
+    again = pickles.loads((tmp_path / "model.pickle").read_bytes())
+    assert torch.allclose(logits(again), logits(stock), atol=1e-5)
+    assert CALLS == ["rope"] * 2
+    assert type(again.model.layers[0].self_attn) is type(model.model.layers[0].self_attn)
+    assert report(again).functions == report(model).functions
+    code = (
+        f"import sys, torch, {library} as pickles\n"
+        "model = pickles.load(open(sys.argv[1] + '/model.pickle', 'rb'))\n"
+        "from tests.functions.functions import CALLS\n"
+        "with torch.no_grad(): model(torch.arange(3, 13)[None])\n"
+        "assert CALLS == ['rope'] * 2, CALLS\n"
+        "model.save_pretrained(sys.argv[1] + '/saved')\n"
+    )
+    fresh.run(code, tmp_path)
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.libraries
+def test_cloudpickle_takes_a_replacement_that_no_module_has(folder: Path) -> None:
+    def doubled(q: Any, k: Any, *args: Any, **kwargs: Any) -> Any:
+        return q * 2, k * 2
+
+    model = load(folder, Patcher(function_mapping={"apply_rotary_pos_emb": doubled}))
+    again = pickle.loads(importlib.import_module("cloudpickle").dumps(model))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_an_object_of_a_class_derived_from_one_that_was_made_pickles(folder: Path) -> None:
+    attention = load(folder, ROPE).model.layers[0].self_attn
+    attention.__class__ = type("Derived", (type(attention),), {})
+    assert type(copy.deepcopy(attention)) is type(attention)
+
+
 @pytest.mark.process
 def test_another_process_reads_a_pickle(folder: Path, tmp_path: Path) -> None:
     model = load(folder, ROPE.replace(fusions="qkv"))
@@ -302,6 +346,7 @@ def test_what_is_not_right_is_found_before_anything_is_built(case: str, folder: 
 def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
     """Text and vision have an `eager_attention_forward` each, one of them in another file."""
     config = tiny.tiny_llava_config()
+    config._attn_implementation = "eager"
     text = "transformers.models.llama.modeling_llama:eager_attention_forward"
     both, one = (Patcher(function_mapping={key: functions.counted_eager}) for key in ("eager_attention_forward", text))
     model = tiny.build_tiny(config)
@@ -310,6 +355,91 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
     (only,) = one.resolve(type(model), config).functions.replaced
     assert only.name == text
     assert Qwen2VLForConditionalGeneration.__name__ not in only.callers
+
+
+@pytest.mark.parametrize(
+    ("mapping", "problem"),
+    [
+        (
+            {"eager_attention_forward": functions.counted_eager},
+            r"nothing in the modeling code calls 'eager_attention_forward' under attn_implementation='sdpa': load the "
+            r"model with attn_implementation='eager', or .* transformers\.AttentionInterface\.register\('mine', ",
+        ),
+        (
+            {f"{LLAMA}:eager_attention_forward": functions.counted_eager},
+            r"calls '\S+:eager_attention_forward' under attn_implementation='sdpa': load ",
+        ),
+        (
+            {"repeat_kv": lambda hidden_states, n_rep: hidden_states},
+            r"calls 'repeat_kv', for nothing calls eager_attention_forward under attn_implementation='sdpa': load .*"
+            r"attn_implementation='eager'$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("way", ["load", "from_config", "by hand", "plan"])
+def test_what_the_chosen_implementation_does_not_call_is_unmatched(
+    mapping: dict[str, Any], problem: str, way: str, folder: Path
+) -> None:
+    """Row 37."""
+    made: dict[str, Callable[[Patcher], Any]] = {
+        "load": lambda patcher: load(folder, patcher),
+        "from_config": lambda patcher: LlamaForCausalLM._from_config(tiny.tiny_llama_config(), patcher=patcher),
+        "by hand": by_hand,
+    }
+    patcher = Patcher(function_mapping=mapping)
+    if way not in made:
+        assert re.search(f"(?m){problem}", str(plan(folder, patcher).problems[0]))
+        return
+    with pytest.raises(UnmatchedPatchError, match=f"(?m){problem}"):
+        made[way](patcher)
+    with pytest.warns(PatcherWarning, match=f"(?m){problem}"):
+        model = made[way](patcher.replace(strict=False))
+    assert report(model).functions == ()
+    if "repeat_kv" not in mapping:
+        model.set_attn_implementation("eager")  # it is called all the same, once the implementation is another
+        logits(model)
+        assert CALLS == ["eager"] * 2
+
+
+def by_hand(patcher: Patcher) -> Any:
+    with patcher.applied():
+        return LlamaForCausalLM(tiny.tiny_llama_config())
+
+
+def test_a_registered_implementation_is_called_as_advised(folder: Path) -> None:
+    transformers.AttentionInterface.register("mine", functions.counted_eager)
+    try:
+        model = load(folder, Patcher(), attn_implementation="mine")
+        logits(model)
+        assert CALLS == ["eager"] * 2
+    finally:
+        transformers.AttentionInterface._global_mapping.pop("mine")
+
+
+def helped(states: torch.Tensor) -> torch.Tensor:
+    return states
+
+
+@use_experts_implementation
+class HelpedExperts(torch.nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.ones(2, 4, 2))
+        self.down_proj = torch.nn.Parameter(torch.ones(2, 2, 2))
+
+    def forward(self, states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return helped(states)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_what_only_the_eager_experts_call_is_unmatched_under_another_implementation(implementation: str) -> None:
+    config = tiny.tiny_mixtral_config()
+    config._experts_implementation = implementation
+    patcher = Patcher({"MixtralExperts": HelpedExperts}, function_mapping={"helped": torch.zeros_like})
+    found = patcher.resolve(transformers.MixtralForCausalLM, config).functions
+    assert [each.name.rpartition(":")[2] for each in found.replaced] == ["helped"] * (implementation == "eager")
+    expected = ("helped", "forward", "experts_implementation", "grouped_mm")
+    assert found.unchosen == ({expected} if implementation != "eager" else set())
 
 
 def test_what_is_called_through_a_table_of_all_models_as_well_is_refused() -> None:

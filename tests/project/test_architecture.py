@@ -87,9 +87,8 @@ OTHERS_OWN = {
 }
 #: The functions that look at frames, and why each must.
 FRAMES = {
-    "patcher.construction.frames:calling_module": "who constructs: modeling code, or somebody else",
+    "patcher.construction.construction:calling_module": "who constructs: modeling code, or somebody else",
     "patcher.errors:calling_frame": "the first line not ours: where a warning is said",
-    "patcher.construction.frames:is_initializing": "whether the root's __init__ is still running",
 }
 #: What users import from: presets, examples and notebooks get by with it.
 PUBLIC = (
@@ -191,9 +190,9 @@ def test_private_attributes_of_others_are_known_in_one_room_only() -> None:
     none_of(private_attributes(outside_of_compat(), OTHERS_OWN | INTEGRATIONS_OWN))
 
 
-def test_frames_are_looked_at_in_three_functions() -> None:
+def test_frames_are_looked_at_in_two_functions() -> None:
     none_of(sorted(frame_users(house()) ^ set(FRAMES)))
-    assert len(FRAMES) == 3
+    assert len(FRAMES) == 2
 
 
 def public() -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading.checkpoint_names import name_as_parameters
+from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
 from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
@@ -45,7 +46,6 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.reading.initial_values import InitialValues
 from patcher.loading.reading.read import read, tell_initialized
 from patcher.loading.record import record_of
 from patcher.spec.patcher import Patcher

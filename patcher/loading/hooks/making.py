@@ -7,18 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import original_class, stock_class
+from patcher.compat.models import stock_class
 from patcher.compat.seams import Stock, seam
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, begin_by_hand, current_construction
-from patcher.construction.in_force import in_force_for
-from patcher.construction.init_hooks import building, cover_new_classes
+from patcher.construction.construction import Construction, current_construction
+from patcher.construction.in_force import entered, in_force_for
+from patcher.construction.init_hooks import building, cover_new_classes, cover_new_model
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
-from patcher.errors import InvalidPatcherError
+from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.checks import Diagnostics
+from patcher.loading.initial_values import keeping_computed
 from patcher.loading.load import check_stands, check_supported, finish_by_hand
-from patcher.loading.reading.initial_values import keeping_computed
 from patcher.resolution.fused_modules import (
     fuse_standing_modules,
     fuse_when_all_stand,
@@ -61,11 +61,22 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
             "loads or makes a model; the parts of one that is put together take encoder_patcher=, decoder_patcher= "
             "and so on."
         )
-    construction = current_construction() or begin_by_hand(self)
+    construction = current_construction()
+    if construction is None and entered():
+        raise PatchConstructionError(
+            f"{type(self).__name__}.__init__ was reached around the gate that a block puts on it, so no patcher can "
+            "follow what it builds: another tool has replaced it. Use that tool before the block begins."
+        )
     if construction is not None and construction.root in (None, self):
         construction.root = self
         prepare(construction, stock_class(self), config)  # type: ignore[arg-type]
     stock(self, config, *args, **kwargs)
+
+
+@seam("transformers.modeling_utils:PreTrainedModel.__init_subclass__")
+def init_subclass(stock: Stock, cls: type[PreTrainedModel], **kwargs: Any) -> None:
+    stock(cls, **kwargs)
+    cover_new_model(cls)
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.post_init")
@@ -110,7 +121,4 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         construction.stands = True
         fuse_standing_modules(construction, self)
     if is_root and construction.by_hand:
-        if original_class(self) is None:
-            finish_by_hand(construction, self)
-        else:
-            construction.at_end = functools.partial(finish_by_hand, construction, self)
+        construction.at_end = functools.partial(finish_by_hand, construction, self)

@@ -6,13 +6,12 @@ import contextlib
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -154,6 +153,32 @@ def a_model_with_a_metaclass(at: Place) -> Steps:
     assert same(model, at.llama)
 
 
+class GivenAnInit(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+
+@advice("follow what it builds: another tool has replaced it. Use that tool before the block begins.")
+def a_model_whose_init_is_replaced_in_a_block(at: Place) -> Steps:
+    stock = GivenAnInit.__init__
+
+    def by_the_tool(self: Any, config: Any) -> None:
+        LlamaForCausalLM.__init__(self, config)
+
+    def wrong() -> None:
+        with instead_of_mlp(OwnMLP).applied():
+            GivenAnInit.__init__ = by_the_tool  # type: ignore[method-assign]
+            GivenAnInit(tiny_llama_config())
+
+    try:
+        yield wrong
+        with instead_of_mlp(OwnMLP).applied():
+            assert type(GivenAnInit(tiny_llama_config()).model.layers[0].mlp) is OwnMLP
+        assert GivenAnInit.__init__ is by_the_tool
+    finally:
+        GivenAnInit.__init__ = stock  # type: ignore[method-assign]
+
+
 # --- what is computed ----------------------------------------------------------------------------------------------
 
 
@@ -169,61 +194,48 @@ class LengthsInForward(LlamaMLP):
         return super().forward(x)
 
 
-@advice("and these have no values there: {} (quantized, sharded, or on the disk). Load the model without that, or ")
-def a_value_of_a_quantized_weight(at: Place) -> Steps:
-    quantized: dict[str, Any] = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
-    said = yield lambda: load(at.llama, instead_of_mlp(Lengths), **quantized)
-    assert said.endswith("or compute it in forward.")
-    assert load(at.llama, instead_of_mlp(Lengths)).model.layers[0].mlp.lengths.any()  # without the quantizer
-    model = load(at.llama, instead_of_mlp(LengthsInForward), **quantized)
+class ZerosLike(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.delta = nn.Parameter(torch.zeros_like(self.gate_proj.weight))
+
+
+class Zeros(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.delta = nn.Parameter(torch.zeros(self.gate_proj.weight.shape))
+
+
+@advice("and shapes are wanted, parameters are on the meta device, without values: compute it in forward. What ")
+def a_value_of_a_weight(at: Place) -> Steps:
+    yield lambda: load(at.llama, instead_of_mlp(Lengths))
+    model = load(at.llama, instead_of_mlp(LengthsInForward))
     model(input_ids=torch.tensor([[3, 4]]))
     assert model.model.layers[0].mlp.lengths.any()
+    said = yield lambda: load(at.llama, instead_of_mlp(ZerosLike, new_weights="delta"))
+    assert said.endswith("is made from that: torch.zeros(weight.shape), not torch.zeros_like(weight).")
+    assert not load(at.llama, instead_of_mlp(Zeros, new_weights="delta")).model.layers[0].mlp.delta.any()
 
 
-class Rescaling(LlamaMLP):
+class Drawn(LlamaMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        norm = self.gate_proj.weight.detach().norm()
-        self.rescale = lambda x: x * norm
+        self.noise = torch.randn(3)
+        self.scale = nn.Parameter(self.noise * 2)
 
 
-class RescalingByMethod(LlamaMLP):
+class DrawnAsBuffer(LlamaMLP):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.norm = self.gate_proj.weight.detach().norm()
-
-    def rescale(self, x: Any) -> Any:
-        return x * self.norm
+        self.register_buffer("noise", torch.randn(3))
+        self.scale = nn.Parameter(self.noise * 2)
 
 
-@advice("so it can't be given what the checkpoint gives them: make it a method.")
-def a_function_that_holds_a_tensor(at: Place) -> Steps:
-    yield lambda: load(at.llama, instead_of_mlp(Rescaling))
-    for layer in load(at.llama, instead_of_mlp(RescalingByMethod)).model.layers:
-        assert torch.equal(layer.mlp.rescale(2.0), 2.0 * layer.mlp.gate_proj.weight.norm())
-
-
-class WithLock(LlamaMLP):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.state = SimpleNamespace(norm=self.gate_proj.weight.detach().norm(), lock=threading.Lock())
-
-
-class WithNorms(LlamaMLP):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        norm = self.gate_proj.weight.detach().norm()
-        self.register_buffer("norm", norm, persistent=False)
-        self.listed, self.named = [norm], {"norm": norm}
-        self.lock = threading.Lock()
-
-
-@advice("and can't be copied: {}: {}. Keep tensors as buffers, or in lists and dicts.")
-def a_tensor_beside_what_can_not_be_copied(at: Place) -> Steps:
-    yield lambda: load(at.llama, instead_of_mlp(WithLock))
-    for layer in load(at.llama, instead_of_mlp(WithNorms)).model.layers:
-        for norm in (layer.mlp.norm, *layer.mlp.listed, *layer.mlp.named.values()):
-            assert torch.equal(norm, layer.mlp.gate_proj.weight.norm())
+@advice("each time, and it is called twice where the checkpoint lacks weights: register it as a buffer")
+def a_random_attribute_beside_new_weights(at: Place) -> Steps:
+    yield lambda: load(at.llama, instead_of_mlp(Drawn, new_weights="scale"))
+    for layer in load(at.llama, instead_of_mlp(DrawnAsBuffer, new_weights="scale")).model.layers:
+        assert torch.equal(layer.mlp.scale, layer.mlp.noise * 2)
 
 
 class Taught(LlamaMLP):

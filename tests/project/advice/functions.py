@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from patcher import Patcher, report
@@ -49,6 +49,27 @@ class LatePart(Part):
 def a_function_in_a_table(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"late": tripled}))
     assert torch.equal(made(instead(said, LatePart))(ONES), 3 * made(Patcher())(ONES))
+
+
+@advice(
+    " under {}={}: load the model with {}='eager'",
+    ", or make your function an implementation: transformers.AttentionInterface.register('mine', function), and ",
+)
+def a_function_that_the_chosen_attention_does_not_call(at: Place) -> Steps:
+    patcher = Patcher(function_mapping={"eager_attention_forward": functions.counted_eager})
+    said = yield lambda: load(at.llama, patcher)
+    implementation = written(said, r"load the model with attn_implementation=('\w+')")
+    ids = torch.tensor([[3, 4]])
+    functions.CALLS.clear()
+    load(at.llama, patcher, attn_implementation=implementation)(ids)
+    assert functions.CALLS == ["eager"] * 2
+    name = written(said, r"AttentionInterface.register\(('mine'), function\), and attn_implementation='mine'")
+    AttentionInterface.register(name, functions.counted_eager)
+    try:
+        load(at.llama, attn_implementation=name)(ids)
+        assert functions.CALLS == ["eager"] * 4
+    finally:
+        AttentionInterface._global_mapping.pop(name)
 
 
 class Beginning(TinyModel):

@@ -2,11 +2,13 @@
 
 transformers puts an empty tensor in the place of every buffer that it doesn't save and initialises anew what it knows;
 here what a replacement has computed is kept and put back, on the device where it belongs.
+
+For new weights a replacement is built once more, after the others have been read: real where the checkpoint lacks
+them, and on meta otherwise. So nothing can be computed from what a weight of the checkpoint is initialised with.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,12 +30,13 @@ from patcher.compat.models import (
     offload,
     tied_keys,
 )
-from patcher.construction.construction import Built, Placed
-from patcher.construction.meta_init import like
-from patcher.errors import InvalidPatcherError
+from patcher.construction.construction import Built, Construction, Placed
+from patcher.construction.init_hooks import building
+from patcher.construction.meta_init import MetaInit, like, without_value
+from patcher.construction.plain_tensors import attributes, tensors_in
+from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.expressions import Expressions
-from patcher.layouts.sharded import split_like
-from patcher.loading.reading.computed_values import BuiltAgain, build_again, module_at
+from patcher.layouts.sharded import one_piece, split_like
 from patcher.patterns import inside
 
 if TYPE_CHECKING:
@@ -98,41 +101,46 @@ class InitialValues:
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
         # A quantizer may have put others in the place of some.
         self.replaced = [(path, built) for path, built in load.outermost if module_at(model, path) is built.module]
+        self.tied = tied_keys(model)
+        self.absent = self.traits.without_aliases(self.missing) - self.tied
         self.buffers: dict[str, torch.Tensor] = {}
         #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
         self.given: dict[str, nn.Parameter] = {}
-        self.tied = tied_keys(model)
-        self.absent = self.traits.without_aliases(self.missing) - self.tied
+        #: what the checkpoint lacks -> the innermost replacement that has it
+        self.new: dict[str, tuple[str, Built]] = {}
         for path, built in self.replaced:
-            for key, buffer in _buffers(path, built.module):
-                if key in self.missing or not _is_saved(model, key):
-                    self.buffers[key] = buffer
-                    mark_initialized(buffer)
+            for key, buffer in self._kept_buffers(path, built.module):
+                self.buffers[key] = buffer
+                mark_initialized(buffer)
+        for path, built in sorted(self.replaced, key=lambda each: each[0].count(".")):
             for key, parameter in named_parameters(built.module, path) if self.absent else ():
                 if key in self.absent and parameter.device.type != "meta":
                     self.given[key] = parameter
+                elif key in self.absent:
+                    self.new[key] = path, built
 
     def put_back(self, load_config: Any) -> None:
-        """After transformers has filled in what it takes for missing."""
+        """After transformers has filled in what it takes for missing.
+
+        Raises:
+            PatchConstructionError: what `__init__` gives to a new weight can't be known.
+        """
         device_map = load_config.device_map or {"": "cpu"}
         for key, parameter in self.given.items():
             if get_device(device_map, key, valid_torch_device=True) == parameter.device:
                 _set(self.model, key, parameter)  # the very object
             else:
                 self._put(key, parameter, device_map, load_config.disk_offload_folder)
-        for key, buffer in self.buffers.items():
-            self._put_buffer(key, buffer, load_config)
-        for again, absent in self._build_again(load_config.dtype):
-            for key in absent:
-                if (value := again.parameter(self.model, key)) is not None:
+        for path, built in dict.fromkeys(self.new.values()):
+            module = self._built_again(path, built, load_config.dtype)
+            _check_attributes(built, module)
+            for key, (owner, _) in self.new.items():
+                if owner == path and (value := self._initial(built, module, path, key)) is not None:
                     self._put(key, value, device_map, load_config.disk_offload_folder)
-            for key, buffer in again.module.named_buffers(prefix=again.path, remove_duplicate=False):
-                if (key in self.missing or not _is_saved(self.model, key)) and not again.lacks(key, buffer):
-                    self._put_buffer(key, buffer.detach(), load_config)
-            for keys in self.traits.shared:
-                if keys[0].startswith(inside(again.path)):
-                    self._share(keys)
-            again.carry_attributes(self._known)
+            # What is random was drawn anew, for buffers as for the weights that it may have been drawn for.
+            self.buffers |= dict(self._kept_buffers(path, module))
+        for key, buffer in self.buffers.items():
+            self._put_buffer(key, buffer.detach(), load_config)
         for keys in self.traits.shared:
             self._share(keys)
         if self.traits.frozen:
@@ -145,23 +153,44 @@ class InitialValues:
             for name, module in built.module.named_modules(prefix=path):
                 _move_plain_tensors(module, get_device(device_map, f"{name}.", valid_torch_device=True))
 
-    def _build_again(self, dtype: torch.dtype | None) -> Iterator[tuple[BuiltAgain, list[str]]]:
-        """What `__init__` computes, of each replacement of which the load needs something."""
-        for path, built in self.replaced:
-            if not self.absent and not built.needs_values:
-                continue
-            names = [key for key, _ in named_parameters(built.module, path)]
-            absent = [key for key in names if key in self.absent]
-            if absent or built.needs_values:
-                keys = [(inside(path) + name, number) for name, number in built.numbers.items()]
-                loaded = {number: key for key, number in reversed(keys) if key not in self.missing or key in self.tied}
-                with local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext():
-                    again = build_again(self.model, self.rules, path, built, absent, loaded)
-                yield again, absent
+    def _kept_buffers(self, path: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of a replacement with values that no checkpoint brings."""
+        for key, buffer in _buffers(path, module):
+            if key in self.missing or not _is_saved(self.model, key):
+                yield key, buffer
 
-    @functools.cached_property
-    def _known(self) -> dict[int, nn.Module]:
-        return {id(module): module for module in self.model.modules()}
+    def _built_again(self, path: str, built: Built, dtype: torch.dtype | None) -> nn.Module:
+        """A replacement, built once more for its new weights.
+
+        Raises:
+            PatchConstructionError: it can't be.
+        """
+        names = [(inside(path) + name, number) for name, number in built.numbers.items()]
+        brought = {number for key, number in names if key not in self.missing or key in self.tied}
+        construction = Construction(self.rules, is_skeleton=True)
+        default = local_torch_dtype(dtype) if dtype is not None and dtype.is_floating_point else nullcontext()
+        with default, building(construction):
+            return construction.build_again(built, MetaInit(to_meta=True, moved=brought))
+
+    def _initial(self, built: Built, module: nn.Module, path: str, key: str) -> nn.Parameter | None:
+        """What `__init__` has given to a new weight; None if the model has something of a quantizer in its place.
+
+        Raises:
+            PatchConstructionError: it was computed from what has no value, or `__init__` makes another one each time.
+        """
+        expected = self.model.get_parameter(key)
+        value = dict(named_parameters(module, path)).get(key)
+        if type(one_piece(expected)) not in (nn.Parameter, torch.Tensor, type(value)):
+            return None
+        if value is None or value.shape != expected.shape:
+            raise PatchConstructionError(
+                f"{built.replacement.__qualname__}.__init__ has made {key} of shape {tuple(expected.shape)}, and "
+                f"{'not at all' if value is None else f'with {tuple(value.shape)}'} when it was called again "
+                "with the same arguments: what it registers must follow from its arguments alone."
+            )
+        if value.device.type == "meta":
+            raise without_value(built.replacement, key)
+        return value
 
     def _put_buffer(self, key: str, value: torch.Tensor, load_config: Any) -> None:
         device_map = load_config.device_map or {"": "cpu"}
@@ -214,6 +243,37 @@ def keeping_computed(outermost: Iterable[Built]) -> Iterator[None]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.device == other.device != torch.device("meta") and one.shape == other.shape and torch.equal(one, other)
+
+
+def _check_attributes(built: Built, module: nn.Module) -> None:
+    """Raise for what belongs to the new weights of a replacement, perhaps, and has come out otherwise for them.
+
+    Raises:
+        PatchConstructionError: tensors in a plain attribute are not what they were when it was built first.
+    """
+    for path, part in module.named_modules():
+        first = module_at(built.module, path)
+        if first is None or type(first) is not type(part):  # a quantizer's, or a fusion's
+            continue
+        for name, value in attributes(part):
+            values, before = (
+                [each for each in tensors_in(held, lambda _: True) if not isinstance(each, nn.Parameter)]
+                for held in (value, first.__dict__.get(name))
+            )
+            if len(values) != len(before) or not all(map(_equal, values, before)):
+                raise PatchConstructionError(
+                    f"{type(part).__qualname__}.__init__ gives other values to the attribute {name!r} each time, and "
+                    "it is called twice where the checkpoint lacks weights: register it as a buffer, which is kept "
+                    "together with the new weights."
+                )
+
+
+def module_at(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of a module at a path, if there is one."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _set(model: nn.Module, key: str, parameter: nn.Parameter) -> None:
