@@ -76,6 +76,13 @@ def follow_state_dicts(models: Iterable[tuple[str, PreTrainedModel]]) -> None:
         model.register_load_state_dict_pre_hook(_name_as_parameters)  # type: ignore[no-untyped-call]
 
 
+def forget_state_dicts(model: PreTrainedModel) -> None:
+    """The reverse, for a model that isn't patched any more."""
+    hooks: dict[Any, Any] = vars(model)["_load_state_dict_pre_hooks"]
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _name_as_parameters]:
+        del hooks[key]
+
+
 def _name_as_parameters(
     model: PreTrainedModel,
     state_dict: dict[str, Any],

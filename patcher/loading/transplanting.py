@@ -1,0 +1,251 @@
+"""Modules of another model in the place of those that they replace, with what these hold beyond their config.
+
+Three modules decide on each attribute: the one that is replaced, the same as its config constructs it (the base), and
+the new one. What is as in the base is up to the new one. What was changed since goes to the new one, if that has it as
+the base does; anything else is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from patcher.compat.models import ORIGINAL, named_modules, named_parameters
+from patcher.conversions.converted_weights import converted_weights
+from patcher.conversions.either_layout import carry_converted, modules_with_layouts
+from patcher.errors import InvalidPatcherError
+from patcher.loading.record import RECORD
+from patcher.loading.unfusing import HOOKS
+from patcher.patterns import inside
+
+#: What torch, transformers and this package keep on a module, and look after themselves.
+_KEPT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", ORIGINAL, RECORD} | {
+    "_is_hf_initialized",
+    "_weight_conversions",
+    "_no_split_modules",
+    "hf_device_map",
+}
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Transplant:
+    """Modules of `source` on their way into `model`.
+
+    Attributes:
+        base: a model constructed as `model` was, on the same weights.
+        converted: names of parameters, and the names of what conversions make of these.
+        new: the names of parameters that are made of nothing in `model`.
+    """
+
+    model: PreTrainedModel
+    base: PreTrainedModel
+    source: PreTrainedModel
+    converted: Iterable[tuple[list[str], list[str]]] = ()
+    new: frozenset[str] = frozenset()
+
+    def run(self, paths: Iterable[str]) -> PreTrainedModel:
+        """The model with the modules at these paths in place.
+
+        Raises:
+            InvalidPatcherError: something that a module holds would be lost.
+        """
+        result, placed = self.model, set()
+        outermost = outermost_of(paths)
+        check_as_constructed(self.model, self.base, outermost)
+        trains, configs = self._trains(), dict(self._configs())
+        for path in outermost:
+            old, new = result.get_submodule(path), self.source.get_submodule(path)
+            if old in placed:  # one module at several paths
+                continue
+            placed.add(new)
+            parts, bases = dict(named_modules(new, path)), dict(named_modules(self.base.get_submodule(path), path))
+            for name, module in named_modules(old, path):
+                _move_attributes(name, module, bases[name], parts.get(name))
+            for name, module in parts.items():
+                module.training = getattr(bases.get(name) and self.model.get_submodule(name), "training", old.training)
+                held = vars(module).items()
+                module.__dict__.update({key: configs[id(each)] for key, each in held if id(each) in configs})
+            device = next((each.device for each in old.parameters()), None)
+            for name, parameter in named_parameters(new, path):
+                parameter.requires_grad_(self._trains_as(path, name, parameter, old, trains))
+                if device is not None and parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+            self._tie(path, old, parts)
+            for other, module in list(named_modules(self.model)) if path else ():
+                if module is old:
+                    parent, _, name = other.rpartition(".")
+                    self.model.get_submodule(parent)._modules[name] = new
+            result = result if path else new  # type: ignore[assignment]
+        for path, module in named_modules(self.source):
+            if (carried := converted_weights(module)) is not None and result.get_submodule(path) is not module:
+                carry_converted(result.get_submodule(path), carried.layouts)  # of several modules at once
+        return result
+
+    def _tie(self, path: str, old: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+        """Have the parameters of a new module shared as those of the old one are, inside of it and outside."""
+        inner = set(old.modules())
+        around = [module for _, module in named_modules(self.model) if module not in inner]
+        outside = {id(parameter) for module in around for parameter in module._parameters.values()}
+        first: dict[int, nn.Parameter | None] = {}
+        source: dict[int, nn.Parameter] = {}
+        for name, parameter in named_parameters(old, path):
+            owner, _, last = name.rpartition(".")
+            here = parts[owner]._parameters.get(last) if owner in parts else None
+            shared = parameter if id(parameter) in outside else first.setdefault(id(parameter), here)
+            if shared is not here and (shared is None or here is None or shared.shape != here.shape):
+                raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+            if here is not None and source.setdefault(id(here), parameter) is not parameter:
+                raise _cannot(name, "is not tied as its config says", "Apply the patcher first.")
+            if shared is not here:
+                parts[owner]._parameters[last] = shared
+
+    def _configs(self) -> Iterable[tuple[int, PretrainedConfig]]:
+        """Each config of the source, by its id, and that of the model, which its own modules look at."""
+        own = dict(named_modules(self.model))
+        for path, module in named_modules(self.source):
+            if isinstance(module, PreTrainedModel) and isinstance(at := own.get(path), PreTrainedModel):
+                yield from _matched(module.config, at.config)
+
+    def _trains(self) -> dict[str, bool]:
+        """Whether a parameter is trained, by its name in either layout."""
+        own = {name: each.requires_grad for name, each in named_parameters(self.model)}
+        found = dict(own)
+        for before, after in self.converted:
+            flags = {name: own[name] for name in before if name in own}
+            if len(set(flags.values())) > 1:
+                frozen = ", ".join(name for name, trains in flags.items() if not trains)
+                raise _cannot(
+                    frozen, f"is frozen, and others of {', '.join(flags)} aren't", "Freeze all of them or none."
+                )
+            found.update(dict.fromkeys(after, any(flags.values())) if flags else {})
+        return found
+
+    def _trains_as(
+        self, path: str, name: str, parameter: nn.Parameter, old: nn.Module, trains: Mapping[str, bool]
+    ) -> bool:
+        flags = {each.requires_grad for each in old.parameters()}
+        if name in trains or name in self.new or not flags:
+            return trains.get(name, parameter.requires_grad)
+        if len(flags) > 1:
+            raise _cannot(
+                path, f"is frozen in part, and what makes {name} isn't known", "Freeze all of it or nothing."
+            )
+        return flags.pop()
+
+
+def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
+    return InvalidPatcherError(
+        f"Patcher.apply: {name} {what}, and that would be lost, for a module there is replaced. {instead}"
+    )
+
+
+def check_as_constructed(model: nn.Module, base: nn.Module, paths: Iterable[str]) -> None:
+    """Raise for parts, parameters and hooks that modules at these paths have not from the config of the model.
+
+    Raises:
+        InvalidPatcherError: it names the first of them.
+    """
+    first = "Apply the patcher first, and change the result."
+    for path in paths:
+        try:
+            now, was = model.get_submodule(path), base.get_submodule(path)
+        except AttributeError:
+            raise _cannot(path, "was added to the model, or taken out of it", first) from None
+        found, expected = dict(named_modules(now, path)), dict(named_modules(was, path))
+        for name in sorted(expected.keys() | found.keys()):
+            cls, is_now = type(expected.get(name)), type(found.get(name))
+            if any(each.__name__ == "BaseTunerLayer" for each in is_now.__mro__):
+                raise _cannot(name, "has an adapter", "Merge it or unload it, or apply the patcher first.")
+            if cls is not is_now:
+                raise _cannot(name, f"is a {is_now.__qualname__} (its config says {cls.__qualname__})", first)
+            for hooks in HOOKS[:4]:
+                if len(getattr(found[name], hooks)) > len(getattr(expected[name], hooks)):
+                    raise _cannot(name, f"has hooks ({hooks})", "Take them off, and register them on the result.")
+        own, shapes = ({name: tuple(each.shape) for name, each in named_parameters(at, path)} for at in (now, was))
+        for name in sorted(shapes.keys() | own.keys()):
+            if shapes.get(name) != own.get(name):
+                raise _cannot(name, f"has the shape {own.get(name)} (its config says {shapes.get(name)})", first)
+
+
+def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module | None) -> None:
+    """Give a module the attributes and buffers that were changed on the one that it takes the place of."""
+    for key in sorted(vars(old).keys() | vars(base).keys()):
+        if key not in _KEPT and not key.endswith("_hooks") and not key.startswith("_patcher"):
+            mine, theirs, here = (getattr(module, key, _MISSING) for module in (old, base, new))
+            if isinstance(mine, PretrainedConfig) or _same(mine, theirs):
+                continue
+            is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
+            if new is None or is_method or not _same(theirs, here):
+                raise _changed(path, key)
+            new.__dict__[key] = mine
+            if mine is _MISSING:  # a load sets what a construction doesn't
+                del new.__dict__[key]
+    for key in old._buffers.keys() & old._non_persistent_buffers_set:
+        mine, theirs = old._buffers[key], base._buffers.get(key)
+        if not _same(mine, theirs):
+            if new is None or key not in new._buffers or not _same(theirs, new._buffers[key]):
+                raise _changed(path, key)
+            new._buffers[key] = mine
+
+
+def _changed(path: str, key: str) -> InvalidPatcherError:
+    what = "was changed since the model was constructed"
+    return _cannot(inside(path) + key, what, "Apply the patcher first, and change the result.")
+
+
+def outermost_of(paths: Iterable[str]) -> list[str]:
+    """These paths but for those below another one."""
+    found: list[str] = []
+    for path in sorted(set(paths), key=lambda each: (each != "", each.count("."))):
+        if not path.startswith(tuple(map(inside, found))):
+            found.append(path)
+    return found
+
+
+def converted_names(model: nn.Module) -> list[tuple[list[str], list[str]]]:
+    """The names in transformers, and those in the model, of all parameters that a module carries a layout of."""
+    return [
+        ([f"{inside(path)}{name}" for name in layout.stock], [f"{inside(path)}{name}" for name in layout.fused])
+        for path, _, layouts in modules_with_layouts(model)
+        for layout in layouts
+    ]
+
+
+def replaced_paths(model: nn.Module) -> list[str]:
+    """Where a model has modules that are replaced, or layers whose weights conversions have made."""
+    paths = [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
+    return paths + [name.rpartition(".")[0] for _, own in converted_names(model) for name in own]
+
+
+def _matched(one: PretrainedConfig, other: PretrainedConfig) -> Iterable[tuple[int, PretrainedConfig]]:
+    yield id(one), other
+    for name, part in vars(one).items():
+        if isinstance(part, PretrainedConfig) and isinstance(mine := vars(other).get(name), PretrainedConfig):
+            yield from _matched(part, mine)
+
+
+def _same(one: Any, other: Any, depth: int = 0) -> bool:
+    """Whether two values of an attribute, each of a module of its own, are alike."""
+    compares: Any = getattr(type(one), "__eq__")  # noqa: B009
+    if one is other or isinstance(one, nn.Module):
+        return one is other or isinstance(other, nn.Module)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+    if isinstance(one, MethodType | FunctionType):
+        return one.__code__ is other.__code__
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key], depth) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_same(*each, depth) for each in zip(one, other, strict=True))
+    if compares is not object.__eq__ or depth > 5 or not hasattr(one, "__dict__"):
+        return compares is object.__eq__ or bool(one == other)
+    return _same(vars(one), vars(other), depth + 1)

@@ -1,0 +1,559 @@
+"""`Patcher.apply` keeps what a model holds beyond its config, both ways, or refuses it by name."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers import BartConfig, BartForConditionalGeneration, PretrainedConfig, ViTConfig, ViTModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+
+from patcher import InvalidPatcherError, PatchConstructionError, Patcher, UnmatchedPatchError, report
+from tests.support.comparing import logits
+from tests.support.replacements import JOINED, OWN
+from tests.support.tiny import (
+    ENCODER_DECODER_SIZES,
+    build_tiny,
+    tiny_bert_config,
+    tiny_inputs,
+    tiny_llama_config,
+    tiny_mixtral_config,
+    tiny_qwen3_config,
+)
+
+BOTH = Patcher(fusions=["qkv", "gate_up"])
+Hold = Callable[[Any], object]
+
+
+class SameMLP(LlamaMLP):
+    """What `LlamaMLP` is, under another name."""
+
+
+class ScaledAttention(LlamaAttention):
+    """What `LlamaAttention` is, under another name."""
+
+
+class DoubledMLP(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+MLPS, ATTENTION = Patcher({"LlamaMLP": SameMLP}), Patcher({"LlamaAttention": ScaledAttention})
+ROOT = Patcher({"LlamaForCausalLM": type("OwnLlama", (LlamaForCausalLM,), {})})
+
+
+# --- what a model holds ----------------------------------------------------------------------------------------------
+
+
+def bias(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.bias = nn.Parameter(torch.linspace(0, 1, 64))
+
+
+def part_bias(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.bias = nn.Parameter(torch.linspace(0, 1, 64))
+
+
+def _doubles(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+def _doubles_first(module: nn.Module, args: Any) -> Any:
+    return (2 * args[0], *args[1:])
+
+
+def _doubles_gradients(module: nn.Module, incoming: Any, outgoing: Any) -> Any:
+    return tuple(2 * each for each in incoming)
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(_doubles)
+
+
+def hook_on_a_part(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(_doubles)
+
+
+def pre_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_pre_hook(_doubles_first)
+
+
+def backward_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_full_backward_hook(_doubles_gradients)
+
+
+def edited_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+def scaling(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.9
+
+
+def _negative(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return -self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def method(model: Any) -> None:
+    model.model.layers[1].mlp.forward = types.MethodType(_negative, model.model.layers[1].mlp)
+
+
+def _positive(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, self.weight).abs()
+
+
+def method_of_a_part(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.forward = types.MethodType(_positive, model.model.layers[1].mlp.up_proj)
+
+
+def other_class(model: Any) -> None:
+    model.model.layers[0].mlp.__class__ = DoubledMLP
+
+
+def other_layer(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj, nn.Tanh())
+
+
+def added_layer(model: Any) -> None:
+    model.model.layers.append(LlamaDecoderLayer(model.config, 3))
+    model.config.num_hidden_layers = 4
+
+
+def frozen(model: Any) -> None:
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.requires_grad_(False)
+
+
+def tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def tie_of_parts(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def modes(model: Any) -> None:
+    model.train()
+    model.model.layers[0].eval()
+
+
+def generation(model: Any) -> None:
+    model.generation_config.max_new_tokens = 7
+
+
+def lora_on_the_head(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+
+
+def lora_on_a_part(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "o_proj"], layers_to_transform=[0], init_lora_weights=False)
+    model.add_adapter(config)
+
+
+def checkpointing(model: Any) -> None:
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
+def parametrization(model: Any) -> None:
+    parametrizations.weight_norm(model.model.layers[0].mlp.down_proj)
+    model.model.layers[0].mlp.down_proj.parametrizations.weight.original0.data *= 2
+
+
+def parametrization_of_a_part(model: Any) -> None:
+    parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    model.model.layers[0].mlp.up_proj.parametrizations.weight.original0.data *= 2
+
+
+def dtypes(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.double()
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    model.model.layers[0].mlp.gate_proj.double()
+    model.model.layers[0].mlp.down_proj.double()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output.float())
+
+
+def implementation(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def recorded(model: Any) -> None:
+    model(**tiny_inputs(model.config), output_hidden_states=True, output_attentions=True)
+
+
+#: What is held -> whether the logits show it.
+HELD: dict[Hold, bool] = {
+    bias: True,
+    part_bias: True,
+    hook: True,
+    hook_on_a_part: True,
+    pre_hook: True,
+    backward_hook: False,
+    edited_buffer: True,
+    scaling: True,
+    method: True,
+    method_of_a_part: True,
+    other_class: True,
+    other_layer: True,
+    added_layer: True,
+    frozen: False,
+    tie: True,
+    tie_of_parts: True,
+    modes: False,
+    generation: False,
+    lora_on_the_head: True,
+    lora_on_a_part: True,
+    checkpointing: False,
+    parametrization: True,
+    parametrization_of_a_part: True,
+    dtypes: False,
+    implementation: False,
+    recorded: False,
+}
+MARKED = [pytest.param(each, marks=[pytest.mark.libraries] if "lora" in each.__name__ else []) for each in HELD]
+
+
+def holding(hold: Hold, **changes: Any) -> Any:
+    model = build_tiny(tiny_llama_config(num_hidden_layers=3, **changes))
+    torch.manual_seed(0)
+    hold(model)
+    return model
+
+
+def described(model: nn.Module) -> dict[str, Any]:
+    """All that a model is and holds, so that two descriptions can be compared."""
+    names = {id(each): path for path, each in model.named_modules()}
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found[f"{path} is"] = names[id(module)], type(module), module.training
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                for name, tensor in value.items():
+                    found[f"{path}.{name}"] = _told(tensor)
+            elif key not in ("_modules", "_weight_conversions", "_output_capturing_hooks_installed"):
+                found[f"{path} has {key}"] = _told(value)
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[f"{name} is"] = first.setdefault(id(parameter), name)
+    return found
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        kind = value.shape, value.dtype, value.requires_grad, type(value)
+        return (*kind, value.detach().view(torch.uint8).numpy().tobytes() if value.dim() else value.item())
+    if isinstance(value, dict):
+        if all(isinstance(key, int) for key in value):  # hooks, but for those that record outputs
+            return [_told(each) for each in value.values() if "output_capturing" not in str(each)]
+        return {key: _told(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return sorted(map(str, value)) if isinstance(value, set) else [_told(each) for each in value]
+    if isinstance(value, types.MethodType):
+        return value.__func__, type(value.__self__)
+    if isinstance(value, PretrainedConfig):
+        return value.to_dict()
+    return value if isinstance(value, bool | int | float | str | type | types.FunctionType) else type(value)
+
+
+# --- fusions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", MARKED)
+def test_a_fused_model_has_it_and_so_has_the_model_after_the_way_back(hold: Hold) -> None:
+    if HELD[hold]:
+        assert not torch.allclose(logits(holding(hold)), logits(holding(lambda model: None)), atol=1e-3)
+    given = holding(hold)
+    before = described(given)
+
+    fused = BOTH.apply(given)
+    assert described(given) == before
+    assert hasattr(fused.model.layers[1].self_attn, "qkv_proj")
+    assert {name: each.training for name, each in fused.named_modules() if name in dict(given.named_modules())} == {
+        name: each.training for name, each in given.named_modules() if name in dict(fused.named_modules())
+    }
+    assert fused.generation_config.max_new_tokens == given.generation_config.max_new_tokens
+    back = Patcher().apply(fused)
+    assert described(back) == before
+    assert torch.allclose(logits(fused), logits(given), atol=1e-5)
+    assert torch.equal(logits(back), logits(given))
+
+
+@pytest.mark.parametrize("hold", [backward_hook, checkpointing, frozen, tie, hook])
+def test_a_step_of_a_fused_model_is_that_of_the_given_one(hold: Hold) -> None:
+    given, changed = holding(hold), holding(hold)
+    fused, inputs = BOTH.apply(changed), tiny_inputs(given.config)
+    for model in (given, fused):
+        model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert all(parameter.grad is None for parameter in changed.parameters())
+    back = Patcher().apply(fused)
+    for (name, expected), found in zip(given.named_parameters(), back.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5), name
+        assert found.requires_grad is expected.requires_grad, name
+
+
+@pytest.mark.parametrize(
+    "hold", [hook_on_a_part, method_of_a_part, parametrization_of_a_part, other_layer, tie_of_parts]
+)
+def test_a_module_that_can_not_be_fused_any_more_is_left_alone_and_told(hold: Hold) -> None:
+    fused = BOTH.apply(holding(hold))
+    assert sum(hasattr(layer.mlp, "gate_up_proj") for layer in fused.model.layers) in (1, 2)
+    assert any(path.endswith("mlp") for path, reason in report(fused).refused)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_class", "fusions"),
+    [
+        (tiny_bert_config(), None, "qkv"),
+        (tiny_qwen3_config(), None, ["qkv", "gate_up"]),
+        (BartConfig(**ENCODER_DECODER_SIZES), BartForConditionalGeneration, ["qkv", "kv"]),
+        (tiny_mixtral_config(), None, ["qkv", "sequential_experts"]),
+        (
+            ViTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8),
+            ViTModel,
+            "patch_embeddings",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_other_architectures(config: Any, model_class: Any, fusions: Any) -> None:
+    given = build_tiny(config, model_class=model_class).eval()
+    inputs = tiny_inputs(config) if config.model_type != "vit" else {"pixel_values": torch.randn(2, 3, 32, 32)}
+    for number, (name, module) in enumerate(given.named_modules()):
+        if name.endswith(("layernorm", "LayerNorm", "layer_norm")):
+            module.register_forward_hook(_doubles)
+            module.weight.requires_grad_(bool(number % 2))
+    before = described(given)
+    fused = Patcher(fusions=fusions).apply(given)
+    assert described(given) == before
+    assert report(fused).fused
+    back = Patcher().apply(fused)
+    assert described(back) == before
+    assert torch.allclose(logits(fused, inputs), logits(given, inputs), atol=1e-4)
+    assert torch.equal(logits(back, inputs), logits(given, inputs))
+
+
+# --- replacements ----------------------------------------------------------------------------------------------------
+
+
+def bias_beside(model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.bias = nn.Parameter(torch.ones(64))
+
+
+def lora_beside(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+
+#: What is held in a Llama of which modules are replaced, and goes with it.
+CARRIED = [edited_buffer, scaling, frozen, tie, tie_of_parts, modes, generation, checkpointing, implementation]
+CARRIED += [recorded, lora_beside, lora_on_the_head, bias_beside]
+#: (patcher, what is held) -> why it is refused.
+REFUSED = {
+    (
+        "attention",
+        "lora_beside",
+    ): r"self_attn\.q_proj has an adapter, and that would be lost, for a module there is replaced\. Merge it",
+    (
+        "attention",
+        "bias_beside",
+    ): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
+    ("mlp and qkv", "lora_beside"): r"'qkv' found no module that it can fuse; .*q_proj is a Linear",
+    ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, and that would be lost",
+    ("model", "lora_on_the_head"): r"lm_head has an adapter, and that would be lost",
+    ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Take them off",
+    ("model", "bias_beside"): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
+}
+PATCHERS = {"mlp": MLPS, "attention": ATTENTION, "model": ROOT, "mlp and qkv": MLPS | Patcher(fusions="qkv")}
+
+
+@pytest.mark.parametrize(
+    "hold", [pytest.param(each, marks=[pytest.mark.libraries] if "lora" in each.__name__ else []) for each in CARRIED]
+)
+@pytest.mark.parametrize("name", PATCHERS)
+def test_a_replaced_model_has_it_and_so_has_the_model_after_the_way_back(name: str, hold: Hold) -> None:
+    patcher, given = PATCHERS[name], holding(hold)
+    before = described(given)
+    if (name, hold.__name__) in REFUSED:
+        with pytest.raises((InvalidPatcherError, UnmatchedPatchError), match=REFUSED[name, hold.__name__]):
+            patcher.apply(given)
+        assert described(given) == before
+        return
+    patched = patcher.apply(given)
+    assert described(given) == before
+    assert report(patched).replaced
+    trained, now = ({key: each.requires_grad for key, each in each.named_parameters()} for each in (given, patched))
+    assert all(trained[key] is now[key] for key in trained.keys() & now.keys())
+    again = patcher.apply(patched)
+    back = Patcher().apply(again)
+    assert described(back) == before
+    for model in (patched, again):
+        assert torch.allclose(logits(model), logits(given), atol=1e-5)
+    assert torch.equal(logits(back), logits(given))
+
+
+@pytest.mark.parametrize(
+    ("hold", "what"),
+    [
+        (hook, r"mlp has hooks \(_forward_hooks\), .* Take them off, and register them on the result"),
+        (hook_on_a_part, r"up_proj has hooks \(_forward_hooks\)"),
+        (pre_hook, r"mlp has hooks \(_forward_pre_hooks\)"),
+        (backward_hook, r"mlp has hooks \(_backward_hooks\)"),
+        (method, r"mlp\.forward was changed since the model was constructed, .* Apply the patcher first, and change"),
+        (method_of_a_part, r"up_proj\.forward was changed"),
+        (other_class, r"mlp is a DoubledMLP \(its config says LlamaMLP\), .* Apply the patcher first"),
+        (other_layer, r"up_proj is a Sequential \(its config says Linear\)"),
+        (parametrization, r"down_proj is a ParametrizedLinear \(its config says Linear\)"),
+        (dtypes, "can't convert weights of several dtypes|has hooks"),
+    ],
+)
+def test_what_a_replacement_would_lose_is_refused_by_name(hold: Hold, what: str) -> None:
+    given = holding(hold)
+    expected, before = logits(given), described(given)
+    for patcher in (MLPS, JOINED):
+        with pytest.raises(InvalidPatcherError, match=what):
+            patcher.apply(given)
+    assert described(given) == before
+    assert torch.equal(logits(given), expected)
+
+
+def test_a_layer_that_was_added_is_not_left_as_it_is_in_silence() -> None:
+    given = build_tiny(tiny_llama_config())
+    given.model.layers.append(LlamaDecoderLayer(given.config, 2))
+    with pytest.raises(InvalidPatcherError, match=r"can't replace model\.layers\.2\.mlp, a LlamaMLP that was added"):
+        MLPS.apply(given)
+    given.model.layers[0].extra = LlamaMLP(given.config)
+    with pytest.raises(InvalidPatcherError, match=r"model\.layers\.0\.extra, a LlamaMLP that was added"):
+        MLPS.apply(given)
+
+
+def test_what_was_trained_comes_back_from_a_converting_replacement() -> None:
+    given, inputs = build_tiny(tiny_llama_config()), tiny_inputs(tiny_llama_config())
+    given.model.embed_tokens.requires_grad_(False)
+    given.model.layers[0].mlp.requires_grad_(False)
+    patched = JOINED.apply(given)
+    assert [layer.mlp.gate_up_proj.weight.requires_grad for layer in patched.model.layers] == [False, True]
+    for model in (given, patched):
+        model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    back = Patcher().apply(patched)
+    assert {type(layer.mlp) for layer in back.model.layers} == {LlamaMLP}
+    for (name, expected), found in zip(given.named_parameters(), back.parameters(), strict=True):
+        assert found.requires_grad is expected.requires_grad, name
+
+
+def test_parts_that_are_frozen_each_its_own_way_are_not_joined() -> None:
+    given = build_tiny(tiny_llama_config())
+    given.model.layers[1].mlp.up_proj.requires_grad_(False)
+    with pytest.raises(
+        InvalidPatcherError, match=r"layers\.1\.mlp\.up_proj\.weight is frozen, and others of .*gate_proj"
+    ):
+        JOINED.apply(given)
+
+
+def test_a_trained_model_and_its_copy_share_what_is_not_converted_and_nothing_else() -> None:
+    given = build_tiny(tiny_llama_config())
+    for patcher in (BOTH, JOINED, MLPS, ROOT, Patcher()):
+        own = {each.data_ptr(): name for name, each in given.named_parameters()}
+        patched = patcher.apply(given)
+        shared = {name for name, each in patched.named_parameters() if each.data_ptr() in own}
+        made = {name for name, _ in patched.named_parameters() if "gate_up_proj" in name or "qkv_proj" in name}
+        assert {name for name, _ in patched.named_parameters()} - made == shared
+        assert not {id(each) for each in given.parameters()} & {id(each) for each in patched.parameters()}
+        assert not {each.data_ptr() for each in given.buffers()} & {each.data_ptr() for each in patched.buffers()}
+
+
+def test_modules_that_are_replaced_follow_the_config_of_the_model() -> None:
+    patched = ATTENTION.apply(build_tiny(tiny_llama_config()))
+    patched.set_attn_implementation("eager")
+    assert patched(**tiny_inputs(patched.config), output_attentions=True).attentions[0] is not None
+    assert {id(module.config) for module in patched.modules() if hasattr(module, "config")} == {id(patched.config)}
+
+
+def test_one_patcher_after_the_other() -> None:
+    given = build_tiny(tiny_llama_config())
+    expected, before = logits(given), described(given)
+    model: Any = given
+    for patcher in (JOINED, BOTH, OWN, ROOT, JOINED.replace(name="again")):
+        with OWN.applied():
+            model = patcher.apply(model)
+            LlamaForCausalLM(tiny_llama_config())  # which the block is for
+        assert torch.allclose(logits(model), expected, atol=1e-5)
+    assert described(Patcher().apply(model)) == before
+
+
+# --- what can't be copied --------------------------------------------------------------------------------------------
+
+
+def closure(model: Any) -> None:
+    original = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: 2 * original(x)
+
+
+def closure_of_a_hook(model: Any) -> None:
+    other = model.model.layers[1].mlp
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + other(*args))
+
+
+def compiled(model: Any) -> None:
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+
+
+def compiled_in_place(model: Any) -> None:
+    model.model.layers[0].compile()
+
+
+def gradient_hook(model: Any) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def computed(model: Any) -> None:
+    model.model.layers[0].scale = model.lm_head.weight * 2
+
+
+@pytest.mark.parametrize(
+    ("hold", "what"),
+    [
+        (
+            closure,
+            r"layers\.0\.mlp\.forward: closure\..*lambda.* has model\.layers\.0\.mlp in its closure.* MethodType",
+        ),
+        (closure_of_a_hook, r"layers\.0\.mlp\._forward_hooks: .* has model\.layers\.1\.mlp in its closure"),
+        (compiled, r"what is compiled \(model\.layers\.0\.mlp\)\. Compile the result instead"),
+        (compiled_in_place, r"what is compiled \(model\.layers\.0\)\. Compile the result instead"),
+        (gradient_hook, r"a hook on the gradient of lm_head\.weight: .* Register it on the result"),
+        (computed, r"a model that can't be copied \(RuntimeError: Only Tensors created explicitly by the user"),
+    ],
+)
+def test_what_can_not_be_copied_is_refused_by_name(hold: Hold, what: str) -> None:
+    given = holding(hold)
+    with pytest.raises(InvalidPatcherError, match=f"Patcher.apply can't take .*{what}"):
+        BOTH.apply(given)
+
+
+def test_a_failure_leaves_the_given_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(LlamaMLP):
+        def __init__(self, config: Any) -> None:
+            raise ValueError("no")
+
+    given = holding(frozen)
+    given.model.norm.register_forward_hook(_doubles)
+    fused = BOTH.apply(given)
+    for model in (given, fused):
+        before = described(model)
+        with pytest.raises(PatchConstructionError, match="no"):
+            Patcher({"LlamaMLP": Failing}).apply(model)
+        with monkeypatch.context() as patch:
+            patch.setattr("patcher.loading.applying.keep_record", _fail)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                BOTH.apply(model)
+        assert described(model) == before
+
+
+def _fail(*args: Any) -> None:
+    raise RuntimeError("in the middle")
