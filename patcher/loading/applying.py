@@ -22,7 +22,7 @@ from patcher.conversions.converted_weights import CONVERTED
 from patcher.conversions.either_layout import read_one_layout
 from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
-from patcher.functions.models import function_attributes, swap_functions
+from patcher.functions.models import Functions, function_attributes, swap_functions
 from patcher.loading.checkpoint_names import follow_state_dicts, forget_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.copying import check_can_be_copied, shared_copy
@@ -77,13 +77,12 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         for name, value in function_attributes(module):
             if (stock := unrebound(value)) is not value:
                 module.__dict__[name] = stock
-    paths = replaced_paths(model)
+    paths, entries = replaced_paths(model), record.in_force if record is not None else ()
+    _functions(entries, model)
     if paths or (record is not None and record.traces):
-        entries = record.in_force if record is not None else ()
-        standing = [replace(each, patcher=each.patcher.replace(fusions=(), function_mapping={})) for each in entries]
         weights = _checkpoint(model, paths)
         stock = _loaded(model, weights, patcher=Patcher())
-        with entering(standing):
+        with entering(_without_what_is_undone(each, record) for each in entries):
             base = _loaded(stock, weights)
         converted = [(own, names) for names, own in converted_names(model)]
         model = Transplant(model, base, stock, converted).run(paths)
@@ -98,6 +97,25 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def _without_what_is_undone(entry: InForce, record: PatchRecord | None) -> InForce:
+    """What is in force, but for functions, and for fusions whose modules are those of transformers again."""
+    left = record.fusions if record is not None else ()
+    fusions = [each for each in entry.patcher.fusions if each in left]
+    return replace(entry, patcher=entry.patcher.replace(fusions=fusions, function_mapping={}))
+
+
+def _functions(entries: Iterable[InForce], model: PreTrainedModel) -> Functions:
+    """What function mappings do to a model of transformers, or have done."""
+    functions = functions_in_force(entries, model)
+    if functions.initialized:
+        names = ", ".join(sorted(each.__name__ for each in functions.initialized))
+        raise InvalidPatcherError(
+            f"Patcher.apply can't replace a function that {names} calls while it is constructed, nor undo that. Load "
+            "the model again with the patcher that it is to have."
+        )
+    return functions
+
+
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """A model of transformers with what a patcher makes of it, in place."""
     entry = InForce(patcher, "patcher=")
@@ -110,13 +128,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         named = ((kind, key) for kind in _JUDGED_BY_THE_LOAD for key in getattr(patcher, kind))
         construction.matched |= Matched(frozenset((entry, *each) for each in named))
     construction.root = model
-    functions = functions_in_force((entry,), model)
-    if functions.initialized:
-        names = ", ".join(sorted(each.__name__ for each in functions.initialized))
-        raise InvalidPatcherError(
-            f"Patcher.apply can't replace a function that {names} calls while it is constructed. Load the model again "
-            "with patcher=..."
-        )
+    functions = _functions((entry,), model)
     swap_functions(model, functions)
     construction.matched |= matched_functions((entry,), functions)
     resolution = construction.resolution = resolve_standing((entry,), model, functions=functions)

@@ -521,7 +521,7 @@ def computed(model: Any) -> None:
     [
         (
             closure,
-            r"layers\.0\.mlp\.forward: closure\..*lambda.* has model\.layers\.0\.mlp in its closure.* MethodType",
+            r"layers\.0\.mlp\.forward: closure\..*lambda.* has model\.layers\.0\.mlp in its closure",
         ),
         (closure_of_a_hook, r"layers\.0\.mlp\._forward_hooks: .* has model\.layers\.1\.mlp in its closure"),
         (compiled, r"what is compiled \(model\.layers\.0\.mlp\)\. Compile the result instead"),
