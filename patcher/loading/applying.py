@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import has_used_conversions, set_used_conversions, used_conversions
+from patcher.compat.copies import drop_values
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import ORIGINAL, kept_in_fp32, named_modules, stock_class
+from patcher.compat.models import ORIGINAL, forget_no_split_names, kept_in_fp32, named_modules, stock_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import Block, InForce, Matched, entered, entering, unpatched
@@ -70,6 +71,8 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the classes, layers and functions of transformers, in place."""
+    given = record_of(model)
+    replaced = [(each.original, each.replacement) for each in given.replaced] if given is not None else []
     unfuse(model, lambda path, carried: True, "Patcher().apply()")  # first: rebound classes were fused
     record = record_of(model)
     for _, module in named_modules(model):
@@ -79,11 +82,12 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
                 module.__dict__[name] = stock
     paths, entries = replaced_paths(model), record.in_force if record is not None else ()
     _functions(entries, model)
-    if paths or (record is not None and record.traces):
+    if paths or (record is not None and (record.traces or record.dropped)):
         weights = _checkpoint(model, paths)
-        stock = _loaded(model, weights, patcher=Patcher())
         with entering(_without_what_is_undone(each, record) for each in entries):
-            base = _loaded(stock, weights)
+            base = _loaded(model, weights)
+        drop_values(base)
+        stock = _loaded(model, weights, patcher=Patcher())
         converted = [(own, names) for names, own in converted_names(model)]
         model = Transplant(model, base, stock, converted).run(paths)
         set_used_conversions(model, used_conversions(stock))
@@ -94,6 +98,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
             read_one_layout(module)
         if isinstance(module, PreTrainedModel):
             forget_state_dicts(module)
+            forget_no_split_names(module, replaced)
     return model
 
 
@@ -121,7 +126,9 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     entry = InForce(patcher, "patcher=")
     check_built(patcher, set(map(type, model.modules())), type(model).__module__, all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
-    known: dict[str, Any] = {"read": has_used_conversions(model), "conversions": tuple(used_conversions(model))}
+    known: dict[str, Any] = {}
+    if has_used_conversions(model):
+        known = {"read": True, "conversions": tuple(used_conversions(model))}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
         model, record = _replaced(patcher, model)
         known = {name: getattr(record, name) for name in _OF_A_LOAD}
@@ -145,6 +152,8 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
             take_hooks(new, module)
     matched, record, _, models = seen(construction, model)
     Diagnostics().adding_matches((entry,), matched, type(model).__name__).warn()
+    if record.fusion_transforms:  # of families without layouts: a save finds what to reverse by itself
+        known["read"] = False
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
         follow_state_dicts(models)
@@ -155,8 +164,10 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     """A model of transformers with the replacements of a patcher, and the record of the load that made these."""
     weights = _checkpoint(model, ())
     base = _loaded(model, weights, patcher=Patcher())
+    drop_values(base)
     _check_replaceable(patcher, model, base)  # before a load says what is missing
-    made = _loaded(model, weights, patcher=patcher.replace(fusions=(), function_mapping={}))
+    only = patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={})
+    made = _loaded(model, weights, patcher=only)
     record = record_of(made)
     assert record is not None
     plant = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights))
@@ -192,7 +203,10 @@ def _checkpoint(model: PreTrainedModel, changed: Iterable[str]) -> dict[str, tor
     record, unchanged = record_of(model), skeleton(stock_class(model), model.config).state_dict()  # type: ignore[arg-type]
     new = record.new_weights if record is not None else ()  # these belong to the patcher that is left behind
     under = tuple(map(inside, changed))
-    tensors = {key.replace(".base_layer.", "."): value.detach() for key, value in model.state_dict().items()}
+    tensors = {  # an adapter has what it is put around as its base_layer
+        key if key in unchanged else key.replace(".base_layer.", "."): value.detach()
+        for key, value in model.state_dict().items()
+    }
     own = {
         key: value
         for key, value in tensors.items()

@@ -246,6 +246,9 @@ def _same(one: Any, other: Any, depth: int = 0) -> bool:
         return one.keys() == other.keys() and all(_same(one[key], other[key], depth) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(_same(*each, depth) for each in zip(one, other, strict=True))
-    if compares is not object.__eq__ or depth > 5 or not hasattr(one, "__dict__"):
-        return compares is object.__eq__ or bool(one == other)
+    if compares is not object.__eq__:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)  # an array compares its items
+    if depth > 5 or not hasattr(one, "__dict__"):
+        return True
     return _same(vars(one), vars(other), depth + 1)

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import BartConfig, BartForConditionalGeneration, PretrainedConfig, ViTConfig, ViTModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BartConfig,
+    BartForConditionalGeneration,
+    PretrainedConfig,
+    ViTConfig,
+    ViTModel,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
-from patcher import InvalidPatcherError, PatchConstructionError, Patcher, UnmatchedPatchError, report
+from patcher import (
+    InvalidPatcherError,
+    PatchConstructionError,
+    Patcher,
+    UnmatchedPatchError,
+    load_original_state_dict,
+    report,
+)
+from patcher.fusions import Fusion
+from tests.functions.modeling_tiny import TinyConfig, TinyModel
 from tests.support.comparing import logits
-from tests.support.replacements import JOINED, OWN
+from tests.support.replacements import JOINED, OWN, OwnLayer, OwnNorm
+from tests.support.shared import checkpoint
 from tests.support.tiny import (
     ENCODER_DECODER_SIZES,
     build_tiny,
     tiny_bert_config,
     tiny_inputs,
     tiny_llama_config,
+    tiny_llava_config,
     tiny_mixtral_config,
     tiny_qwen3_config,
 )
@@ -364,12 +384,15 @@ REFUSED = {
         "bias_beside",
     ): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
     ("mlp and qkv", "lora_beside"): r"'qkv' found no module that it can fuse; .*q_proj is a Linear",
+    ("layer", "lora_beside"): r"self_attn\.q_proj has an adapter",
+    ("layer", "bias_beside"): r"o_proj\.bias has the shape \(64,\)",
     ("model", "lora_beside"): r"self_attn\.q_proj has an adapter, and that would be lost",
     ("model", "lora_on_the_head"): r"lm_head has an adapter, and that would be lost",
     ("model", "checkpointing"): r"embed_tokens has hooks \(_forward_hooks\), .* Take them off",
     ("model", "bias_beside"): r"o_proj\.bias has the shape \(64,\) \(its config says None\), and that would be lost",
 }
 PATCHERS = {"mlp": MLPS, "attention": ATTENTION, "model": ROOT, "mlp and qkv": MLPS | Patcher(fusions="qkv")}
+PATCHERS["layer"] = Patcher({"LlamaDecoderLayer": OwnLayer})
 
 
 @pytest.mark.parametrize(
@@ -557,3 +580,65 @@ def test_a_failure_leaves_the_given_model_as_it_was(monkeypatch: pytest.MonkeyPa
 
 def _fail(*args: Any) -> None:
     raise RuntimeError("in the middle")
+
+
+# --- what else comes back --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config", [tiny_mixtral_config(), tiny_llava_config(), tiny_llama_config()], ids=lambda c: c.model_type
+)
+def test_a_model_from_a_checkpoint_saves_that_again(config: Any, tmp_path: Path) -> None:
+    folder = checkpoint(config)
+    expected = (folder / "model.safetensors").read_bytes()
+    load = AutoModelForImageTextToText if config.model_type == "llava" else AutoModelForCausalLM
+    fused = Patcher(fusions=["qkv", "sequential_experts"] if config.model_type == "mixtral" else ["qkv"])
+    norms = Patcher({"(Llama|Mixtral)RMSNorm": OwnNorm})
+    plain = load.from_pretrained(folder)
+    models = [fused.apply(plain), norms.apply(plain), (norms | fused).apply(plain), Patcher().apply(plain)]
+    models += [load.from_pretrained(folder, patcher=each) for each in (fused, norms, norms | fused)]
+    for model in [*models, *map(Patcher().apply, models)]:
+        model.save_pretrained(tmp_path / "saved")
+        assert (tmp_path / "saved" / "model.safetensors").read_bytes() == expected
+
+
+def test_what_a_family_has_constructed_anew_comes_back() -> None:
+    class Doubled(Fusion):
+        target_modules_patterns = (r"\.mlp$",)
+
+        def is_fusable(self, module: nn.Module) -> bool:
+            return True
+
+        def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+            return DoubledMLP
+
+    stock = build_tiny(tiny_llama_config())
+    model: Any = LlamaForCausalLM._from_config(stock.config, patcher=Patcher(fusions=[Doubled(), "qkv"]))
+    load_original_state_dict(model, stock.state_dict())
+    back = Patcher().apply(model)
+    assert {type(module) for module in back.modules()} == {type(module) for module in stock.modules()}
+    assert torch.equal(logits(back), logits(stock))
+    with pytest.raises(InvalidPatcherError, match=r"can't fuse model\.layers\.0\.mlp: DoubledMLP is constructed from"):
+        Patcher(fusions=Doubled()).apply(stock)
+
+
+def test_a_function_that_a_construction_calls_is_refused_both_ways() -> None:
+    def more(value: float) -> float:
+        return 10 * value
+
+    patcher = Patcher(function_mapping={"scale": more})
+    refused = r"can't replace a function that Part calls while it is constructed, nor undo that\. Load the model again"
+    for model, other in (
+        (TinyModel(TinyConfig()), patcher),
+        (TinyModel._from_config(TinyConfig(), patcher=patcher), Patcher()),
+    ):
+        with pytest.raises(InvalidPatcherError, match=refused):
+            other.apply(model)
+
+
+def test_a_hook_on_a_fused_patch_embedding_comes_back() -> None:
+    config = ViTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
+    fused = Patcher(fusions="patch_embeddings").apply(build_tiny(config, model_class=ViTModel))
+    fused.embeddings.patch_embeddings.projection.register_forward_hook(_doubles)
+    inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+    assert torch.allclose(logits(Patcher().apply(fused), inputs), logits(fused, inputs), atol=1e-5)
