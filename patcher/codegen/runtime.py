@@ -20,13 +20,13 @@ from torch import nn
 
 from patcher.compat.models import make_from_config
 from patcher.construction.construction import under_construction
-from patcher.conversions.layouts import Flatten, Layout, Rows, named_parameter
 from patcher.errors import PatchConstructionError
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.fused_module import fuse_in_place, put_in_place
 from patcher.fusions.joined import Joined, part_property
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.layouts.layouts import Flatten, Layout, Rows, named_parameter
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
 

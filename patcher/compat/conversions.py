@@ -107,37 +107,9 @@ def is_stock_operation(operation: ConversionOps) -> bool:
     return type(operation).__module__.startswith("transformers.")
 
 
-def take_over_use(used: WeightTransform, transform: WeightTransform) -> None:
-    """Mark `transform` as used if its copy `used` was."""
-    transform._was_used = used._was_used
-
-
 def was_used(transform: WeightTransform) -> bool:
     """Whether the transform matched a key."""
     return bool(transform._was_used)
-
-
-def unmark_by(names: Iterable[str], transforms: Iterable[WeightTransform], checkpoint: Iterable[str]) -> None:
-    """Take back that renamings have been used, where nothing but `names` has matched them.
-
-    A load reversed them when it saves: an expression such as `^(?!timm_model)(.+)` takes any name.
-
-    Args:
-        names: keys that stood in a checkpoint for others.
-        checkpoint: the keys that it has.
-    """
-    used = [each for each in transforms if isinstance(each, WeightRenaming)]
-
-    def copies_used_by(keys: Iterable[str]) -> list[WeightTransform]:
-        copies = [copy_transform(each) for each in used]
-        for key in keys:
-            for each in copies:
-                key, _ = each.rename_source_key(key)
-        return copies
-
-    if any(map(was_used, copies_used_by(names))):
-        for each, copy in zip(used, copies_used_by(checkpoint), strict=True):
-            each._was_used = copy._was_used
 
 
 #: What a load makes of a key: its name, and the converter and the source pattern that take it.
@@ -213,9 +185,12 @@ def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransfo
     ]
 
 
-def set_used_conversions(model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
-    """Set the conversions of the model's load, as transformers remembers them for saving."""
-    model.__dict__["_weight_conversions"] = conversions
+def set_used_conversions(model: PreTrainedModel, mapping: Iterable[WeightTransform], used: list[Any]) -> None:
+    """Have transformers remember, for saving, which conversions of its mapping had a part in the model's load."""
+    known = set(map(id, used))
+    for transform in mapping:
+        transform._was_used = id(transform) in known
+    model.__dict__["_weight_conversions"] = list(used)
 
 
 def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:

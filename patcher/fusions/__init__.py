@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.errors import no_such_name, public_name
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
+from patcher.layouts.layouts import Flatten, Layout, Rows
 
 if TYPE_CHECKING:
     from patcher.fusions.finding import Surroundings as Surroundings

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from patcher.conversions.layouts import Layout
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
+from patcher.layouts.layouts import Layout
 from patcher.patterns import check_path, matches_path
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tie_partners
-from patcher.conversions.layouts import Layout, named_parameter
 from patcher.fusions.base import Fusion
+from patcher.layouts.layouts import Layout, named_parameter
 
 
 @dataclass(frozen=True)

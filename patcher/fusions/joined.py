@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_exporting
-from patcher.conversions.fused_weights import fused_weights
-from patcher.conversions.sharded import Copied
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule, view_of
+from patcher.layouts.carried import fused_weights
+from patcher.layouts.sharded import Copied
 
 _ADVICE = "Take the fusions off with Patcher().apply(model) first."
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from torch import nn
 
 from patcher.compat.models import kept_in_fp32
-from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
 from patcher.fusions.finding import Surroundings
@@ -24,6 +23,7 @@ from patcher.fusions.proof.tracing import Constant, Guards, called_projections, 
 from patcher.fusions.proof.understanding import compared_names, joining_methods, understand
 from patcher.fusions.proof.values import Summary
 from patcher.fusions.rewrite import compile_subclass, rewritten
+from patcher.layouts.layouts import Layout, Rows
 from patcher.patterns import inside
 
 #: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and

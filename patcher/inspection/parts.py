@@ -9,9 +9,9 @@ from torch import nn
 
 from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
-from patcher.conversions.transforms import describe
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.tree import ModuleNode, Weights, module_tree
+from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord
 from patcher.patterns import in_state_dict, inside
 
@@ -38,16 +38,9 @@ def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:
 
 
 def converted_in_load(record: PatchRecord) -> Iterator[Weights]:
-    """What conversions have made in a load, those of stock included."""
-    ours = {describe(transform) for transform in [*record.added, *record.fusion_transforms]}
-    for trace in record.traces:
-        text = describe(trace.transform)
-        what = "converted" if text in ours else "kept"
-        for entry in trace.entries:
-            keys = tuple(key for found in entry.sources.values() for key, _ in found)
-            yield Weights(what, keys, tuple(entry.produced), text)
-        for before, after in () if trace.entries else trace.renamed.items():
-            yield Weights(what, (before,), (after,), text)
+    """What conversions of patchers have made in a load."""
+    for route in record.routes:
+        yield Weights("converted", route.keys, route.parameters, describe(route.by[-1].transform))
 
 
 def patched_parts(told: Any, takes: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:

@@ -17,10 +17,6 @@ from patcher.compat.conversions import stock_revert, with_model_prefix
 from patcher.compat.models import named_modules
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
-from patcher.conversions.layouts import Layout
-from patcher.conversions.simulation import Outcome, Route
-from patcher.conversions.tracing import ConversionTrace, trace_of
-from patcher.conversions.transforms import describe
 from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.display.tree import ModuleNode, Weights
@@ -29,12 +25,15 @@ from patcher.fusions.config import with_fusion_names
 from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
 from patcher.inspection.signatures import misfits
 from patcher.integrations import install
+from patcher.layouts.conversion import Converted
+from patcher.layouts.transforms import describe
 from patcher.loading.checks import Diagnostics
 from patcher.loading.dry_run import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
 from patcher.loading.matches import ordered
 from patcher.loading.record import PatchRecord
+from patcher.loading.routes import Route, Routing
 from patcher.patterns import compress, without_numbers
 from patcher.resolution.resolution import skeleton
 from patcher.spec.patcher import Patcher
@@ -267,26 +266,26 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
     """The fields of a plan that say what becomes of the checkpoint."""
     if not isinstance(load, Selected):
         return {}
-    outcome = load.outcome if isinstance(load, Loaded) else Outcome()
-    weights = _collapsed(outcome.routes)
-    keys_of: dict[str, tuple[str, ...]] = {}
-    for keys, _, text in weights:
-        keys_of[text] = (*keys_of.get(text, ()), *keys)
-    added = {describe(trace.transform): trace for item in load.traced if (trace := trace_of(item))}
+    routing = load.routing if isinstance(load, Loaded) else Routing()
+    weights = _collapsed(routing.routes)
+    keys_of: dict[str, list[str]] = {}
+    for route in routing.routes:
+        for text in dict.fromkeys([*(describe(each.transform) for each in route.by), _conversion(route)[0]]):
+            keys_of.setdefault(text, []).extend(route.keys)
+    added = dict.fromkeys(describe(each.transform) for each in load.conversions.added)
     layouts = dict.fromkeys(str(layout) for found in load.record.layouts.values() for layout in found)
     fields: dict[str, Any] = {
         "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
-        "conversions_added": tuple(
-            (text, keys_of.get(text) or tuple(compress(trace.renamed))) for text, trace in added.items()
-        )
-        + tuple((text, keys_of.get(text, ())) for text in layouts),
+        "conversions_added": tuple((text, tuple(compress(keys_of.get(text, ())))) for text in [*added, *layouts]),
     }
     if not isinstance(load, Loaded):
         return fields
-    info, conversions = load.info, load.record.conversions
-    kept = [describe(item.transform if isinstance(item, ConversionTrace) else item) for item in conversions]
+    info = load.info
+    kept = [describe(each) for each in routing.used]
     return fields | {
-        "conversions_kept": tuple((text, keys_of.get(text, ())) for text in kept if text not in added),
+        "conversions_kept": tuple(
+            (text, tuple(compress(keys_of.get(text, ())))) for text in kept if text not in added
+        ),
         "weights": weights,
         "missing": ordered(info.missing_keys),
         "left_over": ordered(info.unexpected_keys),
@@ -295,14 +294,14 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
         ),
         "new_weights": load.record.new_weights,
         "dropped_weights": load.record.dropped_weights,
-        "unknown_shapes": sum(key in unknown for route in outcome.routes for key in route.keys),
+        "unknown_shapes": sum(key in unknown for route in routing.routes for key in route.keys),
     }
 
 
 def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:
     """What becomes of the tensors that aren't read as they are."""
     if isinstance(load, Loaded):
-        for route in load.outcome.routes:
+        for route in load.routing.routes:
             text, is_ours = _conversion(route)
             if text:
                 yield Weights("converted" if is_ours else "kept", route.keys, route.parameters, text)
@@ -319,10 +318,11 @@ def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iter
 
 def _conversion(route: Route) -> tuple[str, bool]:
     """The conversion of a route, "" if there is none, and whether it is none of stock's."""
-    if route.conversion is None or isinstance(route.conversion, Layout):
-        return (describe(route.conversion), True) if route.conversion is not None else ("", False)
-    trace = trace_of(route.conversion)
-    return describe(route.conversion if trace is None else trace.transform), trace is not None
+    if route.by:
+        return describe(route.by[-1].transform), True
+    if route.layout is None:
+        return "", False
+    return str(route.layout), not isinstance(route.layout, Converted)
 
 
 def _judgement(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from patcher.compat.conversions import source_patterns
-from patcher.conversions.tracing import ConversionTrace
-from patcher.conversions.transforms import describe
+from patcher.compat.conversions import source_patterns, used_conversions
 from patcher.display.parts import Part, Table
 from patcher.display.shown import Shown
 from patcher.display.tree import ModuleNode, Weights
@@ -24,10 +23,8 @@ from patcher.inspection.parts import (
     rows_of_classes,
     tree_of,
 )
+from patcher.layouts.transforms import describe
 from patcher.loading.record import PatchRecord, record_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -128,12 +125,12 @@ def report(model: PreTrainedModel) -> Report:
 
 
 def _report(model: nn.Module, record: PatchRecord) -> Report:
-    fired: list[tuple[str, int]] = []
-    for item in record.conversions:
-        if not isinstance(item, ConversionTrace):
-            fired.append((describe(item), 0))
-        elif count := sum(len(entry.produced) for entry in item.entries) or len(item.renamed):
-            fired.append((describe(item.transform), count))
+    made = Counter[str]()
+    for route in record.routes:
+        for text in {describe(each.transform) for each in route.by}:
+            made[text] += len(route.parameters)
+    kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
+    fired = [*made.items(), *((describe(each), 0) for each in kept)]
     layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
     fired += layouts.items() if record.read else ()
     fields: dict[str, Any] = {

@@ -13,8 +13,7 @@ from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Constructed
-from patcher.loading.stock_names import check_no_part_is_named, parts_of
-from patcher.loading.traced_layouts import layouts_in
+from patcher.loading.stock_view import carriers_in, check_no_part_is_named, parts_of
 from patcher.patterns import compress
 
 
@@ -31,7 +30,7 @@ def load_checkpoint(
     """
     if (
         device_map is not None
-        and layouts_in(model)
+        and carriers_in(model)
         and (others := sorted(headers_of(checkpoint).tensors.keys() - state_tensors(model).keys()))
     ):
         raise InvalidPatcherError(

@@ -18,13 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import FusedWeights, fused_weights
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
+from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
 from patcher.loading.integration import Integration, register
 from patcher.loading.later_loads import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse
@@ -71,7 +68,7 @@ def _prepare(tuner: Any, config: Any, model: Any, state_dict: Any) -> None:
     Raises:
         InvalidPatcherError: these weights can't be taken apart; nothing has been changed.
     """
-    if not isinstance(model, nn.Module) or not modules_with_layouts(model):
+    if not isinstance(model, nn.Module) or not carriers(model):
         return
     named = _Named(tuner, config, model, state_dict)
     named.check_converted()
@@ -105,7 +102,7 @@ class _Named:
             prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
             self.in_state_dict = {key.rsplit(f".{prefix}", 1)[0].removeprefix("_orig_mod.") for key in state_dict}
 
-    def in_fused(self, path: str, carried: FusedWeights) -> bool:
+    def in_fused(self, path: str, carried: ModuleLayouts) -> bool:
         """Whether something of a fused module is named."""
         return self._is_named(path, carried.stock, _layers(path, carried.fused), _is_convolution(carried))
 
@@ -115,9 +112,8 @@ class _Named:
         Raises:
             InvalidPatcherError: with what can be done instead.
         """
-        for path, module in named_modules(self.model):
-            carried = converted_weights(module)
-            for layout in carried.layouts if carried is not None else ():
+        for path, module, carried in carriers(self.model):
+            for layout in carried.converted:
                 if self._is_named(path, layout.stock, (), is_whole=False):
                     raise InvalidPatcherError(
                         f"The adapter names layers of {path or 'the model'} whose weights a class mapping converts "
@@ -159,8 +155,8 @@ def _layers(path: str, parameters: Iterable[str]) -> set[str]:
     return {f"{inside(path)}{owner}" for name in parameters if (owner := name.rpartition(".")[0])}
 
 
-def _is_convolution(carried: FusedWeights) -> bool:
-    return issubclass(carried.original, nn.Conv2d | nn.Conv3d)
+def _is_convolution(carried: ModuleLayouts) -> bool:
+    return issubclass(carried.original or nn.Module, nn.Conv2d | nn.Conv3d)
 
 
 def _names_experts(config: Any, model: nn.Module) -> bool:
@@ -173,7 +169,7 @@ def _names_experts(config: Any, model: nn.Module) -> bool:
     if not targets or getattr(config, "target_parameters", None):
         return False
     if _means_all_linear(config):  # what is fused will be un-fused
-        fused = tuple(inside(path) for path, module in named_modules(model) if fused_weights(module))
+        fused = tuple(inside(path) for path, *_ in fused_modules(model))
         return not all(layer.startswith(fused) for layer in listed_layers(model))
     named = _named_experts(config, model)
     return bool(named) and (not config.inference_mode or any(_is_meant(targets, layer) for layer in named))

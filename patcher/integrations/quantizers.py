@@ -9,7 +9,7 @@ from patcher.compat.models import named_modules
 from patcher.compat.quantizers import is_named, names_setting, settings_by_name, skipped_names, words_of
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
-from patcher.loading.stock_names import check_no_part_is_named, layer_name, parts_of
+from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
 
 
 def check_names(load: Selected, quantizer: Any) -> None:

@@ -17,12 +17,11 @@ from transformers import PreTrainedModel
 from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
-from patcher.loading.checkpoint_names import stock_shapes
 from patcher.loading.integration import Integration, register
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
 from patcher.loading.state_dicts import patched_models
-from patcher.loading.traced_layouts import layouts_in
+from patcher.loading.stock_view import carriers_in, stock_view
 from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
@@ -37,7 +36,7 @@ def load_shards(stock: Stock, model: Any, folder: Any, strict: bool = True, *arg
     Raises:
         RuntimeError: with strict=True, of keys that are missing or unexpected, after the others are loaded.
     """
-    if not isinstance(model, PreTrainedModel) or (record_of(model) is None and not layouts_in(model)):
+    if not isinstance(model, PreTrainedModel) or (record_of(model) is None and not carriers_in(model)):
         return stock(model, folder, strict, *args, **kwargs)
     layouts = _layouts_of_names(model)
     known = dict.fromkeys(name for names in layouts for name in names)
@@ -57,7 +56,7 @@ def load_shards(stock: Stock, model: Any, folder: Any, strict: bool = True, *arg
 def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
     """The names that shards may have: those of the checkpoint, of the parameters of transformers, of its own."""
     own = state_tensors(model)
-    layouts = [[*own], [*stock_shapes(model)]]
+    layouts = [[*own], [*stock_view(model).tensors]]
     with suppress(PatchedWeightsError):  # of weights that can't be given back, so they are in no checkpoint either
         layouts.insert(0, [*saved_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
     tied = tied_keys(model)
@@ -121,8 +120,8 @@ def _as_in_transformers(model: nn.Module, here: Mapping[str, str]) -> dict[str, 
     """What a run of the stock model would have trained of what this one trains; adapters are taken as they are."""
     parts = {
         f"{inside(path)}{name}"
-        for path, _, layouts in layouts_in(model)
-        for layout in layouts
+        for path, _, carried in carriers_in(model)
+        for layout in carried.all
         if any(f"{inside(path)}{fused}" in here for fused in layout.fused)
         for name in layout.stock
     }
@@ -137,15 +136,15 @@ def _as_in_transformers(model: nn.Module, here: Mapping[str, str]) -> dict[str, 
 
 
 def _is_patched(model: nn.Module) -> bool:
-    return any(record_of(part) is not None for _, part in named_modules(model)) or bool(layouts_in(model))
+    return any(record_of(part) is not None for _, part in named_modules(model)) or bool(carriers_in(model))
 
 
 def _trained(model: nn.Module) -> dict[str, str]:
     """The parameters that are trained, in their order, and how those of another layout were made."""
     made = {
         f"{inside(path)}{name}": str(layout)
-        for path, _, layouts in layouts_in(model)
-        for layout in layouts
+        for path, _, carried in carriers_in(model)
+        for layout in carried.all
         for name in layout.fused
     }
     return {name: made.get(name, "") for name, value in model.named_parameters() if value.requires_grad}

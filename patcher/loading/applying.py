@@ -19,11 +19,11 @@ from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import Block, InForce, Matched, entered, entering, unpatched
 from patcher.construction.init_hooks import covering
-from patcher.conversions.converted_weights import CONVERTED
-from patcher.conversions.either_layout import read_one_layout
-from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import Functions, function_attributes, swap_functions
+from patcher.layouts.carried import CARRIED
+from patcher.layouts.either_layout import read_one_layout
+from patcher.layouts.selection import converts
 from patcher.loading.checkpoint_names import follow_state_dicts, forget_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.copying import check_can_be_copied, shared_copy
@@ -47,7 +47,7 @@ from patcher.spec.patcher import Patcher
 
 #: What a load that replaces modules has judged, and what it puts down.
 _JUDGED_BY_THE_LOAD = ("class_mapping", "module_mapping")
-_OF_A_LOAD = ("read", "conversions", "dropped", "new_weights", "dropped_weights")
+_OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
                 module.__dict__[name] = stock
     paths, entries = replaced_paths(model), record.in_force if record is not None else ()
     _functions(entries, model)
-    if paths or (record is not None and (record.traces or record.dropped)):
+    if paths or (record is not None and record.dropped):
         weights = _checkpoint(model, paths)
         with entering(_without_what_is_undone(each, record) for each in entries):
             base = _loaded(model, weights)
@@ -90,12 +90,11 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         stock = _loaded(model, weights, patcher=Patcher())
         converted = [(own, names) for names, own in converted_names(model)]
         model = Transplant(model, base, stock, converted).run(paths)
-        set_used_conversions(model, used_conversions(stock))
+        set_used_conversions(model, (), used_conversions(stock))
     for _, module in named_modules(model):
-        for name in (RECORD, ORIGINAL):
+        for name in (RECORD, ORIGINAL, CARRIED):
             module.__dict__.pop(name, None)
-        if module.__dict__.pop(CONVERTED, None) is not None:
-            read_one_layout(module)
+        read_one_layout(module)
         if isinstance(module, PreTrainedModel):
             forget_state_dicts(module)
             forget_no_split_names(module, replaced)
@@ -126,9 +125,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     entry = InForce(patcher, "patcher=")
     check_built(patcher, set(map(type, model.modules())), type(model).__module__, all_there=True)
     construction = Construction(ClassRules((entry,)), by_hand=True)
-    known: dict[str, Any] = {}
-    if has_used_conversions(model):
-        known = {"read": True, "conversions": tuple(used_conversions(model))}
+    known: dict[str, Any] = {"read": has_used_conversions(model)}
     if patcher.class_mapping or patcher.module_mapping or patcher.dropped_weights or converts(patcher):
         model, record = _replaced(patcher, model)
         known = {name: getattr(record, name) for name in _OF_A_LOAD}
@@ -172,7 +169,7 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     assert record is not None
     plant = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights))
     model = plant.run(replaced_paths(made))
-    set_used_conversions(model, used_conversions(made))
+    set_used_conversions(model, (), used_conversions(made))
     return model, record
 
 

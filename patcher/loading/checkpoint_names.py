@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
@@ -23,51 +22,17 @@ from patcher.compat.conversions import (
     stock_conversions_from_scratch,
     stock_revert,
 )
-from patcher.compat.models import ModelView, state_tensors
-from patcher.conversions.either_layout import is_in_original_layout, modules_with_layouts
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.groups import made_by_name
-from patcher.conversions.selection import select_conversions
-from patcher.conversions.sharded import keep_pieces, split_like, whole
+from patcher.compat.models import ModelView
+from patcher.layouts.carried import fused_modules
+from patcher.layouts.conversion import made_by_name
+from patcher.layouts.either_layout import is_in_original_layout
+from patcher.layouts.selection import select_conversions
+from patcher.layouts.sharded import keep_pieces, split_like, whole
 from patcher.loading.expert_names import quantized_experts
-from patcher.loading.reading.stock_parameters import StockParameters
 from patcher.loading.record import record_of
-from patcher.loading.traced_layouts import layouts_in
-from patcher.patterns import in_state_dict, inside
+from patcher.loading.routes import stock_parameters
+from patcher.loading.stock_view import stock_view
 from patcher.spec.patcher import Patcher
-
-
-def _own(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the state dict of a model holds."""
-    return {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
-
-
-def stock_shapes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a model as transformers has it, on the meta device."""
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in _own(model).items()}
-    for path, _, layouts in layouts_in(model):
-        prefix = inside(in_state_dict(path))
-        for layout in layouts:
-            for name in layout.fused:
-                shapes.pop(f"{prefix}{name}", None)
-            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-                shapes[f"{prefix}{name}"] = torch.empty(shape, device="meta")
-    return shapes
-
-
-def stock_values(model: nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The values of some parameters of transformers, as a model has them now."""
-    own = _own(model)
-    found = {name: whole(own[name].detach()) for name in names if name in own}
-    for path, _, layouts in modules_with_layouts(model):
-        prefix = inside(in_state_dict(path))
-        for layout in layouts:
-            stock = [f"{prefix}{name}" for name in layout.stock]
-            if not names.keys().isdisjoint(stock) and all(f"{prefix}{name}" in own for name in layout.fused):
-                with torch.no_grad():
-                    values = layout.separate([whole(own[f"{prefix}{name}"].detach()) for name in layout.fused])
-                found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
-    return found
 
 
 def follow_state_dicts(models: Iterable[tuple[str, PreTrainedModel]]) -> None:
@@ -99,13 +64,13 @@ def _name_as_parameters(
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
     keep_pieces(model)
-    own = _own(model)
+    view = stock_view(model)
+    own, shapes = view.own, view.tensors
     if own.keys() >= found.keys():
         return
     for key, (target, _) in quantized_experts(model, found, fused_modules(model), own).items():
         if key != target and target not in found:
             state_dict[f"{prefix}{target}"] = state_dict.pop(found.pop(key))
-    shapes = stock_shapes(model)
     known = shapes.keys() | own.keys()
     unknown = {name: state_dict[key] for name, key in found.items() if name not in known}
     given = {name: whole(value) for name, value in unknown.items()}
@@ -113,9 +78,7 @@ def _name_as_parameters(
         return
     record = record_of(model)
     patchers = record.patchers if record is not None else ()
-    made, taken, absent = converted_to_parameters(
-        model, given, shapes, patchers, lambda names: stock_values(model, names)
-    )
+    made, taken, absent = converted_to_parameters(model, given, shapes, patchers, view.values)
     if twice := sorted(f"{prefix}{name}" for name in made if f"{prefix}{name}" in state_dict):
         error_msgs.append(
             f"The state dict has {twice[0]}, and tensors of a checkpoint that make it, under names as "
@@ -186,7 +149,5 @@ def converted_to_parameters(
             return converted_to_parameters(model, rest, shapes, patchers, values)
         whole = stock_revert(view, current, [copy_transform(each) for each in reverse])
         checkpoint |= {key: whole[key] for key in absent}
-    parts = StockParameters(model, shapes, names.keys(), conversions).parts(checkpoint)
-    if parts.lacking or parts.failed or parts.twice:
-        return {}, [], []
-    return {name: part.source[...] for name, part in parts.found.items()}, taken, absent
+    made = stock_parameters(model, shapes, names.keys(), conversions, checkpoint)
+    return ({}, [], []) if made is None else (made, taken, absent)

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tied_keys
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
-from patcher.conversions.selection import converts
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.sources import shape_of
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.expressions import Expressions
+from patcher.layouts.selection import converts
+from patcher.layouts.sources import shape_of
 from patcher.loading.matches import check_matches, folded, ordered
 from patcher.loading.record import Replaced
+from patcher.loading.routes import Routing
 from patcher.loading.suggestions import missing_conversions
 from patcher.patterns import inside
 
@@ -97,7 +97,7 @@ def check_weights(
     parts_of: Mapping[str, tuple[str, ...]],
     checkpoint: Mapping[str, Any],
     idle: Iterable[str],
-    stock_outcome: Callable[[], Outcome],
+    stock_outcome: Callable[[], Routing],
 ) -> WeightsFound:
     """Find the weights under replaced modules that don't come from the checkpoint, or go nowhere.
 

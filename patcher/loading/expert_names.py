@@ -13,20 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
 from patcher.compat.models import ModelView
-from patcher.conversions.fused_weights import FusedWeights, is_quantized
-from patcher.conversions.layouts import Layout
 from patcher.fusions.experts.matrices import Matrices
-from patcher.patterns import inside
+from patcher.layouts.carried import Carrier, is_quantized
+from patcher.layouts.layouts import Layout
 
 
 def named_as_in_checkpoint(
-    path: str,
-    carried: FusedWeights,
+    carrier: Carrier,
     state_dict: Mapping[str, torch.Tensor],
     revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, str]:
@@ -35,8 +32,8 @@ def named_as_in_checkpoint(
     Args:
         revert: gives the checkpoint that stacks are saved as.
     """
-    prefix, result = inside(path), {}
-    for layout in carried.layouts:
+    prefix, result = carrier.prefix, {}
+    for layout in carrier.carried.layouts:
         if not isinstance(layout, Matrices) or not layout.fused[0].endswith(".weight"):
             continue
         layers = {name.removesuffix("weight"): name for name in layout.fused}
@@ -61,7 +58,7 @@ def named_as_in_checkpoint(
 def quantized_experts(
     model: PreTrainedModel,
     checkpoint: Iterable[str],
-    fused: Iterable[tuple[str, nn.Module, FusedWeights]],
+    fused: Iterable[Carrier],
     own: Iterable[str],
 ) -> dict[str, tuple[str, Layout]]:
     """Key -> (parameter or buffer, layout), of experts that are quantized as the layers that they are here.
@@ -75,13 +72,15 @@ def quantized_experts(
     """
     found: dict[str, tuple[str, Layout]] = {}
     held, by_layer = _by_layer(own), _by_layer(checkpoint)
-    for path, _, carried in fused:
-        prefix = inside(path)
-        for layout in carried.layouts:
+    for each in fused:
+        prefix = each.prefix
+        for layout in each.carried.layouts:
             if not isinstance(layout, Matrices) or not layout.fused[0].endswith(".weight"):
                 continue
             tensors = [held.get(f"{prefix}{name}".removesuffix(".weight"), {}) for name in layout.fused]
-            if all(not each or "weight" in each for each in tensors):  # none are experts of other processes
+            if all(
+                not held_here or "weight" in held_here for held_here in tensors
+            ):  # none are experts of other processes
                 continue
             names = keys_of_experts(prefix, layout, reverted_from_scratch(model))
             for name, known in names.items():

@@ -9,7 +9,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import copy_transform, stock_conversions
 from patcher.compat.models import named_parameters
-from patcher.conversions.either_layout import modules_with_layouts
+from patcher.layouts.carried import carriers
 from patcher.loading.record import record_of
 from patcher.loading.state_dicts import patched_models
 from patcher.patterns import inside, is_number, without_numbers
@@ -28,8 +28,8 @@ def listed_layers(model: nn.Module) -> set[str]:
     """The layers of a patched model that stock has as stacks in one parameter: those of experts."""
     names = {
         f"{inside(path)}{name}"
-        for path, _, layouts in modules_with_layouts(model)
-        for layout in layouts
+        for path, _, carried in carriers(model)
+        for layout in carried.all
         if not any("." in name for name in layout.stock)
         for name in layout.fused
         if "." in name

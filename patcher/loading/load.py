@@ -31,19 +31,17 @@ from patcher.construction.construction import Construction, Placed
 from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
-from patcher.conversions.selection import SelectedConversions, converts, in_order, select_conversions
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.tracing import trace_of, with_trace
-from patcher.conversions.transforms import joins
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.expressions import Expressions
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
+from patcher.layouts.selection import SelectedConversions, converts, select_conversions
 from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
-from patcher.loading.traced_layouts import carry_conversions
+from patcher.loading.routes import Routing
+from patcher.loading.stock_view import carry
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
@@ -311,35 +309,27 @@ class Selected(Constructed):
     """The conversions of the load are known.
 
     Attributes:
-        traced: the added ones, as copies of this load that keep a trace.
-        followed: the kept ones that keep a trace because they join: transformers would cut into equal pieces.
+        key_mapping: what the call renames before anything else.
+        initialized: the keys that the checkpoint lacks, which were given initial values.
     """
 
     conversions: SelectedConversions
-    traced: tuple[Any, ...] = ()
-    followed: tuple[Any, ...] = ()
     key_mapping: Mapping[str, str] | None = None
+    initialized: tuple[str, ...] = ()
 
 
 def select(
     constructed: Constructed, stock: list[WeightTransform], key_mapping: Mapping[str, str] | None
 ) -> tuple[Selected, list[WeightTransform]]:
-    """The conversions of the load, from those of transformers: before the quantizer adapts them."""
+    """The conversions of the load, and those that transformers runs: before the quantizer adapts them."""
     asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
     record = constructed.record
-    conversions = select_conversions(
-        stock[asked:], record.patchers, record.fusion_transforms, record.replacements(), constructed.model
-    )
-    traced = tuple(with_trace(transform) for transform in conversions.added)
+    conversions = select_conversions(stock[asked:], record.patchers, record.fusion_transforms, record.replacements())
     if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
         kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
         conversions = replace(conversions, kept=kept_names)
-    kept = [with_trace(item) if joins(item) else item for item in conversions.kept]
-    followed = tuple(item for item in kept if trace_of(item) is not None)
-    selected = Selected(
-        **vars(constructed), conversions=conversions, traced=traced, followed=followed, key_mapping=key_mapping
-    )
-    return selected, [*stock[:asked], *in_order(traced, kept)]
+    selected = Selected(**vars(constructed), conversions=conversions, key_mapping=key_mapping)
+    return selected, [*stock[:asked], *conversions.kept]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -348,12 +338,12 @@ class Loaded(Selected):
 
     Attributes:
         info: what transformers knows of the load: missing, unexpected and mismatched keys, errors of conversions.
-        outcome: where each tensor of the checkpoint goes, in a dry run.
+        routing: where each tensor of the checkpoint goes.
         disk_index: where transformers finds what the device map puts on the disk.
     """
 
     info: Any
-    outcome: Outcome = field(default_factory=Outcome)
+    routing: Routing = field(default_factory=Routing)
     disk_index: dict[str, Any] | None = None
 
 
@@ -375,7 +365,7 @@ def put_down(load: Constructed) -> None:
     keep_record(load.models, load.record)
     follow_state_dicts(load.models)
     if isinstance(load, Loaded):
-        carry_conversions(load.model, load.record, [item.trace for item in load.traced], load.record.conversions)
+        carry(load.model, load.record.routes, load.record.paths_of_replacements)
 
 
 def finish(load: Constructed) -> None:

@@ -10,11 +10,11 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import dot_natural_key, source_patterns
 from patcher.construction.in_force import LAYOUT, InForce, Matched
-from patcher.conversions.transforms import conversions_of, describe, identity
 from patcher.errors import InvalidPatcherError, UnmatchedPatchError
 from patcher.expressions import cut, search
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
+from patcher.layouts.transforms import conversions_of, describe, identity
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
 from patcher.spec.patcher import MODULE_MAPPINGS
 

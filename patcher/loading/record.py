@@ -13,11 +13,11 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
-from patcher.conversions.layouts import Layout
-from patcher.conversions.selection import select_conversions
-from patcher.conversions.tracing import ConversionTrace
 from patcher.fusions.base import Fusion
 from patcher.fusions.fused_module import MadeClass
+from patcher.layouts.layouts import Layout
+from patcher.layouts.selection import select_conversions
+from patcher.loading.routes import Route
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 
@@ -57,8 +57,8 @@ class PatchRecord:
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether a checkpoint in the original layout was read; otherwise the conversions are found when it is saved
     read: bool = False
-    #: the conversions of the load in their order: traces of ours, and stock ones that were used
-    conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
+    #: what conversions of patchers have made in the load
+    routes: tuple[Route, ...] = ()
     dropped: tuple[tuple[WeightTransform, str], ...] = ()
     new_weights: tuple[str, ...] = ()
     dropped_weights: tuple[str, ...] = ()
@@ -69,10 +69,6 @@ class PatchRecord:
     def patchers(self) -> tuple[Patcher, ...]:
         return tuple(entry.patcher for entry in self.in_force)
 
-    @property
-    def traces(self) -> list[ConversionTrace]:
-        return [item for item in self.conversions if isinstance(item, ConversionTrace)]
-
     def classes_of_replaced(self) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
         """path -> original class and replacement, of what a class mapping has replaced."""
         return {item.path: (item.original, item.replacement) for item in self.replaced if item.path not in self.fused}
@@ -82,9 +78,14 @@ class PatchRecord:
         return [(item.path, item.replacement) for item in self.replaced if item.path not in self.fused]
 
     @property
+    def paths_of_replacements(self) -> tuple[str, ...]:
+        """Where mappings, chosen for this model, have put others."""
+        return tuple(item.path for item in self.replaced if item.chosen and item.path not in self.fused)
+
+    @property
     def added(self) -> list[WeightTransform]:
         """The conversions that patchers have added, and their classes; those of fusions are others."""
-        return list(select_conversions((), self.patchers, replaced=self.replacements()).added)
+        return [each.transform for each in select_conversions((), self.patchers, replaced=self.replacements()).added]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchRecord:
         return self

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
@@ -18,40 +17,34 @@ from patcher.compat.conversions import (
     stock_conversions_from_scratch,
     stock_revert,
     used_conversions,
-    was_used,
 )
-from patcher.compat.models import ModelView, named_modules
+from patcher.compat.models import ModelView
 from patcher.compat.quantizers import is_prequantized
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import FusedWeights, fused_modules, fused_weights, separated
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
-from patcher.conversions.reversal import ReversibleRenaming, reverse_conversions
-from patcher.conversions.selection import in_order, select_conversions
-from patcher.conversions.sharded import on_meta
-from patcher.conversions.simulation import simulate
-from patcher.conversions.tracing import ConversionTrace, trace_of, with_trace
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
+from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
+from patcher.layouts.layouts import lies_in_blocks
+from patcher.layouts.sharded import on_meta
+from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
-from patcher.patterns import compress, in_state_dict, inside
-from patcher.resolution.resolution import resolve_in_force, skeleton
+from patcher.loading.stock_view import carriers_in, from_scratch
+from patcher.patterns import compress, inside
+from patcher.resolution.resolution import skeleton
 
 
 @dataclass(frozen=True, eq=False)
 class TakenApart:
-    """A state dict of which ours is undone, and what transformers has done is not.
+    """A state dict in the layout of transformers, whose conversions are still to be reversed.
 
     Attributes:
-        rest: what has the names that it has in the model of transformers.
-        restored: what a conversion of ours gave back: its names are those from before all converters.
+        tensors: by the names that they have in the model of transformers.
+        converted: those that are tensors of a checkpoint already: of their names only the renamings are left.
         as_they_are: what has its name in the checkpoint.
     """
 
-    rest: dict[str, torch.Tensor]
-    restored: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor]
+    converted: AbstractSet[str] = frozenset()
     as_they_are: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -61,14 +54,16 @@ class SavePlan:
 
     Attributes:
         record: what was patched, None if nothing was.
-        conversions: the conversions to reverse, in the order in which a load runs them.
+        carrying: the modules whose parameters are others than in transformers.
+        conversions: those of transformers, to be reversed.
         order: the place of each key in what the stock model saves: it decides which shard a tensor goes to.
     """
 
     model: PreTrainedModel
     record: PatchRecord | None
     original_format: bool = True
-    conversions: tuple[ConversionTrace | WeightTransform, ...] = ()
+    carrying: tuple[Carrier, ...] = ()
+    conversions: tuple[WeightTransform, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -93,47 +88,48 @@ class SavePlan:
         Raises:
             PatchedWeightsError: something in it can't be given back.
         """
-        return self.named(self.taken_apart(state_dict, fused_modules(self.model)))
+        return self.named(self.taken_apart(state_dict, self.carrying))
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
         result = dict(state_dict)
-        for path, _, carried in fused_modules(self.model):
-            for layout in carried.layouts:
-                key = f"{inside(path)}{layout.fused[0]}"
+        for each in fused_modules(self.model):
+            for layout in each.carried.layouts:
+                key = f"{each.prefix}{layout.fused[0]}"
                 if lies_in_blocks(layout) and key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
-    def taken_apart(
-        self, state_dict: Mapping[str, torch.Tensor], fused: Iterable[tuple[str, nn.Module, FusedWeights]]
-    ) -> TakenApart:
-        """What ours have joined, apart again; the conversions of transformers are still to be reversed.
+    def taken_apart(self, state_dict: Mapping[str, torch.Tensor], carrying: Iterable[Carrier]) -> TakenApart:
+        """What patchers have made, apart again; the conversions of transformers are still to be reversed.
 
         Args:
-            fused: the fused modules that the state dict is of.
+            carrying: the modules that the state dict is of.
 
         Raises:
-            PatchedWeightsError: something in it can't be given back.
+            PatchedWeightsError: something in it can't be told.
         """
         moved: dict[str, str] = {}
         # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
         is_read = getattr(self.model, "hf_quantizer", None) is not None
         revert = reverted_from_scratch(self.model) if is_read else self._reverted
-        for path, _, carried in fused if not self._is_quantized_by_the_load else ():
+        carrying = list(carrying)
+        for each in carrying if not self._is_quantized_by_the_load else ():
             # Experts that a tool has quantized, where the checkpoint has names for each.
-            moved |= named_as_in_checkpoint(path, carried, state_dict, revert)
+            moved |= named_as_in_checkpoint(each, state_dict, revert)
         as_they_are = {name: state_dict[key] for key, name in moved.items()}
-        state_dict = {key: value for key, value in state_dict.items() if key not in moved}
-        return replace(self._without_traces(separated(fused, state_dict)), as_they_are=as_they_are)
+        tensors, converted = separated(carrying, {key: each for key, each in state_dict.items() if key not in moved})
+        return TakenApart(tensors, converted, as_they_are)
 
     def named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
         """The checkpoint of what has been taken apart: the conversions of transformers are reversed."""
-        return self._named(parts) | parts.as_they_are
+        rest = {name: tensor for name, tensor in parts.tensors.items() if name not in parts.converted}
+        restored = {name: parts.tensors[name] for name in parts.tensors if name in parts.converted}
+        return self._named(rest, restored) | parts.as_they_are
 
     def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The checkpoint of a state dict in the layout of transformers."""
-        return self._named(self._without_traces(state_dict))
+        return self._named(dict(state_dict), {})
 
     def _view(self, state_dict: Mapping[str, torch.Tensor]) -> Any:
         """The model for operations, which look at parameters: some of them it has in another form."""
@@ -143,65 +139,15 @@ class SavePlan:
 
         return ModelView(self.model, get_parameter=get_parameter)
 
-    def _without_traces(self, state_dict: Mapping[str, torch.Tensor]) -> TakenApart:
-        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
-        restored, rest = reverse_conversions(traces, state_dict, self._view(state_dict))
-        for path, layout in self._from_elsewhere(traces, rest):
-            fused, stock = ([f"{inside(path)}{name}" for name in names] for names in (layout.fused, layout.stock))
-            parts = dict(zip(stock, layout.separate([rest.pop(name) for name in fused]), strict=True))
-            # The name of a tensor that is whole is that in the model of transformers, of any other that in its file.
-            (rest if isinstance(layout, Rows) else restored).update(parts)
-        return TakenApart(rest, restored)
-
-    def _from_elsewhere(
-        self, traces: Iterable[ConversionTrace], state_dict: Mapping[str, torch.Tensor]
-    ) -> list[tuple[str, Layout]]:
-        """(path, layout) of what modules carry that the load of this model hasn't made: they were put into it.
-
-        Raises:
-            PatchedWeightsError: only a part of it is in the state dict.
-        """
-        prefix = inside(self.model.base_model_prefix)
-        renamed = {name for trace in traces for name in trace.renamed.values()}
-        found = []
-        for path, module in named_modules(self.model):
-            path, carried = in_state_dict(path), converted_weights(module)
-            for layout in carried.layouts if carried is not None else ():
-                names = {f"{inside(path)}{name}" for name in layout.fused}
-                known = renamed.intersection(*({name, prefix + name, name.removeprefix(prefix)} for name in names))
-                if not names & state_dict.keys() or (known and isinstance(layout, Rows)):
-                    continue
-                if absent := names - state_dict.keys():
-                    raise PatchedWeightsError(
-                        f"{', '.join(sorted(names - absent))} can't be saved in the original format without "
-                        f"{', '.join(sorted(absent))}: {layout} has made them. Save a state dict that has them all."
-                    )
-                found.append((path, layout))
-        return found
-
-    def _named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
-        rest, restored = parts.rest, parts.restored
-        model = self._view(rest)
-        if self.record is None:
-            renamings = [each for each in used_conversions(self.model) if isinstance(each, WeightRenaming)]
-            return self._sorted(stock_revert(model, rest) | stock_revert(model, restored, renamings))
-        traces = [item for item in self.conversions if isinstance(item, ConversionTrace)]
-        reversible: list[Any] = []
-        for item in self.conversions:
-            if not isinstance(item, ConversionTrace):
-                reversible.append(item)
-            elif item.renamed and not item.entries and isinstance(item.transform, WeightRenaming):
-                reversible.append(ReversibleRenaming(item, model.base_model_prefix))
-        renamings = [item for item in reversible if isinstance(item, WeightRenaming)]
-        if not (reversible or restored or self.record.read):
+    def _named(self, rest: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not (self.conversions or restored or (self.record is not None and self.record.read)):
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
-        # What a conversion of ours gave back has its name from before all converters: only the renamings are left.
-        result = stock_revert(model, rest, reversible) | stock_revert(model, restored, renamings)
-        return self._sorted(result) if self.order or traces else result
+        renamings = [each for each in self.conversions if isinstance(each, WeightRenaming)]
+        view = self._view(rest)
+        result = stock_revert(view, rest, list(self.conversions)) | stock_revert(view, restored, renamings)
+        return self._sorted(result) if self.order or restored else result
 
     def _sorted(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.record is None and not self.order:
-            return state_dict
         keys = sorted(state_dict, key=lambda key: (self.order.get(key, len(self.order)), dot_natural_key(key)))
         return {key: state_dict[key] for key in keys}
 
@@ -229,9 +175,9 @@ def plan_saving(
     if not original_format:
         if record is not None:
             _check_runtime_layout(model, record)
-        elif patched := modules_with_layouts(model):
-            path, module, _ = patched[0]
-            what = "converted" if fused_weights(module) is None else "fused"
+        elif patched := carriers(model):
+            path, _, carried = patched[0]
+            what = "fused" if carried.layouts else "converted"
             raise PatchedWeightsError(
                 f"{path} is {what}, and {type(model).__name__} around it was loaded without a patcher: "
                 "save_original_format=False would write what nothing can load. Save in the original format."
@@ -245,66 +191,30 @@ def plan_saving(
 
 
 def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) -> SavePlan:
-    if record is None:
-        if not any(map(converted_weights, model.modules())):
-            return SavePlan(model, None)
-        unpatched = skeleton(type(model), model.config)
-        saved = stock_revert(unpatched, dict(unpatched.state_dict()), used_conversions(model))
-        return SavePlan(model, None, order={key: place for place, key in enumerate(saved)})
-    if record.read and not record.traces and not has_used_conversions(model):
-        # What has read the file took back the conversions of it: the checkpoint is that of a model made here.
-        record = replace(record, read=False, conversions=())
+    carrying = tuple(carriers_in(model))
+    is_converted = any(each.carried.converted for each in carrying)
+    model_class = type(model) if record is None else record.model_class
     # Not patched, by nothing that may be in force around us either; and built once.
-    stock = functools.cache(lambda: skeleton(record.model_class, model.config))
-    conversions = record.conversions if record.read else conversions_from_scratch(model, record, stock)
+    stock = functools.cache(lambda: skeleton(model_class, model.config))
+    # Without a record of its own it is a model around patched modules; some quantizers have a model forget its load.
+    is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
+    if record is not None and record.read and not is_read:
+        record = replace(record, read=False)
+    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock).used
     order: dict[str, int] = {}
-    traces = [item for item in conversions if isinstance(item, ConversionTrace)]
-    is_converted = any(item.entries for item in traces) or any(converted_weights(each) for each in model.modules())
-    if record.dropped or is_converted:
+    if is_converted or (record is not None and record.dropped):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
-        reversed_by = stock_conversions_from_scratch(stock()) if record.read else None
-        saved = stock_revert(stock(), dict(stock().state_dict()), reversed_by)
+        reversed_by = stock_conversions_from_scratch(stock()) if record is not None and is_read else conversions
+        saved = stock_revert(stock(), dict(stock().state_dict()), list(reversed_by))
         order = {key: place for place, key in enumerate(saved)}
-    return SavePlan(model, record, True, conversions, order)
-
-
-def conversions_from_scratch(
-    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
-) -> tuple[ConversionTrace | WeightTransform, ...]:
-    """The conversions of a model that was made without a checkpoint: those that loading one would have run.
-
-    The stock model says what its checkpoint looks like; that is loaded by name and shape, so that the conversions know
-    what they would have joined.
-
-    Args:
-        stock: gives the model as transformers has it, on the meta device.
-    """
-    stock = stock or functools.cache(lambda: skeleton(record.model_class, model.config))
-    conversions = stock_conversions_from_scratch(stock())
-    checkpoint = stock_revert(stock(), dict(stock().state_dict()))
-    fusions = record.fusion_transforms
-    if record.fused and not fusions:  # a part of a fused model: its names are others
-        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
-    selected = select_conversions(conversions, record.patchers, fusions, record.replacements(), model)
-    traced = [with_trace(transform) for transform in selected.added]
-    if not traced and len(selected.kept) == len(conversions):
-        return selected.kept
-    shapes = {key: torch.empty_like(value, device="meta") for key, value in model.state_dict().items()}
-    shapes = separated(fused_modules(model), shapes)
-    on_meta: Any = ModelView(model, state_dict=lambda: shapes)
-    ordered = in_order(traced, selected.kept)
-    simulate(on_meta, ordered, checkpoint)
-    return tuple(trace_of(item) or item for item in ordered if trace_of(item) is not None or was_used(item))
+    return SavePlan(model, record, True, carrying, tuple(conversions), order)
 
 
 def _check_runtime_layout(model: PreTrainedModel, record: PatchRecord) -> None:
     # Fusions that have a name are what a config can say.
     named = {identity(transform) for transform in record.fusion_transforms}
-    reasons = [
-        describe(item.transform)
-        for item in record.traces
-        if (item.entries or item.renamed) and identity(item.transform) not in named
-    ]
+    transforms = [added.transform for route in record.routes for added in route.by]
+    reasons = [describe(transform) for transform in transforms if identity(transform) not in named]
     reasons += [f"without {describe(transform)}" for transform, _ in record.dropped]
     reasons += [f"{fusion!r}, which no name describes" for fusion in record.fusions if not isinstance(fusion, str)]
     torn = [path for path, fusion in record.unfused.items() if fusion in record.fusions]

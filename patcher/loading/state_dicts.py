@@ -11,14 +11,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, state_tensors, ties
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import in_original_layout, modules_with_layouts
-from patcher.conversions.fused_weights import fused_modules, separated
-from patcher.conversions.layouts import lies_in_blocks
-from patcher.conversions.sharded import keep_pieces, split_like, whole
+from patcher.layouts.carried import carriers, separated
+from patcher.layouts.either_layout import in_original_layout
+from patcher.layouts.layouts import lies_in_blocks
+from patcher.layouts.sharded import keep_pieces, split_like, whole
 from patcher.loading.checkpoint_names import converted_to_parameters
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.traced_layouts import layouts_in
+from patcher.loading.stock_view import carriers_in
 from patcher.patterns import in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
@@ -49,8 +48,7 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         PatchedWeightsError: something in it can't be given back.
     """
-    layouts_in(model)
-    result = _unconverted(model, separated(fused_modules(model), _gathered(model)))
+    result, _ = separated(carriers_in(model), _gathered(model))
     for path, part, record in patched_models(model):
         prefix = inside(in_state_dict(path))
         own = {key.removeprefix(prefix): value for key, value in result.items() if key.startswith(prefix)}
@@ -103,10 +101,10 @@ def load_original_state_dict(
                     filled.append(part)
     keep_pieces(model)
     own = {in_state_dict(name): value for name, value in state_tensors(model).items()}
-    for path, _, layouts in modules_with_layouts(model):  # what lies in blocks is made of its parts alone
-        for layout in layouts:
+    for each in carriers(model):  # what lies in blocks is made of its parts alone
+        for layout in each.carried.layouts:
             if lies_in_blocks(layout):
-                own.pop(in_state_dict(f"{inside(path)}{layout.fused[0]}"))
+                own.pop(f"{each.prefix}{layout.fused[0]}")
     given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():
         result = model.load_state_dict(given, strict=strict, assign=assign)
@@ -131,27 +129,6 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     if any(value.is_meta for value in state_dict.values()):
         state_dict = {**state_dict, **get_state_dict_offloaded_model(model)}
     return {key: whole(value) for key, value in state_dict.items()}
-
-
-def _unconverted(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict with what conversions have made taken apart, in the place of the first that each has made."""
-    place = {name: number for number, name in enumerate(state_dict)}
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    taken: set[str] = set()
-    for path, module in named_modules(model):
-        path, converted = in_state_dict(path), converted_weights(module)
-        for layout in converted.layouts if converted is not None else ():
-            stock, fused = ([f"{inside(path)}{name}" for name in names] for names in (layout.stock, layout.fused))
-            taken.update(fused)
-            values = layout.separate([state_dict[name] for name in fused])
-            parts[min(fused, key=place.__getitem__)] = dict(zip(stock, values, strict=True))
-    result: dict[str, torch.Tensor] = {}
-    for name, value in state_dict.items():
-        if name in parts:
-            result |= parts[name]
-        elif name not in taken:
-            result[name] = value
-    return result
 
 
 def _as_in_transformers(

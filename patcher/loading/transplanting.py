@@ -17,10 +17,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.models import ORIGINAL, named_modules, named_parameters
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import carry_converted, modules_with_layouts
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.carried import CARRIED, carriers
+from patcher.layouts.either_layout import read_either_layout
 from patcher.loading.record import RECORD
+from patcher.loading.stock_view import carriers_in
 from patcher.loading.unfusing import HOOKS
 from patcher.patterns import inside
 
@@ -83,9 +84,10 @@ class Transplant:
                     parent, _, name = other.rpartition(".")
                     self.model.get_submodule(parent)._modules[name] = new
             result = result if path else new  # type: ignore[assignment]
-        for path, module in named_modules(self.source):
-            if (carried := converted_weights(module)) is not None and result.get_submodule(path) is not module:
-                carry_converted(result.get_submodule(path), carried.layouts)  # of several modules at once
+        for path, module, carried in carriers(self.source):
+            if (at := result.get_submodule(path)) is not module:  # what was converted is of several modules at once
+                at.__dict__[CARRIED] = carried
+                read_either_layout(at)
         return result
 
     def _tie(self, path: str, old: nn.Module, parts: Mapping[str, nn.Module]) -> None:
@@ -213,8 +215,8 @@ def converted_names(model: nn.Module) -> list[tuple[list[str], list[str]]]:
     """The names in transformers, and those in the model, of all parameters that a module carries a layout of."""
     return [
         ([f"{inside(path)}{name}" for name in layout.stock], [f"{inside(path)}{name}" for name in layout.fused])
-        for path, _, layouts in modules_with_layouts(model)
-        for layout in layouts
+        for path, _, carried in carriers_in(model)
+        for layout in carried.all
     ]
 
 

@@ -23,19 +23,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_initialized, mark_initialized, named_modules, unmark_original_class
-from patcher.conversions.converted_weights import converted_weights
-from patcher.conversions.either_layout import read_one_layout
-from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_weights, is_quantized
-from patcher.conversions.transforms import by_itself
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
+from patcher.layouts.carried import CARRIED, ModuleLayouts, fused_modules, is_quantized
+from patcher.layouts.either_layout import read_either_layout, read_one_layout
+from patcher.layouts.transforms import by_itself
 from patcher.loading.record import RECORD, PatchRecord, record_of
 from patcher.patterns import inside
 
 #: Why an adapter un-fuses a module, for the report.
 ADAPTED = "an adapter names its layers"
 #: Whether a fused module, at a path and with what it carries, is meant.
-Wanted = Callable[[str, FusedWeights], bool]
+Wanted = Callable[[str, ModuleLayouts], bool]
 #: The hooks of a module that run with it.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
@@ -52,7 +51,7 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str) -> list[str]:
     Raises:
         InvalidPatcherError: the weights of one of them can't be taken apart.
     """
-    fused = [(path, module, found) for path, module in named_modules(model) if (found := fused_weights(module))]
+    fused = fused_modules(model)
     chosen = {id(module) for path, module, carried in fused if wanted(path, carried)}
     fused = [each for each in fused if id(each[1]) in chosen]  # at all their paths
     for path, module, carried in fused:
@@ -90,7 +89,7 @@ def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRe
     )
 
 
-def _check(path: str, module: nn.Module, carried: FusedWeights) -> None:
+def _check(path: str, module: nn.Module, carried: ModuleLayouts) -> None:
     def cannot(why: str) -> InvalidPatcherError:
         return InvalidPatcherError(
             f"{path} is fused, and its layers are needed one by one ({', '.join(sorted(carried.stock)[:3])}): {why}. "
@@ -123,7 +122,7 @@ def _check(path: str, module: nn.Module, carried: FusedWeights) -> None:
             raise cannot(f"{owner}.{added[0]} was added to it")
 
 
-def _stock_module(module: nn.Module, carried: FusedWeights) -> nn.Module:
+def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
     """The module of transformers with the values of a fused one: the same object, if its class was rewritten."""
     new: nn.Module = module
     if not isinstance(module, FusedModule):
@@ -147,11 +146,13 @@ def _stock_module(module: nn.Module, carried: FusedWeights) -> nn.Module:
             at._parameters[last] = nn.Parameter(by_itself(part.contiguous()), any(each.requires_grad for each in own))
     if new is module:
         _take_off(module, carried, owners)
-        module.__class__ = carried.original
+        module.__class__ = carried.original or type(module)
         unmark_original_class(module)
-        del module.__dict__[FUSED]
-        if converted_weights(module) is None:
-            read_one_layout(module)
+        read_one_layout(module)
+        del module.__dict__[CARRIED]
+        if carried.converted:
+            module.__dict__[CARRIED] = ModuleLayouts(converted=carried.converted)
+            read_either_layout(module)
     return new
 
 
@@ -162,7 +163,7 @@ def take_hooks(new: nn.Module, module: nn.Module) -> None:
             new.__dict__[name] = value
 
 
-def _take_off(module: nn.Module, carried: FusedWeights, owners: Collection[str]) -> None:
+def _take_off(module: nn.Module, carried: ModuleLayouts, owners: Collection[str]) -> None:
     """Take the joined layers and parameters off, and put what is there into the order of transformers."""
     for owner in sorted(owners, key=lambda each: -each.count(".")):
         parent, _, last = owner.rpartition(".")

@@ -22,9 +22,6 @@ from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import building
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
-from patcher.conversions.layouts import Layout
-from patcher.conversions.selection import select_conversions
-from patcher.conversions.transforms import describe
 from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
 from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
@@ -32,6 +29,9 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class_of, takes_modules
+from patcher.layouts.layouts import Layout
+from patcher.layouts.selection import select_conversions
+from patcher.layouts.transforms import describe
 from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
@@ -163,7 +163,7 @@ def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: Pretra
     return replace(
         resolution,
         dropped=tuple(dict.fromkeys(transform for transform, _ in selected.dropped)),
-        added=tuple(selected.added),
+        added=tuple(each.transform for each in selected.added),
     )
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
-from patcher.conversions.transforms import identity
 from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
+from patcher.layouts.transforms import identity
 from patcher.patterns import find_key, nearest
 from patcher.spec import serialization as serializing, validation as arguments
 

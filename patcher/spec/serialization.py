@@ -27,10 +27,10 @@ from transformers import core_model_loading
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
+from patcher.layouts.transforms import describe, identity
 from patcher.patterns import nearest
 
 #: Raised by one when a dict that is written now would be misread by the release before.

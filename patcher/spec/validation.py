@@ -13,11 +13,11 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.expressions import checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, shortest
+from patcher.layouts.transforms import describe, identity
 from patcher.patterns import ROOT, check_path, is_expression, nearest
 
 T = TypeVar("T")

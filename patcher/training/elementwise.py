@@ -16,10 +16,9 @@ from transformers.core_model_loading import (
     Transpose,
 )
 
-from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.converted_weights import Converted
-from patcher.conversions.layouts import Flatten, Layout, Rows
 from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.conversion import Converted
+from patcher.layouts.layouts import Flatten, Layout, Rows
 
 #: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -44,7 +43,7 @@ REASONS = {
     "SparseAdam": "steps only where a gradient has entries",
 }
 #: Operations of transformers that put each value somewhere, and nothing else.
-_MOVEMENTS = (Chunk, Concatenate, MergeModulelist, ReversibleConcatenate, SplitModulelist, Transpose)
+_MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 
 
 def not_elementwise(optimizer: optim.Optimizer) -> str:
@@ -71,7 +70,7 @@ def only_moves_values(layout: Layout) -> bool:
     """Whether each value of the originals is one of what they become, so that a state of it goes the same way."""
     if type(layout) in (Rows, Flatten, Matrices):
         return True
-    if isinstance(layout, Converted) and all(type(each) in _MOVEMENTS for each in layout.done.operations):
+    if isinstance(layout, Converted) and all(type(each) in _MOVEMENTS for each in layout.transform.operations):
         return True
     return _calls_only_movements(layout) and _is_permutation(layout)
 

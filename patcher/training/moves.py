@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from patcher.conversions.transforms import by_itself
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.transforms import by_itself
 from patcher.patterns import compress
 
 #: In a group: its parameters; and the names that they were given with.

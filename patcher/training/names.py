@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from patcher.compat.models import named_parameters
-from patcher.conversions.layouts import Layout, Rows
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.layouts import Layout, Rows
 from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
-from patcher.loading.traced_layouts import layouts_in
+from patcher.loading.stock_view import carriers_in
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -79,11 +79,11 @@ class Names:
             first[name] = own.setdefault(id(parameter), name)
         patched = list(patched_models(model))
         units: dict[int, tuple[str, list[Unit]]] = {}
-        for path, module, layouts in layouts_in(model):
+        for path, module, carried in carriers_in(model):
             prefix = inside(_bare(model, path))
             found = [
                 Unit(layout, *(tuple(f"{prefix}{name}" for name in side) for side in (layout.fused, layout.stock)))
-                for layout in layouts
+                for layout in carried.all
             ]
             units.setdefault(id(module), (prefix, found))  # of a module at several paths the first
         every = tuple(unit for _, found in units.values() for unit in found)

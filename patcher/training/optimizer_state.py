@@ -11,8 +11,8 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from torch import nn, optim
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from patcher.conversions.sharded import keep_pieces
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
+from patcher.layouts.sharded import keep_pieces
 from patcher.training.elementwise import not_elementwise, only_moves_values
 from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options
 from patcher.training.names import Names, Unit

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from patcher.conversions.concatenate import ReversibleConcatenate
-from patcher.conversions.converted_weights import Converted
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
-from patcher.loading.traced_layouts import layouts_in
+from patcher.layouts.conversion import Converted
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.operations import ReversibleConcatenate
+from patcher.loading.stock_view import carriers_in
 from patcher.patterns import inside
 
 
@@ -66,7 +66,7 @@ def fused_parameters(model: nn.Module) -> dict[str, tuple[Part, ...]]:
         InvalidPatcherError: parameters are joined otherwise than one behind the other: by a conversion, or for
             processes of tensor parallelism.
     """
-    by_module = {id(module): (path, layouts) for path, module, layouts in reversed(layouts_in(model))}
+    by_module = {id(module): (path, carried.all) for path, module, carried in reversed(carriers_in(model))}
     known = {name for name, _ in model.named_parameters()}
     found: dict[str, tuple[Part, ...]] = {}
     for path, layouts in by_module.values():
@@ -111,19 +111,11 @@ def _parts(layout: Layout, prefix: str) -> dict[str, tuple[Part, ...]]:
 
 
 def _concatenated(layout: Layout) -> tuple[int, tuple[tuple[str, int], ...]] | None:
-    """The dimension in which a conversion has joined parameters, and (name, length) in their order there.
-
-    That is the order of the patterns. A trace has them in the order of the checkpoint.
-    """
-    if not isinstance(layout, Converted) or len(layout.fused) != 1 or len(layout.done.operations) != 1:
+    """The dimension in which a conversion has joined parameters, and (name, length) in their order there."""
+    if not isinstance(layout, Converted) or len(layout.fused) != 1 or len(layout.operations) != 1:
         return None
-    (operation,) = layout.done.operations
+    (operation,) = layout.operations
     if not isinstance(operation, ReversibleConcatenate):
         return None
-    collected = [pattern for pattern, sources in layout.done.sources.items() for _ in sources]
-    waiting = {
-        pattern: [name for name, of in zip(layout.stock, collected, strict=True) if of == pattern]
-        for pattern in collected
-    }
-    order = tuple((waiting[pattern].pop(0), length) for pattern, length in operation.sizes)
-    return operation.dim % len(layout.stock_shapes[0]), order
+    lengths = [length for _, length in operation.sizes]
+    return operation.dim % len(layout.stock_shapes[0]), tuple(zip(layout.stock, lengths, strict=True))

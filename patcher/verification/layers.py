@@ -12,7 +12,7 @@ from torch import nn
 
 from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
-from patcher.conversions.converted_weights import CONVERTED
+from patcher.layouts.carried import CARRIED
 from patcher.verification.comparing import Comparison, Pair, Stage
 from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
 
@@ -116,7 +116,7 @@ def _description(layer: nn.Module) -> list[Any]:
             if tensor is not None
         ]
         for name, value in sorted(vars(module).items()):
-            if name == CONVERTED or "state_dict" in name:
+            if name == CARRIED or "state_dict" in name:
                 continue  # how weights are read, not what is computed
             if name not in own:
                 found += [name, value]

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from patcher.conversions.layouts import Rows
-from patcher.conversions.sources import JoinedRows
+from patcher.layouts.layouts import Rows
+from patcher.layouts.sources import JoinedRows
 from tests.coverage.checks import FAMILIES, examine
 from tests.coverage.models import architectures
 from tests.coverage.table import summary

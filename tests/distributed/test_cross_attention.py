@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 import patcher
 from patcher import Patcher, PatcherError
-from patcher.conversions.fused_weights import fused_modules
+from patcher.layouts.carried import fused_modules
 from tests.support.processes import two_processes
 from tests.support.tiny import ENCODER_DECODER_SIZES, randomize
 

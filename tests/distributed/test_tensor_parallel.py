@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from patcher.layouts.carried import fused_modules
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -25,10 +26,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.compat.parallel import in_plan
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.layouts import Rows
-from patcher.conversions.sources import JoinedRows, in_blocks
 from patcher.fusions import QKV
+from patcher.layouts.layouts import Rows
+from patcher.layouts.sources import JoinedRows, in_blocks
 from tests.support import shared
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.bringing import BringingMLP

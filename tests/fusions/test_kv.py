@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from patcher.layouts.carried import fused_modules
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
-from patcher.conversions.fused_weights import fused_modules
 from patcher.fusions import KV, QKV
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint

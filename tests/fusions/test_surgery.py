@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from patcher import PatchConflictError, PatchedWeightsError, Patcher
-from patcher.conversions.fused_weights import fused_modules
+from patcher.layouts.carried import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits
 from tests.support.surgery import SURGERY, operated
@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "another size": (
         replace("qkv_proj", lambda old: nn.Linear(old.in_features, old.out_features + 1, bias=False)),
-        r"qkv_proj\.weight can't be saved in the original format: it had the shape \(128, 64\) when it was fused, "
+        r"qkv_proj\.weight can't be saved in the original format: it had the shape \(128, 64\) when it was made, "
         r"it has \(129, 64\) now",
     ),
     "a wrapper": (

@@ -31,7 +31,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
-from patcher.conversions.transforms import describe
+from patcher.layouts.transforms import describe
 from tests.support import shared
 from tests.support.memory import peak
 from tests.support.replacements import (
@@ -356,7 +356,7 @@ def test_a_mapping_of_shapes_stands_for_a_checkpoint() -> None:
     assert plan(config, JOINED, checkpoint=shapes).ok
     shapes["model.layers.1.mlp.up_proj.weight"] = (95, 64)
     (problem,) = plan(config, JOINED, checkpoint=shapes).problems
-    assert "(model.layers.1.mlp.gate_up_proj.weight: found (191, 64), expected (192, 64))" in problem
+    assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
     (problem,) = plan(config, Patcher(), checkpoint=shapes).problems
     assert "model.layers.1.mlp.up_proj.weight: found (95, 64), expected (96, 64)" in problem
     assert plan(config, Patcher(), checkpoint=shapes, ignore_mismatched_sizes=True).ok

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 
 from patcher import Patcher, load_original_state_dict, original_state_dict
-from patcher.conversions.either_layout import modules_with_layouts
+from patcher.layouts.carried import carriers
 from tests.compatibility.rows import ROWS, Row
 from tests.support.beside import LINEAR_EXPERTS
 from tests.support.comparing import logits
@@ -32,8 +32,8 @@ def stock_names(model: nn.Module, keys: list[str]) -> set[str]:
     """Names of a model, those of parameters that it has joined as those of their parts."""
     parts = {
         f"{path}.{name}": [f"{path}.{part}" for part in layout.stock]
-        for path, _, layouts in modules_with_layouts(model)
-        for layout in layouts
+        for path, _, carried in carriers(model)
+        for layout in carried.all
         for name in layout.fused
     }
     return {part for key in keys for part in parts.get(key, [key])}

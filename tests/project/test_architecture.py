@@ -32,7 +32,7 @@ ORDER = (
     "compat",
     "display",
     "checkpoints",
-    "conversions",
+    "layouts",
     "fusions",
     "spec",
     "construction",
@@ -56,8 +56,7 @@ TO_COME: set[str] = set()
 #: The functions that may import what stands below them: methods of the value that act by what is built on it, and
 #: what a pickle runs where it is read, which installs the hook.
 LATE = {
-    ("patcher.conversions.fused_weights", "_unpickled"),
-    ("patcher.conversions.converted_weights", "_unpickled"),
+    ("patcher.layouts.carried", "_unpickled"),
     ("patcher.loading.record", "_unpickled"),
     ("patcher", "__getattr__"),
     ("patcher.spec.patcher", "Patcher.applied"),

@@ -22,8 +22,8 @@ from patcher.codegen.bridges.dependencies import Dependencies
 from patcher.codegen.runtime import CONVERSIONS, ORIGINAL
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.conversions.transforms import describe, identity
 from patcher.errors import CodegenError
+from patcher.layouts.transforms import describe, identity
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig

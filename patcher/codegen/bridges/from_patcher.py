@@ -27,10 +27,10 @@ from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import named_modules
-from patcher.conversions.transforms import conversions_of
 from patcher.functions.models import full_name
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
+from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
 

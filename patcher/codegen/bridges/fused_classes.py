@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.bridges.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses, unrebound
-from patcher.conversions.layouts import Layout
 from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import trees_of
 from patcher.fusions.rewrite import class_text
+from patcher.layouts.layouts import Layout
 from patcher.source import trees
 from patcher.source.indentation import dedented
 from patcher.source.reading import definition_of

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from patcher.conversions.layouts import Layout
 from patcher.errors import InvalidPatcherError
+from patcher.layouts.layouts import Layout
 
 
 @dataclass(frozen=True)

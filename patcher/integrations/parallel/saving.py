@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.parallel import gathers_for_saving
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.sharded import gathered_on_first
+from patcher.layouts.carried import carriers
+from patcher.layouts.sharded import gathered_on_first
 from patcher.loading.record import record_of
 
 
 @contextmanager
 def gathered(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[None]:
     """Save whole tensors, from the first process; the others wait until the files are written."""
-    if gathers_for_saving(model) or (record_of(model) is None and not modules_with_layouts(model)):
+    if gathers_for_saving(model) or (record_of(model) is None and not carriers(model)):
         yield
         return
     state_dict = model.state_dict() if given["state_dict"] is None else given["state_dict"]

@@ -37,16 +37,16 @@ from patcher.compat.parallel import (
     sizes,
     tensor_plan,
 )
-from patcher.conversions.fused_weights import FUSED, FusedWeights, fused_modules
-from patcher.conversions.layouts import Layout, Rows, lies_in_blocks
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.integrations.parallel.plans import Plan, cannot
+from patcher.layouts.carried import CARRIED, ModuleLayouts, fused_modules
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
-from patcher.loading.stock_names import check_no_part_is_named, layer_name, parts_of
+from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
 from patcher.patterns import inside
 from patcher.resolution.resolution import skeleton
 
@@ -66,7 +66,7 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
         return
     config = load.model.config.distributed_config
     count = sizes(config)
-    if max(count) > 1 and quantizer is not None and (fused_modules(load.model) or load.traced):
+    if max(count) > 1 and quantizer is not None and (fused_modules(load.model) or load.conversions.added):
         raise InvalidPatcherError(
             "A patcher with weight conversions was used together with a quantizer and a distributed_config that "
             "shares weights among processes; that is not supported. Leave the fusions and conversions out, or the "
@@ -128,10 +128,10 @@ class _Change:
     """What becomes of one module when all of the plan is known to be possible."""
 
     module: nn.Module
-    carried: FusedWeights
+    carried: ModuleLayouts
 
     def apply(self) -> None:
-        self.module.__dict__[FUSED] = self.carried
+        self.module.__dict__[CARRIED] = self.carried
         for layout in self.carried.layouts:
             if lies_in_blocks(layout):
                 owner, _, last = layout.fused[0].rpartition(".")
@@ -139,7 +139,7 @@ class _Change:
                     setattr(self.module, f"{owner}_sizes", layout.block_sizes)
 
 
-def _share(plan: Plan, path: str, module: nn.Module, carried: FusedWeights) -> _Change:
+def _share(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts) -> _Change:
     """Share the layers of a fused module as the plan has those of transformers.
 
     Raises:
@@ -162,7 +162,7 @@ def _share(plan: Plan, path: str, module: nn.Module, carried: FusedWeights) -> _
     return _Change(module, replace(carried, layouts=tuple(layouts)))
 
 
-def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: FusedWeights, layout: Rows) -> Rows:
+def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: ModuleLayouts, layout: Rows) -> Rows:
     prefix = inside(path)
     layers = [f"{prefix}{name.rpartition('.')[0]}" for name in layout.stock]
     styles = {layer: plan.of(layer) for layer in layers}
@@ -210,7 +210,7 @@ def _shared_rows(plan: Plan, path: str, module: nn.Module, carried: FusedWeights
     return replace(layout, blocks=plan.processes)
 
 
-def _share_experts(plan: Plan, path: str, carried: FusedWeights) -> None:
+def _share_experts(plan: Plan, path: str, carried: ModuleLayouts) -> None:
     """Share the layers of each expert as the plan has the stacks."""
     rules = plan.below(path)
     if not rules:
@@ -259,7 +259,7 @@ def _converted(load: Selected) -> list[str]:
         for name, value in state_tensors(skeleton(load.record.model_class, load.model.config)).items()
     }
     own = {name: value.shape for name, value in state_tensors(load.model).items()}
-    targets = [text for item in load.traced for text in target_patterns(item)]
+    targets = [text for item in load.conversions.added for text in target_patterns(item.transform)]
     found = []
     for path in replaced:
         prefix = inside(path)

@@ -20,11 +20,10 @@ from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.models import has_adapters, is_saved_as_offloaded, named_as
 from patcher.compat.parallel import is_written_here
 from patcher.compat.seams import Stock, not_called, seam
-from patcher.conversions.either_layout import modules_with_layouts
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.selection import converts
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
+from patcher.layouts.carried import carriers, fused_modules
+from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
 from patcher.loading.offloaded_weights import OffloadedCheckpoint
@@ -63,7 +62,7 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             f"don't lie as in the checkpoint of {name.__name__}. Leave it out."
         )
     save = None
-    if record is not None or names_fusions(self.config) or modules_with_layouts(self):
+    if record is not None or names_fusions(self.config) or carriers(self):
         save = _Save(plan_saving(self, given["state_dict"], given["save_original_format"]))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)

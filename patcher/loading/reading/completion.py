@@ -6,23 +6,21 @@ they do there, each by itself: with `ignore_mismatched_sizes=True` those of anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import dot_natural_key, key_renamer, stock_conversions_from_scratch, stock_revert
-from patcher.compat.models import initial_values, named_parameters, state_tensors, tied_keys
+from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert
+from patcher.compat.models import initial_values, named_parameters, tied_keys
 from patcher.construction.lock import construction_lock
-from patcher.conversions.fused_weights import fused_modules
-from patcher.conversions.simulation import Outcome
-from patcher.conversions.sources import shape_of
-from patcher.conversions.tracing import trace_of
-from patcher.conversions.transforms import is_concatenation
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.carried import fused_modules
+from patcher.layouts.sources import shape_of
+from patcher.layouts.transforms import is_concatenation
+from patcher.loading.routes import Routing
 from patcher.patterns import compress, inside
 
 
@@ -65,11 +63,10 @@ class Completion:
 def complete(
     model: PreTrainedModel,
     stock: PreTrainedModel,
-    outcome: Outcome,
+    outcome: Routing,
     checkpoint: Mapping[str, Any],
-    conversions: Sequence[WeightTransform],
+    routing: Routing,
     *,
-    amiss: Set[str],
     dtype: torch.dtype | None,
     ignores_shapes: bool,
     is_read: bool,
@@ -88,7 +85,7 @@ def complete(
         ignores_shapes: whether tensors of other shapes count as missing.
         is_read: whether values are wanted, or shapes only.
     """
-    if outcome.conversion_errors:
+    if outcome.errors:
         return Completion(checkpoint)  # the unpatched load fails as well
     tied = tied_keys(stock)
     parameters = {name: parameter for name, parameter in named_parameters(stock) if name not in tied}
@@ -97,18 +94,18 @@ def complete(
     absent = [name for name in parameters if name in outcome.missing or name in misfits]
     gone = set(absent)
     reverted = stock_conversions_from_scratch(stock)
-    rename = key_renamer(conversions, model, state_tensors(model))
+    amiss = routing.missing | routing.mismatched.keys() | routing.errors.keys()
 
     def joined_as(key: str) -> str | None:
-        renamed, taker, _ = rename(key)
-        return renamed if taker is not None and trace_of(taker) is not None else None
+        found = routing.follow(key)
+        return found.name if found.taker is not None and found.by else None
 
     if not ignores_shapes:
         lines = [
             f"{key}: found {tuple(shape_of(checkpoint[key]))}, expected {tuple(parameters[name].shape)}"
             for name, keys in unfit.items()
             for key in keys
-            if name in parameters and len(keys) == 1 and is_concatenation(rename(key)[1])
+            if name in parameters and len(keys) == 1 and joined_as(key) and is_concatenation(routing.follow(key).taker)
         ]
         if lines:
             return Completion(checkpoint, misfits=tuple(lines))
@@ -143,7 +140,7 @@ def complete(
     return Completion({**kept, **put_in}, tuple(sorted(keys, key=dot_natural_key)), tuple(put_in))
 
 
-def _keys_of_misfits(outcome: Outcome) -> dict[str, tuple[str, ...]]:
+def _keys_of_misfits(outcome: Routing) -> dict[str, tuple[str, ...]]:
     """Parameter -> its keys, of those that have another shape: not where a conversion makes several of these keys."""
     alone = {route.parameters[0]: route.keys for route in outcome.routes if len(route.parameters) == 1}
     return {name: alone[name] for name in outcome.mismatched if name in alone}

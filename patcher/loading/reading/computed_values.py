@@ -21,8 +21,8 @@ from patcher.construction.construction import Built, Construction
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import MetaInit
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES, attributes, carried, modules_in, tensors_in
-from patcher.conversions.sharded import one_piece, whole
 from patcher.errors import PatchConstructionError, PatcherError
+from patcher.layouts.sharded import one_piece, whole
 from patcher.patterns import compress, inside
 
 _SCALARS = (bool, int, float, complex, str, type(None))

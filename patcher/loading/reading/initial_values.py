@@ -30,9 +30,9 @@ from patcher.compat.models import (
 )
 from patcher.construction.construction import Built, Placed
 from patcher.construction.meta_init import like
-from patcher.conversions.sharded import split_like
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import Expressions
+from patcher.layouts.sharded import split_like
 from patcher.loading.reading.computed_values import BuiltAgain, build_again, module_at
 from patcher.patterns import inside
 

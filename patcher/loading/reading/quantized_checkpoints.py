@@ -9,56 +9,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from patcher.compat.conversions import key_renamer
+from transformers import PreTrainedModel
+
 from patcher.compat.models import state_tensors
-from patcher.conversions.fused_weights import fused_modules, is_quantized
-from patcher.conversions.sources import dtype_of
-from patcher.conversions.tracing import trace_of
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.carried import fused_modules, is_quantized
+from patcher.layouts.sources import dtype_of
 from patcher.loading.expert_names import quantized_experts
-from patcher.loading.load import Selected
-from patcher.loading.reading.fused_sources import FusedReading, stock_tensors
+from patcher.loading.routes import Routing
 from patcher.patterns import compress, inside
 
 #: Types of one byte, as safetensors calls them.
 _BYTES = ("I8", "U8", "F8")
 
 
-def check_quantized(
-    selected: Selected, checkpoint: Mapping[str, Any], conversions: Iterable[Any]
-) -> PatchedWeightsError | None:
-    """What is wrong with a load that would make other weights of quantized ones."""
-    model, fused = selected.model, fused_modules(selected.model)
-    own = state_tensors(model)
-    rename = key_renamer(conversions, model, stock_tensors(own, fused))
-    wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock}
-    added = {id(item.trace.transform) for item in selected.traced}
-    as_they_are = quantized_experts(model, checkpoint, fused, own)
+def check_quantized(model: PreTrainedModel, checkpoint: Mapping[str, Any], routing: Routing, *, keeps: bool) -> None:
+    """Note in a routing what is wrong with a load that would make other weights of quantized ones.
+
+    Args:
+        keeps: whether what is quantized in the checkpoint is so in the model as well.
+    """
+    fused, own = fused_modules(model), state_tensors(model)
+    wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock} if keeps else set()
+    experts = quantized_experts(model, checkpoint, fused, own)
 
     def is_taken(key: str) -> bool:
-        name, taker, _ = rename(key)
-        trace = None if taker is None else trace_of(taker)
-        return name in wanted or (trace is not None and id(trace.transform) in added)
+        found = routing.follow(key)
+        return found.name in wanted or bool(found.by)
 
-    left = [key for key in checkpoint if key not in as_they_are]
-    return _refused(
+    left = [key for key in checkpoint if key not in experts]
+    problem = _refused(
         "it has these quantized, of which the patcher makes others", _quantized_keys(left, checkpoint, is_taken)
     )
-
-
-def check_made_quantized(
-    selected: Selected, checkpoint: Mapping[str, Any], reading: FusedReading
-) -> PatchedWeightsError | None:
-    """What is wrong with a load that would read a weight in full precision for a layer that a quantizer has made."""
-    fused, own = fused_modules(selected.model), state_tensors(selected.model)
-    as_they_are = {target for target, _ in quantized_experts(selected.model, checkpoint, fused, own).values()}
-    keys = [
+    as_they_are = {target for target, _ in experts.values()}
+    whole = [
         key
-        for target, (keys, _) in reading.keys.items()
+        for route in routing.routes
+        if route.layout is not None and keeps
+        for target in route.parameters
         if target in own and target not in as_they_are and is_quantized(own[target])
-        for key in keys
+        for key in route.keys
     ]
-    return _refused("it has these in full precision, of which the patcher makes layers that are quantized then", keys)
+    problem = problem or routing.problem
+    routing.problem = problem or _refused(
+        "it has these in full precision, of which the patcher makes layers that are quantized then", whole
+    )
 
 
 def _quantized_keys(keys: Iterable[str], checkpoint: Mapping[str, Any], is_taken: Callable[[str], bool]) -> list[str]:

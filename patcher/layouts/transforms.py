@@ -9,7 +9,7 @@ import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
 from patcher.compat.conversions import is_stock_operation, source_patterns, target_patterns, transform_settings
-from patcher.conversions.layouts import Layout
+from patcher.layouts.layouts import Layout
 
 
 def identity(transform: WeightTransform) -> tuple[Any, ...]:
@@ -48,11 +48,6 @@ def describe(transform: WeightTransform | Layout) -> str:
     arrow = f"{', '.join(source_patterns(transform))} -> {', '.join(target_patterns(transform))}"
     operations = getattr(transform, "operations", None)
     return f"{arrow} [{', '.join(map(repr, operations))}]" if operations else f"{arrow} [rename]"
-
-
-def joins(transform: WeightTransform) -> bool:
-    """Whether the transform is a converter that concatenates."""
-    return any(type(operation) is Concatenate for operation in getattr(transform, "operations", ()))
 
 
 def is_concatenation(transform: Any) -> bool:

@@ -5,7 +5,7 @@ What a module needs for that it carries itself, so it does so wherever it goes: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,31 +14,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patcher.compat.models import named_modules
-from patcher.conversions.converted_weights import CONVERTED, ConvertedWeights, converted_weights
-from patcher.conversions.fused_weights import fused_weights, is_quantized
-from patcher.conversions.layouts import Layout, named_parameter
-from patcher.conversions.sharded import split_like, whole
-from patcher.conversions.transforms import by_itself
-
-
-def carry_converted(module: nn.Module, layouts: Sequence[Layout]) -> None:
-    """Have a module carry how conversions have made its weights."""
-    is_new = converted_weights(module) is None
-    module.__dict__[CONVERTED] = ConvertedWeights(tuple(layouts))
-    if is_new:
-        read_either_layout(module)
+from patcher.layouts.carried import carried_by, is_quantized
+from patcher.layouts.layouts import Layout, named_parameter
+from patcher.layouts.sharded import split_like, whole
+from patcher.layouts.transforms import by_itself
 
 
 def layouts_of(module: nn.Module) -> tuple[Layout, ...]:
     """Which parameters of a module have become which, by fusions and by conversions."""
-    fused, converted = fused_weights(module), converted_weights(module)
-    return (*(fused.layouts if fused else ()), *(converted.layouts if converted else ()))
-
-
-def modules_with_layouts(model: nn.Module) -> list[tuple[str, nn.Module, tuple[Layout, ...]]]:
-    """(path, module, its layouts) of each module whose parameters are others than in transformers."""
-    return [(path, module, found) for path, module in named_modules(model) if (found := layouts_of(module))]
+    carried = carried_by(module)
+    return () if carried is None else carried.all
 
 
 def read_either_layout(module: nn.Module) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.transforms import by_itself, is_alone, single
-from patcher.conversions.unchanged import Trace
+from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.transforms import by_itself, is_alone, single
+from patcher.layouts.unchanged import Trace
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

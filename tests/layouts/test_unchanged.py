@@ -15,9 +15,9 @@ from transformers import MixtralForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from patcher import Patcher
-from patcher.conversions.sources import Computed, Conversion, fused_sources
-from patcher.conversions.unchanged import Trace
 from patcher.fusions.experts.matrices import Matrices
+from patcher.layouts.sources import Computed, Conversion, fused_sources
+from patcher.layouts.unchanged import Trace
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.tiny import tiny_mixtral_config

@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from patcher.conversions.layouts import Layout, Rows
-from patcher.conversions.sources import Computation, Computed, JoinedRows, fused_sources
+from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.sources import Computation, Computed, JoinedRows, fused_sources
 
 WHOLE = torch.arange(24.0).view(6, 4)
 HALF = WHOLE.bfloat16()

@@ -1,0 +1,621 @@
+"""Where the keys of a checkpoint go: routed once, by names and shapes, before a weight is read.
+
+    checkpoint keys            layout                      parameters
+    layers.0.q_proj.weight  \\
+    layers.0.k_proj.weight   }-- rows one under the other -- layers.0.qkv_proj.weight
+    layers.0.v_proj.weight  /
+    layers.0.o_proj.weight  ---- as it is ----------------- layers.0.o_proj.weight
+
+This table is what a plan shows, what is judged, what is read, and what a save reverses. Parameters that a fusion or a
+patcher's conversion makes are read through one lazy source each, under their own names, so that transformers casts,
+quantizes and shards them as any other tensor; what only transformers converts, it converts itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, WeightTransform
+
+from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
+from patcher.compat.models import ModelView, state_tensors
+from patcher.compat.quantizers import is_of_quantizer
+from patcher.errors import PatchedWeightsError
+from patcher.layouts.carried import Carrier, fused_modules
+from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
+from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
+from patcher.layouts.names import Named, Names
+from patcher.layouts.selection import Added
+from patcher.layouts.sources import Computation, Computed, Conversion, dtype_of, fused_sources, in_blocks, shape_of
+from patcher.layouts.transforms import describe, has_known_operations, single
+from patcher.loading.expert_names import quantized_experts
+from patcher.patterns import compress, inside
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where tensors of a checkpoint go.
+
+    Attributes:
+        keys: those that are taken together, in the order in which they are joined.
+        parameters: what becomes of them.
+        layout: how; None for a tensor that is read as it is.
+        by: the conversions of patchers that have a part in it.
+        stock: what the parts are called in transformers.
+    """
+
+    keys: tuple[str, ...]
+    parameters: tuple[str, ...]
+    layout: Layout | None = None
+    by: tuple[Added, ...] = ()
+    stock: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Routing:
+    """The routes of a load, and what doesn't fit.
+
+    Attributes:
+        rest: what transformers reads by itself: key -> tensor, or what is read as one.
+        sources: parameter -> what it is read from instead.
+        missing: the parameters that get nothing.
+        unexpected: the names that the model doesn't have.
+        mismatched: parameter -> the shape that was found, and its own.
+        errors: parameter -> why the conversion that makes it raises.
+        failures: the conversions of patchers that raise, for which parameters, and why first.
+        parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
+        astray: (conversion of a patcher, what it would make) of keys that it leads to nothing.
+        used: the conversions of transformers that have had a part.
+        follow: tells where a key goes.
+        is_runtime_layout: whether the checkpoint has fused parameters as they are.
+        problem: why it can't be read.
+    """
+
+    routes: list[Route] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    unexpected: set[str] = field(default_factory=set)
+    mismatched: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
+    parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    astray: list[tuple[Added, str]] = field(default_factory=list)
+    used: list[WeightTransform] = field(default_factory=list)
+    is_runtime_layout: bool = False
+    problem: PatchedWeightsError | None = None
+    follow: Callable[[str], Named] = Named
+
+    @property
+    def failure(self) -> PatchedWeightsError | None:
+        """The error for conversions of patchers that raise."""
+        found = next(iter(self.failures.items()), None)
+        return None if found is None else failure(found[0], *found[1])
+
+    @property
+    def effective(self) -> set[Added]:
+        """The conversions of patchers that have done something."""
+        return {each for route in self.routes for each in route.by}
+
+
+@dataclass(frozen=True, eq=False)
+class Conversions:
+    """The conversions of a load.
+
+    Attributes:
+        mapping: those of transformers, as a quantizer has adapted them; first `requested` of a `key_mapping`.
+        added: those of patchers.
+        replaced: the paths of the modules that mappings have replaced.
+    """
+
+    mapping: Sequence[WeightTransform] = ()
+    added: Sequence[Added] = ()
+    requested: int = 0
+    replaced: tuple[str, ...] = ()
+
+
+def route(
+    model: PreTrainedModel,
+    checkpoint: Mapping[str, Any],
+    conversions: Conversions,
+    *,
+    unknown: AbstractSet[str] = frozenset(),
+    is_quantized: bool = False,
+    dtype: Callable[[str], torch.dtype] | None = None,
+) -> Routing:
+    """Where the keys of a checkpoint go.
+
+    Args:
+        checkpoint: tensors, or what has their shapes.
+        unknown: the keys whose shapes nobody knows: they fit.
+        is_quantized: whether a quantizer has written the checkpoint.
+        dtype: gives the type that a parameter will have; None where nothing will be read.
+
+    Raises:
+        PatchedWeightsError: a conversion has targets in modules that are replaced and in others, where the tensors of
+            the checkpoint don't fit as they are.
+    """
+    return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
+
+
+def stock_tensors(own: Mapping[str, torch.Tensor], fused: Iterable[Carrier]) -> dict[str, torch.Tensor]:
+    """The state dict of the model as transformers has it without the fusions, on the meta device."""
+    stock = dict(own)
+    for path, _, carried in fused:
+        prefix = inside(path)
+        for layout in carried.layouts:
+            for name in layout.fused:
+                stock.pop(f"{prefix}{name}", None)
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+                stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+    return stock
+
+
+def stock_parameters(
+    model: PreTrainedModel,
+    tensors: dict[str, torch.Tensor],
+    wanted: AbstractSet[str],
+    conversions: Sequence[WeightTransform],
+    checkpoint: Mapping[str, Any],
+) -> dict[str, torch.Tensor] | None:
+    """The values of parameters of transformers that its conversions make of a checkpoint; None if some can't be made.
+
+    Args:
+        tensors: the state dict of the model as transformers has it.
+        wanted: the parameters.
+    """
+    router = _Router(model, checkpoint, Conversions(conversions), frozenset(), False, None, (tensors, wanted))
+    router.take(sorted(checkpoint, key=dot_natural_key))
+    if router.lacking or router.failed or router.twice:
+        return None
+    return {name: part.source[...] for name, part in router.parts.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A parameter of the model as transformers has it: what it is read from, and the keys that it takes."""
+
+    source: Any
+    keys: tuple[str, ...]
+
+
+class _Router:
+    """One routing, under way."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Mapping[str, Any],
+        conversions: Conversions,
+        unknown: AbstractSet[str],
+        is_quantized: bool,
+        dtype: Callable[[str], torch.dtype] | None,
+        stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None,
+    ) -> None:
+        self.model, self.checkpoint, self.conversions, self.unknown = model, checkpoint, conversions, unknown
+        self.is_quantized, self.dtype = is_quantized, dtype
+        self.own = state_tensors(model)
+        self.fused = fused_modules(model)
+        #: what the model would have without its fusions, and those of them that are parts of others
+        self.tensors, self.wanted = stock or (
+            stock_tensors(self.own, self.fused) if self.fused else self.own,
+            {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
+        )
+        self.view: Any = ModelView(model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
+        self.routing = Routing(rest=dict(checkpoint), missing=set(self.own))
+        self.parts: dict[str, _Part] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        #: parameter -> the keys that it comes from, where that is told to find what comes twice
+        self.origins: dict[str, tuple[str, ...]] = {}
+        self.twice: list[str] = []
+        self.lacking: list[str] = []
+        self.failed: list[str] = []
+        self.unused: dict[str, str] = {}
+        self.alike = Alike()
+
+    def run(self) -> Routing:
+        as_they_are = quantized_experts(self.model, self.checkpoint, self.fused, self.own) if self.is_quantized else {}
+        keys = sorted((key for key in self.checkpoint if key not in as_they_are), key=dot_natural_key)
+        self.take(keys)
+        for key, (target, layout) in as_they_are.items():
+            self.shapes[target] = tuple(self.own[target].shape)
+            self.routing.sources[target] = self.routing.rest.pop(key)
+            self.routing.routes.append(Route((key,), (target,), layout))
+        self._join()
+        self._judge()
+        return self.routing
+
+    def take(self, keys: Iterable[str]) -> None:
+        """Route these keys, each by itself or with those that are converted together."""
+        for group, members in self._groups(self._placed(list(keys))):
+            self._convert(group, members)
+        self.routing.used = self.names.used
+
+    # --- names ---------------------------------------------------------------------------------------------------
+
+    def _placed(self, keys: list[str]) -> dict[str, Named]:
+        """Where each key goes; a conversion that a patcher adds acts on what it has replaced, where that is enough."""
+        conversions = self.conversions
+        names = Names(self.model, self.tensors, conversions.mapping, conversions.added, conversions.requested)
+        self.names, self.routing.follow = names, names.follow
+        named = {key: names.follow(key) for key in keys}
+        paths = tuple(inside(path) for path in conversions.replaced)
+        if not paths or "" in conversions.replaced:
+            return named
+        left_out: dict[str, frozenset[Added]] = {}
+        for added in conversions.added:
+            if added.modules is not None or added.is_anchored:
+                continue
+            taken = {key: found for key, found in named.items() if added in found.by}
+            outside = [key for key, found in taken.items() if not found.name.startswith(paths)]
+            if len(outside) in (0, len(taken)):
+                continue
+            misfits = []
+            for key in outside:
+                without = left_out[key] = left_out.get(key, frozenset()) | {added}
+                other = names.follow(key, without)
+                if other.name not in self.tensors:
+                    continue  # nothing else leads there
+                expected = tuple(self.tensors[other.name].shape)
+                if other.taker is not None or key in self.unknown or shape_of(self.checkpoint[key]) == expected:
+                    named[key] = other
+                else:
+                    misfits.append(f"{other.name}: found {shape_of(self.checkpoint[key])}, expected {expected}")
+            if misfits:
+                within = compress([found.name for key, found in taken.items() if key not in outside])
+                raise _both(added.transform, within, misfits)
+        return named
+
+    def _groups(self, named: Mapping[str, Named]) -> list[tuple[Group, dict[str, Named]]]:
+        """What converters take together; what none takes is put where it belongs."""
+        groups: dict[tuple[str, int], tuple[Group, dict[str, Named]]] = {}
+        for key, found in named.items():
+            name, shape = found.name, shape_of(self.checkpoint[key])
+            if found.taker is not None:
+                if name not in self.tensors and "*" not in name:
+                    self.routing.unexpected.update(made_by_name(found.taker, name))
+                    self.unused[key] = name
+                    continue
+                place = (name, id(found.taker))
+                if place not in groups:
+                    groups[place] = Group(found.taker, name), {}
+                groups[place][0].add(key, found.pattern or key, shape)
+                groups[place][1][key] = found
+                continue
+            if name not in self.tensors:
+                self.unused[key] = name
+                if name not in self.own:
+                    self.routing.unexpected.add(name)
+                    self.routing.astray += [(added, name) for added in found.by]
+                    continue
+            self._origin(name, (key,), bool(found.by))
+            own = self.tensors[name] if name in self.tensors else self.own[name]
+            shape = tuple(own.shape) if key in self.unknown else shape
+            layout = Rows((key,), (name,), (shape,)) if found.by else None
+            if name in self.wanted:
+                self._part(name, _Part(self.routing.rest.pop(key), (key,)))
+            else:
+                self.shapes.setdefault(name, shape)
+                if found.by:
+                    self.routing.sources[name] = self.routing.rest.pop(key)
+            if found.by or name not in self.wanted:
+                self.routing.routes.append(Route((key,), (name,), layout, found.by, (found.stock,)))
+        return list(groups.values())
+
+    # --- conversions -----------------------------------------------------------------------------------------------
+
+    def _convert(self, group: Group, members: dict[str, Named]) -> None:
+        """Find what a converter makes of a group, and have it read from that where transformers can't do it alone."""
+        by = tuple(dict.fromkeys(added for found in members.values() for added in found.by))
+        of_quantizer = any(map(is_of_quantizer, group.transform.operations))
+        by_name = made_by_name(group.transform, group.first)
+        is_ours, is_wanted = bool(by), not self.wanted.isdisjoint(by_name)
+        if of_quantizer and not (is_ours or is_wanted):
+            # It makes what its patterns say, and writes to the parameters of the model on its way.
+            self._made(group, by_name, None, by)
+            return
+        try:
+            layout = self._layout(group, is_ours)
+        except Exception as error:
+            absent = self._lacking(group) if is_wanted else []
+            self.lacking += absent
+            if is_wanted and not absent:
+                self.failed.append(f"{describe(group.transform)} raises {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            self.routing.errors[group.first] = reason
+            if is_ours:
+                self.routing.failures.setdefault(by[-1].transform, ([], reason))[0].append(group.first)
+                self.routing.routes.append(Route(group.keys, (), None, by))
+            return
+        is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't tell all names
+        shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
+        if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
+            self.lacking += self._lacking(group) if not is_ours else []
+        self._made(group, layout.fused, layout, by, tuple(members[key].stock for key in group.keys))
+        if not (is_ours or is_wanted):
+            return
+        sources = {key: self.routing.rest.pop(key) for key in group.keys}
+        run = partial(self._run, layout, is_ours)
+        traced = has_known_operations(group.transform) and not of_quantizer
+        computation = (
+            Conversion(run, sources)
+            if traced
+            else Computation(lambda: run({key: source[...] for key, source in sources.items()}))
+        )
+        dtype = dtype_of(next(iter(sources.values()))) if sources else ""
+        for name, shape in shapes.items():
+            source = Computed(computation, name, shape, dtype)
+            if name in self.wanted:
+                self._part(name, _Part(source, group.keys))
+            else:
+                self.routing.sources[name] = source
+
+    def _layout(self, group: Group, is_ours: bool) -> Converted:
+        if not self.unknown.isdisjoint(group.keys):
+            return self._at_its_word(group)
+        is_known = has_known_operations(group.transform)
+        if not is_ours or is_known or self.dtype is None:
+            try:
+                return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
+            except Exception:
+                if is_known or not is_ours:
+                    raise
+                return self._at_its_word(group)
+        try:
+            return group.layout(self.view)
+        except Exception:  # it may need values
+            return group.layout(self.view, self._cast({key: self.checkpoint[key][...] for key in group.keys}, group))
+
+    def _at_its_word(self, group: Group) -> Converted:
+        names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
+        shapes = tuple(self.tensors[name].shape for name in names)
+        taken = tuple(shape for _, shape in group.taken.values())
+        patterns = tuple(group.taken[key][0] for key in group.keys)
+        made = tuple(zip(names, group.transform.target_patterns, strict=False))
+        return Converted(group.keys, tuple(names), taken, group.transform, group.first, patterns, made, shapes)
+
+    def _made(
+        self,
+        group: Group,
+        names: Sequence[str],
+        layout: Converted | None,
+        by: tuple[Added, ...],
+        stock: tuple[str, ...] = (),
+    ) -> None:
+        """Note what a group makes."""
+        shapes = layout.fused_shapes() if layout is not None else []
+        for number, name in enumerate(names):
+            if name not in self.tensors:
+                self.routing.unexpected.add(name)
+            elif name not in self.wanted:
+                self.shapes[name] = tuple(shapes[number] if layout is not None else self.tensors[name].shape)
+            self._origin(name, group.keys, bool(by))
+        self.routing.routes.append(Route(group.keys, tuple(names), layout, by, stock))
+
+    @torch.no_grad()
+    def _run(self, layout: Converted, is_ours: bool, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What a conversion makes of the tensors of a layer."""
+        values = self._cast(tensors, layout) if is_ours else tensors
+        given = [values[key] for key in layout.stock]
+        try:
+            made = convert(layout.transform, layout.operations, layout.target, layout.patterns, given, self.view)
+        except Exception as error:  # in a thread of the load, which has no place for it
+            if not is_ours:
+                raise
+            raise failure(layout.transform, [layout.target], f"{type(error).__name__}: {error}") from error
+        return {name: single(tensor) for name, tensor in made.items()}
+
+    def _cast(self, tensors: Mapping[str, torch.Tensor], made: Converted | Group) -> dict[str, torch.Tensor]:
+        """The tensors in the type that the parameter will have, as transformers gives them to a conversion."""
+        name = made.target if isinstance(made, Converted) else made.first
+        if self.dtype is None or name not in self.tensors:
+            return dict(tensors)
+        dtype = self.dtype(name)
+        return {key: tensor.to(dtype) for key, tensor in tensors.items()}
+
+    def _lacking(self, group: Group) -> list[str]:
+        """The keys that the checkpoint should have besides, as far as the reverse of a converter tells."""
+        between = Names(
+            self.model, {}, [each for each in self.conversions.mapping if isinstance(each, WeightRenaming)]
+        )
+        #: the name that the converter meets -> the key
+        renamed = {between.follow(key).name: key for key in group.keys}
+        try:
+            whole = {name: self.tensors[name] for name in made_by_name(group.transform, group.first)}
+            expected = stock_revert(self.view, whole, [copy_transform(group.transform)])
+        except Exception:  # it may have none, and then there is nothing to tell
+            return []
+        # In the names that the converter meets; the checkpoint's own may begin otherwise.
+        named, key = next(iter(renamed.items()))
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(named), reversed(key), strict=False))
+        end = sum(1 for _ in alike)
+        head, own = named[: len(named) - end], key[: len(key) - end]
+        absent = sorted(expected.keys() - renamed.keys(), key=dot_natural_key)
+        return [own + name.removeprefix(head) if name.startswith(head) else name for name in absent]
+
+    # --- fused parameters --------------------------------------------------------------------------------------------
+
+    def _part(self, name: str, part: _Part) -> None:
+        if name in self.parts:
+            self.twice.append(f"{name} twice: as {self.parts[name].keys[0]}, and as {', '.join(part.keys)}")
+        self.parts[name] = part
+
+    def _origin(self, name: str, keys: tuple[str, ...], is_ours: bool) -> None:
+        """Note where a parameter comes from; that of a patcher's conversion may come from nowhere else."""
+        before = self.origins.setdefault(name, keys)
+        if name not in self.wanted and before != keys and (is_ours or self._is_of_ours(name)):
+            others = [key for key in (*before, *keys) if key != name]
+            as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
+            self.twice.append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
+
+    def _is_of_ours(self, name: str) -> bool:
+        return any(route.by and name in route.parameters for route in self.routing.routes)
+
+    def _join(self) -> None:
+        """Have fused parameters read from their parts."""
+        routing, unknown = self.routing, self.unknown
+        at = {name: key for key, name in self.unused.items() if key in routing.rest}
+        fused = {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.fused}
+        already = fused & at.keys()
+        routing.is_runtime_layout = bool(already)
+        share(routing.rest, at, self.fused)
+        companions = self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
+        incomplete: list[str] = []
+        misfits: list[str] = []
+        for path, _, carried in self.fused:
+            prefix = inside(path)
+            for layout in carried.layouts:
+                names = [f"{prefix}{name}" for name in layout.stock]
+                targets = tuple(f"{prefix}{name}" for name in layout.fused)
+                found = [self.parts[name] for name in names if name in self.parts]
+                if not found:
+                    routing.parts_of |= dict.fromkeys(targets, tuple(names))
+                    continue
+                if len(found) < len(names):
+                    incomplete += [name for name in names if name not in self.parts]
+                    continue
+                unfit = [
+                    f"{name}: found {shape_of(part.source)}, expected {shape}"
+                    for name, part, shape in zip(names, found, layout.stock_shapes, strict=True)
+                    if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
+                ]
+                if unfit:
+                    misfits += unfit
+                    continue
+                keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
+                routing.routes.append(Route(keys, targets, layout))
+                self.shapes |= zip(targets, map(tuple, layout.fused_shapes()), strict=True)
+                if self.dtype is not None:
+                    sources = fused_sources(layout, [part.source for part in found])
+                    routing.sources |= zip(targets, sources, strict=True)
+                if twice := already & set(targets):
+                    self.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
+        if already:
+            routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
+        lacking = [*incomplete, *self.lacking]
+        problem = _problem(lacking, [] if self.lacking else misfits, companions, self.twice, self.failed)
+        routing.problem = problem
+
+    def _companions(self, quantized: AbstractSet[str]) -> list[str]:
+        """The keys of what a quantizer has put beside weights that are fused.
+
+        Args:
+            quantized: the paths of fused modules, if the checkpoint is quantized.
+        """
+        layers = {key.rpartition(".")[0] for part in self.parts.values() for key in part.keys}
+        return [
+            key
+            for key, renamed in self.unused.items()
+            if key in self.routing.rest
+            and (
+                _is_below(renamed, quantized)
+                # What is called weight or bias transformers ignores, where the model has no place for it.
+                or (_is_below(key, layers) and not key.endswith((".weight", ".bias")))
+            )
+        ]
+
+    # --- what comes of it --------------------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        routing = self.routing
+        for name, shape in self.shapes.items():
+            routing.missing.discard(name)
+            if name not in self.own:
+                routing.unexpected.add(name)
+            elif tuple(shape) != tuple(self.own[name].shape):
+                routing.mismatched[name] = torch.Size(shape), self.own[name].shape
+
+
+def share(rest: dict[str, Any], read: Mapping[str, str], fused: Iterable[Carrier]) -> None:
+    """Have the rows of a checkpoint in the runtime layout lie in the blocks that processes share.
+
+    Args:
+        rest: the checkpoint, which is changed.
+        read: parameter -> its key in the checkpoint.
+    """
+    for path, _, carried in fused:
+        for layout in filter(lies_in_blocks, carried.layouts):
+            for target in (f"{inside(path)}{name}" for name in layout.fused):
+                if target in read:
+                    rest[read[target]] = in_blocks(layout, rest[read[target]])
+
+
+def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> PatchedWeightsError:
+    """The error for a conversion of a patcher that raises."""
+    return PatchedWeightsError(
+        f"{describe(transform)} failed for {', '.join(targets[:3])}: {reason}\n"
+        "Check the patterns, the order of the sources and the operations of this conversion."
+    )
+
+
+def _is_below(key: str, paths: AbstractSet[str]) -> bool:
+    while key:
+        key = key.rpartition(".")[0]
+        if key in paths:
+            return True
+    return False
+
+
+def _both(transform: WeightTransform, within: Sequence[str], misfits: Sequence[str]) -> PatchedWeightsError:
+    replaced, others = ("".join(f"  {line}\n" for line in lines[:5]) for lines in (within, misfits))
+    return PatchedWeightsError(
+        f"{describe(transform)} makes parameters of modules that the patcher replaces:\n{replaced}"
+        f"and of others, which the checkpoint's own tensors don't fit:\n{others}"
+        "Replace those modules as well, or take a checkpoint that fits them: there a conversion runs only if nothing "
+        "else can fill the parameter."
+    )
+
+
+def _problem(
+    lacking: Sequence[str],
+    misfits: Sequence[str],
+    companions: Sequence[str],
+    twice: Sequence[str],
+    failed: Sequence[str],
+) -> PatchedWeightsError | None:
+    lines = [f"The checkpoint holds {text}. Take one of them out." for text in twice[:3]]
+    if companions:
+        lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
+        lines += [f"  {key}" for key in compress(companions)[:5]]
+        lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
+    if failed:
+        lines.append("Conversions of this load fail for weights that a fusion takes:")
+        lines += [f"  {reason}" for reason in dict.fromkeys(failed)][:5]
+        lines.append("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
+    if lacking:
+        lines.append("Fused parameters are made of several tensors, of which the checkpoint has only some. It lacks:")
+        lines += [f"  {key}" for key in compress(sorted(dict.fromkeys(lacking), key=dot_natural_key))]
+        lines.append("Take a checkpoint that has them.")
+    if misfits:
+        lines.append("Parts of fused parameters don't have the shapes that the model has for them:")
+        lines += [f"  {line}" for line in misfits[:5]]
+        lines.append(
+            "Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True."
+        )
+    return PatchedWeightsError("\n".join(lines)) if lines else None
+
+
+def carried_layouts(routes: Iterable[Route]) -> list[Layout]:
+    """What conversions of patchers have made, by the names of transformers, to be carried by modules."""
+    return [
+        replace(each.layout, stock=each.stock)
+        for each in routes
+        if each.by and each.layout is not None and (each.stock != each.parameters or type(each.layout) is not Rows)
+    ]
+
+
+def paths_of(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, list[Layout]]:
+    """The layouts by the module that carries them: the replaced one that has all their names, or the model."""
+    paths = sorted(replaced, key=len, reverse=True)
+    by_module: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        own = (*layout.stock, *layout.fused)
+        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
+        by_module.setdefault(path, []).append(layout.below(inside(path)))
+    return by_module

@@ -1,0 +1,209 @@
+"""A patched model as transformers has it: by the names, shapes and values of its parameters there.
+
+Whoever needs a name of transformers (device maps, optimizers, quantizers, state dicts, plans of processes) finds here
+which parameter of the patched model holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
+
+from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
+from patcher.compat.models import named_modules, named_parameters, state_tensors
+from patcher.errors import InvalidPatcherError
+from patcher.layouts.carried import CARRIED, Carrier, ModuleLayouts, carried_by, carriers, fused_modules
+from patcher.layouts.either_layout import read_either_layout, read_one_layout
+from patcher.layouts.selection import converts, select_conversions
+from patcher.layouts.sharded import whole
+from patcher.loading.record import PatchRecord, record_of
+from patcher.loading.routes import Conversions, Route, carried_layouts, paths_of, route
+from patcher.patterns import compress, in_state_dict, inside, without_numbers
+from patcher.resolution.resolution import resolve_in_force, skeleton
+
+if TYPE_CHECKING:
+    from patcher.loading.load import Constructed
+
+
+@dataclass(frozen=True, eq=False)
+class StockView:
+    """The parameters of transformers in a patched model.
+
+    Attributes:
+        own: the state dict of the patched model, with its own tensors.
+        tensors: the state dict that transformers has, on the meta device.
+        carrying: the modules whose parameters are others, and how.
+    """
+
+    own: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    carrying: tuple[Carrier, ...]
+
+    @torch.no_grad()
+    def values(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """The values of some parameters of transformers, as the model has them now."""
+        found = {name: whole(self.own[name].detach()) for name in names if name in self.own}
+        for each in self.carrying:
+            for layout in each.carried.all:
+                stock, made = ([f"{each.prefix}{name}" for name in side] for side in (layout.stock, layout.fused))
+                if not names.keys().isdisjoint(stock) and all(name in self.own for name in made):
+                    values = layout.separate([whole(self.own[name].detach()) for name in made])
+                    found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
+        return found
+
+
+def stock_view(model: nn.Module) -> StockView:
+    """A model as transformers has it.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from patcher import Patcher
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> view = stock_view(LlamaForCausalLM._from_config(config, patcher=Patcher(fusions="qkv")))
+    >>> name = "model.layers.0.self_attn.k_proj.weight"
+    >>> name in view.own, view.tensors[name].shape, view.values({name: None})[name].shape
+    (False, torch.Size([8, 8]), torch.Size([8, 8]))
+    """
+    own = {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
+    tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
+    carrying = carriers_in(model)
+    for each in carrying:
+        for layout in each.carried.all:
+            for name in layout.fused:
+                tensors.pop(f"{each.prefix}{name}", None)
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+                tensors[f"{each.prefix}{name}"] = torch.empty(shape, device="meta")
+    return StockView(own, tensors, tuple(carrying))
+
+
+# --- what modules carry ----------------------------------------------------------------------------------------------
+
+
+def carry(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
+    """Have each replaced module carry how its weights were made; the model itself, where they are of several modules.
+
+    Args:
+        routes: those of conversions of patchers.
+        replaced: the paths of the modules.
+    """
+    for path, layouts in paths_of(carried_layouts(routes), replaced).items():
+        module = model.get_submodule(path)
+        read_one_layout(module)
+        module.__dict__[CARRIED] = replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts))
+        read_either_layout(module)
+
+
+def carriers_in(model: nn.Module) -> list[Carrier]:
+    """The modules of a model whose parameters are others than in transformers, also of one that no load has made.
+
+    Of such a model the conversions have run nowhere: they are found once somebody needs them.
+    """
+    for _, part in named_modules(model):
+        record = record_of(part)
+        if record is None or record.read or not isinstance(part, PreTrainedModel):
+            continue
+        if not any((found := carried_by(each)) and found.converted for _, each in named_modules(part)) and (
+            record.fusion_transforms or record.added
+        ):
+            carry(part, from_scratch(part, record).routes, record.paths_of_replacements)
+    return carriers(model)
+
+
+@dataclass(frozen=True, eq=False)
+class FromScratch:
+    """What the load of a checkpoint of a model would have done that was made without one.
+
+    Attributes:
+        routes: those of conversions of patchers.
+        used: the conversions of transformers that have had a part.
+    """
+
+    routes: tuple[Route, ...]
+    used: tuple[WeightTransform, ...]
+
+
+def from_scratch(
+    model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
+) -> FromScratch:
+    """The conversions of a model that was made without a checkpoint: those that loading one would have run.
+
+    The stock model says what its checkpoint looks like.
+
+    Args:
+        stock: gives the model as transformers has it, on the meta device.
+    """
+    unpatched = stock() if stock is not None else skeleton(record.model_class, model.config)
+    conversions = stock_conversions_from_scratch(unpatched)
+    fusions = record.fusion_transforms
+    if record.fused and not fusions:  # a part of a fused model: its names are others
+        fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
+    selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
+    if not selected.added and len(selected.kept) == len(conversions):
+        return FromScratch((), selected.kept)
+    checkpoint = stock_revert(unpatched, dict(unpatched.state_dict()))
+    routing = route(
+        model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)
+    )
+    return FromScratch(tuple(each for each in routing.routes if each.by), tuple(routing.used))
+
+
+# --- names that are parts of others ----------------------------------------------------------------------------------
+
+#: Parameter of the stock model -> those of the patched one that hold its values.
+Parts = Mapping[str, tuple[str, ...]]
+
+
+def parts_of(load: Constructed) -> Parts:
+    """The parameters of the stock model that are parts of others in the model of a load."""
+    own = dict(named_parameters(load.model))  # a quantizer adds buffers
+    found = {
+        f"{inside(path)}{name}": tuple(f"{inside(path)}{fused}" for fused in layout.fused)
+        for path, _, carried in fused_modules(load.model)
+        for layout in carried.layouts
+        for name in layout.stock
+    }
+    replaced = [path for path, _ in load.record.replacements()]
+    if replaced and any(converts(entry.patcher) for entry in load.in_force):
+        stock = state_tensors(skeleton(load.record.model_class, load.model.config))
+        for path in map(inside, replaced):
+            made = tuple(name for name in own if name.startswith(path) and name not in stock and name not in found)
+            if made:  # which of them is made of which, only the checkpoint shows
+                found |= {name: made for name in stock if name.startswith(path) and name not in found}
+    return {name: made for name, made in found.items() if name not in own}
+
+
+def layer_name(name: str) -> str:
+    """The module that holds a parameter."""
+    return name.rpartition(".")[0]
+
+
+def check_no_part_is_named(what: str, named: Iterable[str], parts: Parts) -> None:
+    """Raise for parts that something names.
+
+    Args:
+        what: the argument that names them.
+        named: these parts.
+
+    Raises:
+        InvalidPatcherError: with the names to write in their place.
+    """
+    named = sorted(named)
+    if not named:
+        return
+    alike: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
+    for name in named:
+        part, joined = layer_name(name), tuple(dict.fromkeys(map(layer_name, parts[name])))
+        alike.setdefault(tuple(map(without_numbers, (part, *joined))), {})[part] = joined
+    listed = ""
+    for found in alike.values():
+        names = ", ".join(compress(list(found)))
+        listed += f"  {names}: part of {', '.join(compress([each for joined in found.values() for each in joined]))}\n"
+    raise InvalidPatcherError(
+        f"{what} names layers that are parts of others in the patched model:\n{listed}"
+        "Name those instead, or leave these modules out of the patcher."
+    )
