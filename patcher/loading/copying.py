@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -46,7 +47,8 @@ def check_can_be_copied(model: Any) -> None:
             raise cannot("a model whose weights are offloaded", "Load it again with patcher=..., device_map=...")
         if has_gradient_hooks(parameter):
             raise cannot(f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result.")
-    own = {id(module): path or "the model" for path, module in named_modules(model)}
+    own = {id(parameter): name for name, parameter in named_parameters(model)}
+    own |= {id(module): path or "the model" for path, module in named_modules(model)}
     for path, module in named_modules(model):
         if hasattr(module, "_hf_hook"):
             raise cannot(
@@ -57,16 +59,17 @@ def check_can_be_copied(model: Any) -> None:
             raise cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
         for name, value in vars(module).items():
             for each in value.values() if isinstance(value, dict) else (value,):
-                if held := next((held for held in _closed_over(each) if id(held) in own), None):
+                if held := next((own[id(held)] for held in _closed_over(each) if id(held) in own), None):
                     raise cannot(
-                        f"{inside(path)}{name}: {each.__qualname__} has {own[id(held)]} in its closure, and a copy "
-                        "would go on calling that of the given model",
+                        f"{inside(path)}{name}: a function has {held} in its closure, and a copy would go on using "
+                        "that of the given model",
                         "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
                     )
 
 
 def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
     """What a function holds in its closure, as do functions in that. A copy of a function has the same closure."""
+    value = getattr(value, "__func__", value.func if isinstance(value, partial) else value)
     if isinstance(value, FunctionType) and depth < 5:
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # it is empty

@@ -57,56 +57,72 @@ class Transplant:
         Raises:
             InvalidPatcherError: something that a module holds would be lost.
         """
-        result, placed = self.model, set()
         outermost = outermost_of(paths)
         check_as_constructed(self.model, self.base, outermost)
-        trains, configs = self._trains(), dict(self._configs())
+        trains, configs, owners = self._trains(), dict(self._configs()), _owners(self.model)
+        places: dict[nn.Module, list[str]] = {}
+        for path, module in named_modules(self.model):
+            places.setdefault(module, []).append(path)
+        result, placed = self.model, set()
         for path in outermost:
             old, new = result.get_submodule(path), self.source.get_submodule(path)
             if old in placed:  # one module at several paths
                 continue
             placed.add(new)
-            parts, bases = dict(named_modules(new, path)), dict(named_modules(self.base.get_submodule(path), path))
-            for name, module in named_modules(old, path):
-                _move_attributes(name, module, bases[name], parts.get(name))
-            for name, module in parts.items():
-                module.training = getattr(bases.get(name) and self.model.get_submodule(name), "training", old.training)
+            olds, news = dict(named_modules(old, path)), dict(named_modules(new, path))
+            for name, module in named_modules(self.base.get_submodule(path), path):
+                _move_attributes(name, olds[name], module, news.get(name))
+            for name, module in news.items():
+                module.training = olds.get(name, old).training
                 held = vars(module).items()
                 module.__dict__.update({key: configs[id(each)] for key, each in held if id(each) in configs})
-            device = next((each.device for each in old.parameters()), None)
-            for name, parameter in named_parameters(new, path):
-                parameter.requires_grad_(self._trains_as(path, name, parameter, old, trains))
-                if device is not None and parameter.device != device:
-                    parameter.data = parameter.data.to(device)
-            self._tie(path, old, parts)
-            for other, module in list(named_modules(self.model)) if path else ():
-                if module is old:
-                    parent, _, name = other.rpartition(".")
-                    self.model.get_submodule(parent)._modules[name] = new
-            result = result if path else new  # type: ignore[assignment]
+            self._move_settings(path, old, new, trains)
+            self._tie(path, old, news, owners)
+            if not path:
+                return new  # type: ignore[return-value]
+            for other in places[old]:
+                parent, _, name = other.rpartition(".")
+                if (at := result.get_submodule(parent)._modules).get(name) is old:
+                    at[name] = new
         for path, module, carried in carriers(self.source):
-            if (at := result.get_submodule(path)) is not module:  # what was converted is of several modules at once
-                at.__dict__[CARRIED] = carried
-                read_either_layout(at)
+            if (at_path := result.get_submodule(path)) is not module:  # it is of several modules at once
+                at_path.__dict__[CARRIED] = carried
+                read_either_layout(at_path)
         return result
 
-    def _tie(self, path: str, old: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    def _move_settings(self, path: str, old: nn.Module, new: nn.Module, trains: Mapping[str, bool]) -> None:
+        """Have parameters lie where those of the old module do, and be trained if those are."""
+        device = next((each.device for each in old.parameters()), None)
+        flags = {each.requires_grad for each in old.parameters()}
+        for name, parameter in named_parameters(new, path):
+            if name in trains:
+                parameter.requires_grad_(trains[name])
+            elif name not in self.new and flags:
+                if len(flags) > 1:
+                    what = f"is frozen in part, and what {name} is made of isn't known"
+                    raise _cannot(path, what, "Freeze all of it or nothing.")
+                parameter.requires_grad_(True in flags)
+            if device is not None and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+
+    def _tie(
+        self, path: str, old: nn.Module, news: Mapping[str, nn.Module], owners: Mapping[int, set[nn.Module]]
+    ) -> None:
         """Have the parameters of a new module shared as those of the old one are, inside of it and outside."""
-        inner = set(old.modules())
-        around = [module for _, module in named_modules(self.model) if module not in inner]
-        outside = {id(parameter) for module in around for parameter in module._parameters.values()}
+        inner, made = set(old.modules()), {name for _, names in self.converted for name in names}
         first: dict[int, nn.Parameter | None] = {}
         source: dict[int, nn.Parameter] = {}
         for name, parameter in named_parameters(old, path):
             owner, _, last = name.rpartition(".")
-            here = parts[owner]._parameters.get(last) if owner in parts else None
-            shared = parameter if id(parameter) in outside else first.setdefault(id(parameter), here)
-            if shared is not here and (shared is None or here is None or shared.shape != here.shape):
-                raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+            here = news[owner]._parameters.get(last) if owner in news else None
+            is_outside = not owners[id(parameter)] <= inner
+            shared = parameter if is_outside else first.setdefault(id(parameter), here)
+            if shared is not here:
+                if shared is None or here is None or shared.shape != here.shape or name in made:
+                    raise _cannot(name, "is tied to another parameter", "Take the tie off, and tie the result.")
+                news[owner]._parameters[last] = shared
             if here is not None and source.setdefault(id(here), parameter) is not parameter:
                 raise _cannot(name, "is not tied as its config says", "Apply the patcher first.")
-            if shared is not here:
-                parts[owner]._parameters[last] = shared
 
     def _configs(self) -> Iterable[tuple[int, PretrainedConfig]]:
         """Each config of the source, by its id, and that of the model, which its own modules look at."""
@@ -128,18 +144,6 @@ class Transplant:
                 )
             found.update(dict.fromkeys(after, any(flags.values())) if flags else {})
         return found
-
-    def _trains_as(
-        self, path: str, name: str, parameter: nn.Parameter, old: nn.Module, trains: Mapping[str, bool]
-    ) -> bool:
-        flags = {each.requires_grad for each in old.parameters()}
-        if name in trains or name in self.new or not flags:
-            return trains.get(name, parameter.requires_grad)
-        if len(flags) > 1:
-            raise _cannot(
-                path, f"is frozen in part, and what makes {name} isn't known", "Freeze all of it or nothing."
-            )
-        return flags.pop()
 
 
 def _cannot(name: str, what: str, instead: str) -> InvalidPatcherError:
@@ -186,9 +190,10 @@ def _move_attributes(path: str, old: nn.Module, base: nn.Module, new: nn.Module 
             is_method = isinstance(mine, MethodType) or callable(getattr(type(new), key, None))
             if new is None or is_method or not _same(theirs, here):
                 raise _changed(path, key)
-            new.__dict__[key] = mine
             if mine is _MISSING:  # a load sets what a construction doesn't
-                del new.__dict__[key]
+                new.__dict__.pop(key, None)
+            else:
+                new.__dict__[key] = mine
     for key in old._buffers.keys() & old._non_persistent_buffers_set:
         mine, theirs = old._buffers[key], base._buffers.get(key)
         if not _same(mine, theirs):
@@ -224,6 +229,15 @@ def replaced_paths(model: nn.Module) -> list[str]:
     """Where a model has modules that are replaced, or layers whose weights conversions have made."""
     paths = [path for path, module in named_modules(model) if ORIGINAL in vars(module)]
     return paths + [name.rpartition(".")[0] for _, own in converted_names(model) for name in own]
+
+
+def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
+    """The modules that have a parameter, by its id."""
+    found: dict[int, set[nn.Module]] = {}
+    for _, module in named_modules(model):
+        for parameter in module._parameters.values():
+            found.setdefault(id(parameter), set()).add(module)
+    return found
 
 
 def _matched(one: PretrainedConfig, other: PretrainedConfig) -> Iterable[tuple[int, PretrainedConfig]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
 from patcher import (
@@ -56,6 +58,13 @@ class SameMLP(LlamaMLP):
 
 class ScaledAttention(LlamaAttention):
     """What `LlamaAttention` is, under another name."""
+
+
+class SquareMLP(LlamaMLP):
+    """The down projection is on the right."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(self.gate_proj(x)) * self.up_proj(x) @ self.down_proj.weight
 
 
 class DoubledMLP(LlamaMLP):
@@ -518,9 +527,19 @@ def closure(model: Any) -> None:
     model.model.layers[0].mlp.forward = lambda x: 2 * original(x)
 
 
+def closure_of_a_method(model: Any) -> None:
+    original = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = types.MethodType(lambda self, x: original(x), model.model.layers[0].mlp)
+
+
 def closure_of_a_hook(model: Any) -> None:
     other = model.model.layers[1].mlp
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + other(*args))
+
+
+def closure_over_a_weight(model: Any) -> None:
+    weight = model.lm_head.weight
+    model.model.norm.register_forward_hook(functools.partial(lambda *args: args[-1] + weight[0]))
 
 
 def compiled(model: Any) -> None:
@@ -544,9 +563,11 @@ def computed(model: Any) -> None:
     [
         (
             closure,
-            r"layers\.0\.mlp\.forward: closure\..*lambda.* has model\.layers\.0\.mlp in its closure",
+            r"layers\.0\.mlp\.forward: a function has model\.layers\.0\.mlp in its closure, .* types\.MethodType",
         ),
+        (closure_of_a_method, r"layers\.0\.mlp\.forward: a function has model\.layers\.0\.mlp in its closure"),
         (closure_of_a_hook, r"layers\.0\.mlp\._forward_hooks: .* has model\.layers\.1\.mlp in its closure"),
+        (closure_over_a_weight, r"model\.norm\._forward_hooks: .* has lm_head\.weight in its closure"),
         (compiled, r"what is compiled \(model\.layers\.0\.mlp\)\. Compile the result instead"),
         (compiled_in_place, r"what is compiled \(model\.layers\.0\)\. Compile the result instead"),
         (gradient_hook, r"a hook on the gradient of lm_head\.weight: .* Register it on the result"),
@@ -642,3 +663,17 @@ def test_a_hook_on_a_fused_patch_embedding_comes_back() -> None:
     fused.embeddings.patch_embeddings.projection.register_forward_hook(_doubles)
     inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
     assert torch.allclose(logits(Patcher().apply(fused), inputs), logits(fused, inputs), atol=1e-5)
+
+
+def test_a_tie_is_not_kept_where_a_conversion_changes_the_values() -> None:
+    """The name and the shape stay."""
+    turned = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)])
+    patcher = Patcher({"LlamaMLP": SquareMLP}, extra_weight_conversions=turned)
+    given = build_tiny(tiny_llama_config(intermediate_size=64))
+    expected, before = logits(given), described(given)
+    patched = patcher.apply(given)
+    assert torch.allclose(logits(patched), expected, atol=1e-5)
+    assert described(Patcher().apply(patched)) == before
+    given.model.layers[0].mlp.down_proj.weight = given.model.layers[1].self_attn.o_proj.weight
+    with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Take the tie off"):
+        patcher.apply(given)
