@@ -338,8 +338,8 @@ class Patcher:
         >>> Patcher().apply(patched).model.layers[0].mlp.gate_proj.weight.shape
         torch.Size([96, 64])
 
-        What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes, added
-        layers. What a module that is replaced would lose is refused, by name.
+        What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes,
+        added layers. What a module that is replaced would lose is refused, by name.
 
         The given model stays as it is. Each model has parameters, gradients and buffers of its own; where nothing is
         converted parameters share storage, so values are the same until one model writes to them in place, as the

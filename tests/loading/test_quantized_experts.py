@@ -257,9 +257,7 @@ def test_apply_makes_no_weights_of_quantized_experts(patcher: Patcher, folders: 
     model = load(folders["Mixtral"])
     pack(model, layers_of_experts(model))
 
-    with pytest.raises(
-        InvalidPatcherError, match=r"mlp\.experts is fused, and its layers are needed one by one .* gone"
-    ):
+    with pytest.raises(InvalidPatcherError, match=r"mlp\.experts is fused, .* needed one by one .* gone"):
         patcher.apply(model)
 
 
@@ -270,7 +268,5 @@ def test_a_layer_that_was_replaced_stays(tmp_path: Path) -> None:
     fused = Patcher(fusions="qkv").apply(model)
     assert isinstance(fused.model.layers[1].mlp.up_proj, PackedLinear)
     assert torch.allclose(logits(fused), logits(model), atol=1e-5)
-    with pytest.raises(
-        InvalidPatcherError, match=r"layers\.1\.mlp\.up_proj is a PackedLinear \(its config says Linear\)"
-    ):
+    with pytest.raises(InvalidPatcherError, match=r"1\.mlp\.up_proj is a PackedLinear \(its config says Linear\)"):
         OWN.apply(model)
