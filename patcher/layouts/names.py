@@ -78,10 +78,7 @@ class Names:
             if found is not None and found.by:
                 return found
         name, taker, pattern = self._as_stock(key)
-        plain = Named(name, taker, pattern, stock=name)  # type: ignore[arg-type]
-        if not ours or name in self._tensors:
-            return plain
-        return self._all_renamed(key, ours) or plain
+        return Named(name, taker, pattern, stock=name)  # type: ignore[arg-type]
 
     @property
     def used(self) -> list[WeightTransform]:
@@ -113,12 +110,6 @@ class Names:
             return None
         stock = self._stock(key, name, renamed) if used else renamed
         return Named(renamed, taker, pattern, used, stock)
-
-    def _all_renamed(self, key: str, ours: list[_Ours]) -> Named | None:
-        """A key that leads to nothing, as all renamings have it."""
-        ways = [each for each in ours if isinstance(each.transform, WeightRenaming)]
-        name, used = next(_renamed(key, ways))
-        return Named(name, by=used, stock=key) if used else None
 
     @cached_property
     def _by_converters(self) -> Any:

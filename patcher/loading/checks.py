@@ -178,6 +178,7 @@ def check_weights(
                 parameters,
                 suggested,
                 idle,
+                turned=_turned(name for name, found, shape in info.mismatched_keys if _are_transposes(found, shape)),
                 bound=re.sub(r"(?<![^.])\d+(?![^.])", r"\\d+", inside(path)).replace(".", r"\."),
                 filtered=filtered,
             )
@@ -237,6 +238,7 @@ def _weights_text(
     suggested: Iterable[str],
     idle: Iterable[str],
     *,
+    turned: Iterable[str],
     bound: str,
     filtered: bool,
 ) -> str:
@@ -272,17 +274,31 @@ def _weights_text(
         lines.append(f"  extra_weight_conversions=[{', '.join(suggested)}]")
         lines.append("Names and shapes can't tell whether they are in this order: patcher.verify does.")
         lines.append("To declare them new would leave them as __init__ makes them, as a rule random.")
+    if turned:
+        lines.append("The checkpoint has some transposed. Convert them (from transformers.core_model_loading):")
+        lines.append(f"  extra_weight_conversions=[{', '.join(turned)}]")
     additions = [f"new_weights={_expressions(absent, parameters)}"] if absent else []
     additions += [f"dropped_weights={_expressions(left_over, ())}"] if left_over else []
     lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
     if absent & set(mismatched):
         lines.append("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
-    if not suggested:
+    if not suggested and not turned:
         lines.append(
             "If not, a conversion is missing: "
             "extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
         )
     return "\n".join(lines)
+
+
+def _are_transposes(one: Iterable[int], other: Iterable[int]) -> bool:
+    shape = tuple(one)
+    return len(shape) == 2 and shape == tuple(other)[::-1]
+
+
+def _turned(names: Iterable[str]) -> list[str]:
+    """The conversions of parameters that the checkpoint has transposed, as code."""
+    tails = dict.fromkeys(re.escape(".".join(name.split(".")[-2:])).replace(r"\.", ".") for name in sorted(names))
+    return [f"WeightConverter({tail!r}, {tail!r}, operations=[Transpose(0, 1)])" for tail in tails]
 
 
 def _expressions(keys: set[str], others: Iterable[str]) -> list[str]:

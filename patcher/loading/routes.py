@@ -70,7 +70,6 @@ class Routing:
         errors: parameter -> why the conversion that makes it raises.
         failures: the conversions of patchers that raise, for which parameters, and why first.
         parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
-        astray: (conversion of a patcher, what it would make) of keys that it leads to nothing.
         used: the conversions of transformers that have had a part.
         follow: tells where a key goes.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
@@ -86,7 +85,6 @@ class Routing:
     errors: dict[str, str] = field(default_factory=dict)
     failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
     parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    astray: list[tuple[Added, str]] = field(default_factory=list)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
     problem: PatchedWeightsError | None = None
@@ -292,7 +290,6 @@ class _Router:
                 self.unused[key] = name
                 if name not in self.own:
                     self.routing.unexpected.add(name)
-                    self.routing.astray += [(added, name) for added in found.by]
                     continue
             self._origin(name, (key,), bool(found.by))
             own = self.tensors[name] if name in self.tensors else self.own[name]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from patcher.layouts.carried import fused_modules
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -27,6 +26,7 @@ import patcher
 from patcher import InvalidPatcherError, PatchConflictError, Patcher
 from patcher.compat.parallel import in_plan
 from patcher.fusions import QKV
+from patcher.layouts.carried import fused_modules
 from patcher.layouts.layouts import Rows
 from patcher.layouts.sources import JoinedRows, in_blocks
 from tests.support import shared

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from patcher.layouts.carried import fused_modules
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaForCausalLM
 
 from patcher import PatchConflictError, Patcher, UnmatchedPatchError, plan, report
 from patcher.fusions import KV, QKV
+from patcher.layouts.carried import fused_modules
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.cross_attention import CASES, save

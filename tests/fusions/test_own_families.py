@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from patcher.layouts.carried import fused_modules, separated
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -22,6 +21,7 @@ from patcher import PatchConstructionError, Patcher, report
 from patcher.codegen.runtime import fuse
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.fusions import Fusion, GateUp, Layout, Rows
+from patcher.layouts.carried import fused_modules, separated
 from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.tiny import tiny_inputs, tiny_llama_config

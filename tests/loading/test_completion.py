@@ -124,6 +124,21 @@ def test_when_each_part_is_missing_or_of_another_shape_all_are_initialised(case:
         assert_as_stock(case, model, state, ignore_mismatched_sizes=True)
 
 
+def test_what_was_initialised_is_in_the_loading_info(case: str) -> None:
+    """Row 41. It said that nothing was missing."""
+    patcher, *_, parts = CASES[case]
+    state = checkpoint_of(case)
+    del state[parts[0]]
+    state[parts[1]] = torch.randn(state[parts[1]].shape[0] + 3, *state[parts[1]].shape[1:])
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, ours = load(case, state, patcher.replace(strict=False), **options)
+        _, stock = load(case, state, None, **options)
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        assert sorted(ours[what]) == sorted(stock[what]), what
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_parts_whose_sum_is_right_are_refused(case: str, strict: bool) -> None:
     """Row 18. What is refused by transformers isn't read by a patched load."""

@@ -45,7 +45,7 @@ from patcher.loading.load import (
     select,
 )
 from patcher.loading.reading.initial_values import InitialValues
-from patcher.loading.reading.read import read
+from patcher.loading.reading.read import read, tell_initialized
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in: the result of its last step.
@@ -249,4 +249,5 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
             asked = load_config.weight_mapping[: len(load.key_mapping or ())]
             load_config.weight_mapping[:] = [*asked, *without_stacking(model, stock_conversions(model))]
         _LOAD.set(finalized)
+        tell_initialized(info, finalized)
         return info

@@ -17,7 +17,7 @@ from patcher.compat.conversions import key_renamer, set_used_conversions, stock_
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
 from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
-from patcher.layouts.sources import named_sources
+from patcher.layouts.sources import named_sources, shape_of
 from patcher.layouts.transforms import is_concatenation
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
@@ -109,6 +109,15 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> tuple[Pr
     return stock, route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))
 
 
+def tell_initialized(info: Any, selected: Selected) -> None:
+    """Add to what a load gives out as its info the parts of parameters that it has initialised, as stock would."""
+    for key, (found, own) in selected.initialized.items():
+        if found is None:
+            info.missing_keys.add(key)
+        else:
+            info.mismatched_keys.add((key, found, own))
+
+
 def unknown_keys(selected: Selected) -> frozenset[str]:
     return selected.dry_run.unknown if selected.dry_run is not None else frozenset()
 
@@ -184,7 +193,12 @@ def _completed(
     if selected.dry_run is None:
         keys = ", ".join(compress(completion.initialized))
         logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
-    selected = replace(selected, initialized=completion.initialized)
+    initialized = {
+        key: (torch.Size(shape_of(checkpoint[key])) if key in checkpoint else None, torch.Size(shape_of(value)))
+        for key in completion.initialized
+        for value in [completion.checkpoint[key]]
+    }
+    selected = replace(selected, initialized=initialized)
     return selected, completion.checkpoint, _routed(selected, completion.checkpoint, mapping, load_config)
 
 

@@ -1,0 +1,142 @@
+"""A patcher's conversion acts on what the patcher has replaced (row 25)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, WeightConverter
+from transformers.core_model_loading import Transpose, WeightRenaming
+
+from patcher import PatchedWeightsError, Patcher, plan
+from tests.support.checkpoints import assert_saved_alike
+from tests.support.comparing import logits
+from tests.support.tiny import save_tiny, tiny_llama_config
+
+LAYERS = 4
+
+
+class Turned(nn.Module):
+    """A linear layer that holds its weight transposed."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_features, out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Straight(nn.Module):
+    """What GPT-2 has as a `Conv1D`, by a weight that lies as in a linear layer."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(nf, nx)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def turning(name: str) -> WeightConverter:
+    return WeightConverter(name, name, operations=[Transpose(0, 1)])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tiny_llama_config(num_hidden_layers=LAYERS), tmp_path_factory.mktemp("llama"))
+
+
+def assert_as_stock(folder: Path, patcher: Patcher, out: Path) -> None:
+    patched, stock = (AutoModelForCausalLM.from_pretrained(folder, patcher=each) for each in (patcher, None))
+    torch.testing.assert_close(logits(patched), logits(stock))
+    assert_saved_alike(patched, stock, out)
+
+
+@pytest.mark.parametrize("where", ["1", "{0..2}", "*"])
+def test_a_square_weight_is_turned_where_its_layer_is_replaced(where: str, llama: Path, tmp_path: Path) -> None:
+    """One of four layers replaced, and all four were transposed: off by 0.77, and the plan was content."""
+    patcher = Patcher(
+        module_mapping={f"model.layers.{where}.self_attn.o_proj": Turned},
+        extra_weight_conversions=turning("o_proj.weight"),
+    )
+    assert_as_stock(llama, patcher, tmp_path)
+    planned = plan(llama, patcher)
+    assert planned.ok
+    ((text, keys),) = planned.conversions_added
+    assert text == "o_proj.weight -> o_proj.weight [Transpose]"
+    shown = where if where != "*" else "{0..3}"
+    assert keys == (f"model.layers.{shown}.self_attn.o_proj.weight",)
+
+
+def test_a_namesake_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    """GPT-2's `attn.c_proj` is replaced, and its `mlp.c_proj` was transposed as well."""
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_inner=64, vocab_size=128, n_positions=64)
+    folder = save_tiny(config, tmp_path / "checkpoint")
+    patcher = Patcher(
+        module_mapping={"transformer.h.*.attn.c_proj": Straight}, extra_weight_conversions=turning("c_proj.weight")
+    )
+    assert_as_stock(folder, patcher, tmp_path / "out")
+
+
+def test_other_names_and_turns_of_one_tensor_act_together(llama: Path, tmp_path: Path) -> None:
+    class Renamed(Turned):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.w = self.weight
+            del self.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    conversions = [WeightRenaming("o_proj.weight", "o_proj.w"), turning("o_proj.w")]
+    patcher = Patcher(
+        module_mapping={"model.layers.2.self_attn.o_proj": Renamed}, extra_weight_conversions=conversions
+    )
+    assert_as_stock(llama, patcher, tmp_path)
+
+
+def test_where_the_checkpoint_fits_neither_way_both_are_named(llama: Path, tmp_path: Path) -> None:
+    turned = {
+        key: value.T.contiguous() if "down_proj" in key else value
+        for key, value in load_file(llama / "model.safetensors").items()
+    }
+    folder = save_tiny(tiny_llama_config(num_hidden_layers=LAYERS), tmp_path / "turned")
+    save_file(turned, folder / "model.safetensors", {"format": "pt"})
+    some = {"model.layers.{0,3}.mlp": type("OwnMLP", (_mlp(),), {})}
+    patcher = Patcher(module_mapping=some, extra_weight_conversions=turning("down_proj.weight"))
+    said = (
+        r"(?s)makes parameters of modules that the patcher replaces:.*  model\.layers\.\{0,3\}\.mlp\.down_proj\.weight"
+        r".*and of others.*  model\.layers\.1\.mlp\.down_proj\.weight: found \(96, 64\), expected \(64, 96\)"
+    )
+    with pytest.raises(PatchedWeightsError, match=said) as raised:
+        AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
+    assert plan(folder, patcher).problems[0] == str(raised.value)
+    everywhere = Patcher({"LlamaMLP": some["model.layers.{0,3}.mlp"]}, (), turning("down_proj.weight"))
+    stock = AutoModelForCausalLM.from_pretrained(llama)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder, patcher=everywhere)), logits(stock))
+
+
+def test_a_transposed_weight_is_recognised(llama: Path) -> None:
+    class TurnedDown(_mlp()):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.down_proj = Turned(config.intermediate_size, config.hidden_size)
+
+    line = "[WeightConverter('down_proj.weight', 'down_proj.weight', operations=[Transpose(0, 1)])]"
+    with pytest.raises(PatchedWeightsError, match=rf"(?s)has some transposed.*{re.escape(line)}"):
+        AutoModelForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": TurnedDown}))
+    patcher = Patcher({"LlamaMLP": TurnedDown}, (), turning("down_proj.weight"))
+    stock = AutoModelForCausalLM.from_pretrained(llama)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(llama, patcher=patcher)), logits(stock))
+
+
+def _mlp() -> Any:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return LlamaMLP
