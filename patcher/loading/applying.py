@@ -149,8 +149,6 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
             take_hooks(new, module)
     matched, record, _, models = seen(construction, model)
     Diagnostics().adding_matches((entry,), matched, type(model).__name__).warn()
-    if record.fusion_transforms:  # of families without layouts: a save finds what to reverse by itself
-        known["read"] = False
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
         follow_state_dicts(models)
