@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.conversions import has_used_conversions, set_used_conversions, used_conversions
+from patcher.compat.conversions import (
+    forget_used_conversions,
+    has_used_conversions,
+    set_used_conversions,
+    used_conversions,
+)
 from patcher.compat.copies import drop_values
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import ORIGINAL, forget_no_split_names, kept_in_fp32, named_modules, stock_class
@@ -85,9 +90,10 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     if paths or (record is not None and record.dropped):
         weights = _checkpoint(model, paths)
         with entering(_without_what_is_undone(each, record) for each in entries):
-            base = _loaded(model, weights)
+            base, _ = _loaded(model, weights)
         drop_values(base)
-        stock = _loaded(model, weights, patcher=Patcher())
+        stock, missing = _loaded(model, weights, patcher=Patcher())
+        _check_found(missing, paths)
         converted = [(own, names) for names, own in converted_names(model)]
         model = Transplant(model, base, stock, converted).run(paths)
         set_used_conversions(model, (), used_conversions(stock))
@@ -157,16 +163,17 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 
 def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
     """A model of transformers with the replacements of a patcher, and the record of the load that made these."""
+    forget_used_conversions(model)  # a key_mapping of its load would give the weights other names
     weights = _checkpoint(model, ())
-    base = _loaded(model, weights, patcher=Patcher())
+    base, missing = _loaded(model, weights, patcher=Patcher())
     drop_values(base)
     _check_replaceable(patcher, model, base)  # before a load says what is missing
     only = patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={})
-    made = _loaded(model, weights, patcher=only)
-    record = record_of(made)
+    made, _ = _loaded(model, weights, patcher=only)
+    record, paths = record_of(made), replaced_paths(made)
     assert record is not None
-    plant = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights))
-    model = plant.run(replaced_paths(made))
+    _check_found(missing, paths)
+    model = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights)).run(paths)
     set_used_conversions(model, (), used_conversions(made))
     return model, record
 
@@ -210,15 +217,28 @@ def _checkpoint(model: PreTrainedModel, changed: Iterable[str]) -> dict[str, tor
     return saved_state_dict(model, own)
 
 
-def _loaded(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], **options: Any) -> PreTrainedModel:
-    """A model of the same config on the same weights."""
+def _loaded(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], **options: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """A model of the same config on the same weights, and the keys that it found no weights for."""
     devices = {tensor.device for tensor in weights.values()}
     if len(devices) == 1 and devices != {torch.device("cpu")}:
         options["device_map"] = {"": devices.pop()}
     options |= {"config": model.config, "state_dict": dict(weights), "dtype": model.dtype}
-    result: Any = stock_class(model).from_pretrained(None, **options)  # type: ignore[attr-defined]
+    load: Any = stock_class(model)
+    result, found = load.from_pretrained(None, output_loading_info=True, **options)
     _keep_dtypes(model, result, weights)
-    return result  # type: ignore[no-any-return]
+    return result, set(found["missing_keys"])
+
+
+def _check_found(missing: Iterable[str], paths: Iterable[str]) -> None:
+    """Raise for weights of stock modules that are missing where modules change places: they would be random."""
+    under = tuple(map(inside, paths))
+    if absent := sorted(key for key in missing if key.startswith(under)):
+        raise InvalidPatcherError(
+            f"Patcher.apply finds no weights for {', '.join(compress(absent)[:3])}: the checkpoint of the model has "
+            "other names for them, as with key_mapping=. Load the model again with the patcher that it is to have."
+        )
 
 
 def _keep_dtypes(model: PreTrainedModel, result: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

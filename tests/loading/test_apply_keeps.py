@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import (
@@ -21,8 +23,9 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 
 from patcher import (
     InvalidPatcherError,
@@ -34,6 +37,7 @@ from patcher import (
 )
 from patcher.fusions import Fusion
 from tests.functions.modeling_tiny import TinyConfig, TinyModel
+from tests.support.beside import LINEAR_EXPERTS
 from tests.support.comparing import logits
 from tests.support.replacements import JOINED, OWN, OwnLayer, OwnNorm
 from tests.support.shared import checkpoint
@@ -45,6 +49,7 @@ from tests.support.tiny import (
     tiny_llama_config,
     tiny_llava_config,
     tiny_mixtral_config,
+    tiny_qwen2_moe_config,
     tiny_qwen3_config,
 )
 
@@ -677,3 +682,83 @@ def test_a_tie_is_not_kept_where_a_conversion_changes_the_values() -> None:
     given.model.layers[0].mlp.down_proj.weight = given.model.layers[1].self_attn.o_proj.weight
     with pytest.raises(InvalidPatcherError, match=r"layers\.0\.mlp\.down_proj\.weight is tied .* Take the tie off"):
         patcher.apply(given)
+
+
+@pytest.mark.parametrize("patcher", [BOTH, JOINED, OWN, ROOT, JOINED | Patcher(fusions="qkv")])
+def test_a_model_whose_checkpoint_has_other_names(patcher: Patcher, tmp_path: Path) -> None:
+    config = tiny_llama_config()
+    named = {key.replace("mlp", "ffn"): value for key, value in build_tiny(config).state_dict().items()}
+    config.save_pretrained(tmp_path)
+    save_file(named, tmp_path / "model.safetensors", {"format": "pt"})
+    options: Any = {"key_mapping": {r"\.ffn\.": ".mlp."}}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    patched = patcher.apply(plain)
+    assert torch.allclose(logits(patched), logits(plain), atol=1e-5)
+    plain.save_pretrained(tmp_path / "plain")
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == named.keys()
+    if patcher is BOTH:
+        patched.save_pretrained(tmp_path / "patched")
+        assert load_file(tmp_path / "patched" / "model.safetensors").keys() == named.keys()
+    back = Patcher().apply(patched)
+    assert torch.equal(logits(back), logits(plain))
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, patcher=patcher, **options)
+    if patcher in (OWN, ROOT, JOINED, JOINED | Patcher(fusions="qkv")):
+        with pytest.raises(InvalidPatcherError, match=r"finds no weights for .*mlp\..* Load the model again"):
+            Patcher().apply(loaded)
+    else:
+        assert torch.equal(logits(Patcher().apply(loaded)), logits(plain))
+
+
+class OutAttention(Qwen2MoeAttention):
+    """Its output projection has another name."""
+
+    o_proj = property(lambda self: self.out)  # type: ignore[assignment]
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.out = self._modules.pop("o_proj")
+
+
+RENAMED = WeightRenaming(r"self_attn\.o_proj", "self_attn.out")
+OUT = Patcher({"Qwen2MoeAttention": OutAttention}, extra_weight_conversions=RENAMED)
+
+
+@pytest.mark.parametrize("patcher", [LINEAR_EXPERTS, LINEAR_EXPERTS | OUT])
+def test_filtered_conversions_of_stock_come_back(patcher: Patcher, tmp_path: Path) -> None:
+    folder = checkpoint(tiny_qwen2_moe_config())
+    expected = (folder / "model.safetensors").read_bytes()
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for model in (patcher.apply(plain), AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)):
+        back = Patcher().apply(model)
+        for each in (model, back):
+            assert torch.allclose(logits(each), logits(plain), atol=1e-5)
+        model.save_pretrained(tmp_path / "patched")
+        written = load_file(tmp_path / "patched" / "model.safetensors")
+        assert {key for key in written if "offset" not in key} == load_file(folder / "model.safetensors").keys()
+        back.save_pretrained(tmp_path / "saved")
+        assert (tmp_path / "saved" / "model.safetensors").read_bytes() == expected
+
+
+def test_no_module_is_replaced_by_one_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load doesn't mind what stock misses as well."""
+
+    def renamed(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key.replace("mlp", "ffn"): value for key, value in tensors.items()}
+
+    monkeypatch.setattr("patcher.loading.applying.saved_state_dict", renamed)
+    with pytest.raises(InvalidPatcherError, match=r"finds no weights for model\.layers\.\{0\.\.1\}\.mlp\.down_proj"):
+        OWN.apply(build_tiny(tiny_llama_config()))
+
+
+@pytest.mark.libraries
+def test_nothing_is_logged_of_weights_that_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        MLPS.apply(holding(lora_beside))
+        MLPS.apply(holding(bias_beside))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "MISSING" not in caplog.text
+    assert "UNEXPECTED" not in caplog.text
