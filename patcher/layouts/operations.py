@@ -14,17 +14,23 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     Conv3dToLinear,
     ConversionOps,
     Interleave,
     LinearToConv3d,
+    MergeModulelist,
+    SplitModulelist,
     Transpose,
+    WeightConverter,
 )
 
 from patcher.layouts.transforms import single
 
 _GROUP = re.compile(r"\\\d")
+#: Operations that move values, by the numbers of their tensors alone.
+_MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 #: Operations that change one tensor, whatever others there are.
 _OF_ONE = (Conv3dToLinear, Interleave, LinearToConv3d, Transpose)
 
@@ -43,6 +49,11 @@ def reversible(operations: Iterable[ConversionOps]) -> list[ConversionOps]:
         else deepcopy(operation)
         for operation in operations
     ]
+
+
+def only_moves(transform: WeightConverter) -> bool:
+    """Whether a conversion moves values in the same way, whatever the sizes of its tensors are."""
+    return all(type(operation) in _MOVEMENTS for operation in transform.operations)
 
 
 class ReversibleConcatenate(Concatenate):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.transforms import by_itself, is_alone, single
-from patcher.layouts.unchanged import Trace
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -102,22 +101,18 @@ class RowsOf:
 class Computed:
     """One of several tensors that are computed together: the first that is read computes all of them."""
 
-    __slots__ = ("_dtype", "_group", "_name", "_shape")
+    __slots__ = ("_dtype", "_shape", "group", "name")
 
     def __init__(self, group: Computation, name: Any, shape: Sequence[int], dtype: str) -> None:
-        self._group = group
-        self._name = name
+        self.group = group
+        self.name = name
         self._shape = shape
         self._dtype = dtype
         group.expects(name)
 
     def leave(self) -> None:
         """Say that it will not be read."""
-        self._group.expects_no_more(self._name)
-
-    def traced(self, trace: SourceTrace) -> torch.Tensor | None:
-        """What stands for it in a trace, None where nobody knows what it is made of."""
-        return trace.made_by(self._group).get(self._name)
+        self.group.expects_no_more(self.name)
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -130,7 +125,7 @@ class Computed:
         return torch.Size(self._shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._group.take(self._name)
+        tensor = self.group.take(self.name)
         return tensor if index is Ellipsis else tensor[index]
 
 
@@ -138,10 +133,20 @@ class Computation:
     """What gives several tensors, run when one of them is first read and forgotten when all of them have been.
 
     Loads read in several threads.
+
+    Args:
+        convert: makes the tensors of those that it takes, by the names of the sources.
+        scales: whether it moves values in the same way, whatever the sizes of the tensors are.
     """
 
-    def __init__(self, run: Callable[[], Mapping[Any, torch.Tensor]]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        convert: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]],
+        sources: Mapping[Any, Any],
+        *,
+        scales: bool = False,
+    ) -> None:
+        self.convert, self.sources, self.scales = convert, sources, scales
         self._lock = threading.Lock()
         self._expected: set[Any] = set()
         self._left: dict[Any, torch.Tensor] = {}
@@ -152,79 +157,12 @@ class Computation:
     def expects_no_more(self, name: Any) -> None:
         self._expected.discard(name)
 
-    def traced(self, trace: SourceTrace) -> Mapping[Any, torch.Tensor]:
-        """What stands in a trace for what it makes; nothing where nobody knows what that is made of."""
-        return {}
-
     def take(self, name: Any) -> torch.Tensor:
         with self._lock:
             if name not in self._left:  # not yet computed, or read once more
-                made = self._run()
+                made = self.convert({each: source[...] for each, source in self.sources.items()})
                 self._left = {each: made[each] for each in self._expected}
             return self._left.pop(name)
-
-
-class Conversion(Computation):
-    """A computation of which one knows what it takes.
-
-    Args:
-        convert: makes the tensors of those that it takes, by the names of the sources.
-    """
-
-    def __init__(
-        self, convert: Callable[[Mapping[Any, torch.Tensor]], Mapping[Any, torch.Tensor]], sources: Mapping[Any, Any]
-    ) -> None:
-        super().__init__(lambda: convert({name: source[...] for name, source in sources.items()}))
-        self._convert = convert
-        self._sources = sources
-
-    def traced(self, trace: SourceTrace) -> Mapping[Any, torch.Tensor]:
-        taken = {}
-        for name, source in self._sources.items():
-            tensor = source.traced(trace) if isinstance(source, Computed) else trace.source(source)
-            if tensor is None:
-                return {}
-            taken[name] = tensor
-        return self._convert(taken)
-
-    def unchanged(self) -> dict[Any, Any]:
-        """What it makes that is a source as it is, or one of those that sources are made of: name -> that source."""
-        trace = SourceTrace()
-        try:
-            with torch.no_grad(), trace:
-                made = trace.made_by(self)
-        except Exception:  # what can't be run without values is computed
-            return {}
-        numbers = {name: number for name, each in made.items() if (number := trace.unchanged(each)) is not None}
-        times = Counter(numbers.values())  # two parameters of one tensor would be tied
-        return {name: trace.sources[number] for name, number in numbers.items() if times[number] == 1}
-
-
-class SourceTrace(Trace):  # type: ignore[no-untyped-call]
-    """What computations do to sources: each that they take is an input.
-
-    Attributes:
-        sources: in the order of the inputs.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources: list[Any] = []
-        self._made: dict[Computation, Mapping[Any, torch.Tensor]] = {}
-
-    def source(self, source: Any) -> torch.Tensor | None:
-        """What stands for a source, None for one that can't be read in the place of a copy."""
-        dtype = _DTYPES.get(dtype_of(source))
-        if dtype is None or (isinstance(source, torch.Tensor) and not is_alone(source)):
-            return None
-        self.sources.append(source)
-        return self.input(torch.empty(shape_of(source), dtype=dtype, device="meta"))
-
-    def made_by(self, computation: Computation) -> Mapping[Any, torch.Tensor]:
-        """What stands for what a computation makes: it is run once."""
-        if computation not in self._made:
-            self._made[computation] = computation.traced(self)
-        return self._made[computation]
 
 
 def dtype_of(source: Any) -> str:
@@ -237,12 +175,6 @@ def dtype_of(source: Any) -> str:
         "BF" if dtype is torch.bfloat16 else "F" if dtype.is_floating_point else "U" if "uint" in str(dtype) else "I"
     )
     return f"{kind}{8 * dtype.itemsize}"
-
-
-_DTYPES = {
-    dtype_of(torch.empty(0, dtype=dtype)): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
-}
 
 
 def in_blocks(layout: Rows, source: Any) -> Any:
@@ -263,18 +195,46 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
         # What shares a storage, tools that save take for tied.
         return {number: by_itself(tensor) for number, tensor in enumerate(made)}
 
-    group = Conversion(fuse, dict(enumerate(sources)))
-    shapes = layout.fused_shapes()
-    computed = [source for source in sources if isinstance(source, Computed)]
-    unchanged = group.unchanged() if computed else {}
-    if len(unchanged) == len(shapes):
-        for source in computed:
-            source.leave()
-    dtype = dtype_of(sources[0])
-    return [
-        unchanged[number] if number in unchanged else Computed(group, number, shape, dtype)
-        for number, shape in enumerate(shapes)
-    ]
+    if (uncut := _uncut(layout, sources)) is not None:
+        return uncut
+    group = Computation(fuse, dict(enumerate(sources)))
+    shapes, dtype = layout.fused_shapes(), dtype_of(sources[0])
+    return [Computed(group, number, shape, dtype) for number, shape in enumerate(shapes)]
+
+
+@torch.no_grad()
+def _uncut(layout: Layout, sources: Sequence[Any]) -> list[Any] | None:
+    """The tensors of a checkpoint that stock stacks and a layout cuts apart again; None where they aren't the same.
+
+    Small tensors that are numbered throughout go the same way: each has to come out as it went in.
+    """
+    stack = sources[0]
+    if not (layout.scales and len(sources) == 1 and isinstance(stack, Computed) and stack.group.scales):
+        return None
+    group, shape = stack.group, layout.fused_shapes()[0]
+    keys = [key for key, source in group.sources.items() if shape_of(source) == shape]
+    if len({dtype_of(source) for source in group.sources.values()}) > 1:
+        return None  # joined, they would have one
+    small = tuple(range(2, 2 + len(shape)))
+    count = torch.Size(small).numel()
+    numbered = {key: torch.arange(count).view(small) + count * place for place, key in enumerate(group.sources)}
+    try:
+        made = group.convert(numbered)[stack.name]
+        pieces = replace(layout, stock_shapes=(tuple(made.shape),)).fuse([made])
+    except Exception:  # what can't be run on small tensors is computed
+        return None
+    known = {int(numbered[key].flatten()[0]): key for key in keys if _is_alone(group.sources[key])}
+    found = [known.get(int(piece.flatten()[0])) for piece in pieces]
+    if len(set(found)) < len(found) or not all(  # two parameters of one tensor would be tied
+        key is not None and torch.equal(piece, numbered[key]) for key, piece in zip(found, pieces, strict=True)
+    ):
+        return None
+    stack.leave()
+    return [group.sources[key] for key in found]
+
+
+def _is_alone(source: Any) -> bool:
+    return not isinstance(source, torch.Tensor) or is_alone(source)
 
 
 def joined(pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -31,8 +31,9 @@ from patcher.layouts.carried import Carrier, fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.names import Named, Names
+from patcher.layouts.operations import only_moves
 from patcher.layouts.selection import Added
-from patcher.layouts.sources import Computation, Computed, Conversion, dtype_of, fused_sources, in_blocks, shape_of
+from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
 from patcher.layouts.transforms import describe, has_known_operations, single
 from patcher.loading.expert_names import quantized_experts
 from patcher.patterns import compress, inside
@@ -339,12 +340,7 @@ class _Router:
             return
         sources = {key: self.routing.rest.pop(key) for key in group.keys}
         run = partial(self._run, layout, is_ours)
-        traced = has_known_operations(group.transform) and not of_quantizer
-        computation = (
-            Conversion(run, sources)
-            if traced
-            else Computation(lambda: run({key: source[...] for key, source in sources.items()}))
-        )
+        computation = Computation(run, sources, scales=only_moves(group.transform))
         dtype = dtype_of(next(iter(sources.values()))) if sources else ""
         for name, shape in shapes.items():
             source = Computed(computation, name, shape, dtype)

@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import optim
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    MergeModulelist,
-    SplitModulelist,
-    Transpose,
-)
 
 from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.conversion import Converted
 from patcher.layouts.layouts import Flatten, Layout, Rows
+from patcher.layouts.operations import only_moves
 
 #: Each value is moved by its own gradient and state, and by numbers that are the same for the whole parameter.
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -42,8 +36,6 @@ REASONS = {
     "Optimizer8bit": "may keep its state quantized, in blocks that go across parts",
     "SparseAdam": "steps only where a gradient has entries",
 }
-#: Operations of transformers that put each value somewhere, and nothing else.
-_MOVEMENTS = (Chunk, Concatenate, MergeModulelist, SplitModulelist, Transpose)
 
 
 def not_elementwise(optimizer: optim.Optimizer) -> str:
@@ -70,7 +62,7 @@ def only_moves_values(layout: Layout) -> bool:
     """Whether each value of the originals is one of what they become, so that a state of it goes the same way."""
     if type(layout) in (Rows, Flatten, Matrices):
         return True
-    if isinstance(layout, Converted) and all(type(each) in _MOVEMENTS for each in layout.transform.operations):
+    if isinstance(layout, Converted) and only_moves(layout.transform):
         return True
     return _calls_only_movements(layout) and _is_permutation(layout)
 

@@ -135,7 +135,7 @@ def test_what_is_computed_together_is_computed_once_and_forgotten() -> None:
         runs.append(1)
         return {"a": WHOLE[:2], "b": WHOLE[2:]}
 
-    group = Computation(run)
+    group = Computation(lambda _: run(), {})
     sources = [Computed(group, name, (2, 4), torch.float32) for name in "ab"]
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda source: source[...], sources))
