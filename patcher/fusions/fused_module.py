@@ -21,8 +21,8 @@ from torch import nn
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
-from patcher.layouts.carried import CARRIED, ModuleLayouts
-from patcher.layouts.either_layout import read_either_layout
+from patcher.layouts.carried import ModuleLayouts
+from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
 from patcher.layouts.transforms import is_alone
 
@@ -171,7 +171,7 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     new.train(module.training)
     kept = {name: _is_in_initialized_layer(module, name) for name in wanted if name not in fused}
     _mark_initialized_layers(new, _initialized(module, layouts) | kept | {"": is_initialized(module)})
-    _carry(new, ModuleLayouts(layouts, (), fusion, type(module), tuple(module.state_dict(keep_vars=True))))
+    carry(new, ModuleLayouts(layouts, (), fusion, type(module), tuple(module.state_dict(keep_vars=True))))
     return new
 
 
@@ -204,7 +204,7 @@ def fuse_in_place(
         owner, _, last = layout.fused[0].rpartition(".")
         if isinstance(layout, Rows) and len(layout.stock) > 1 and last == "weight":
             setattr(module, f"{owner}_sizes", layout.sizes)
-    _carry(module, ModuleLayouts(layouts, (), fusion, original, names))
+    carry(module, ModuleLayouts(layouts, (), fusion, original, names))
 
 
 class Moved:
@@ -231,13 +231,6 @@ def view_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     if is_initialized(parameter):
         mark_initialized(view)
     return view
-
-
-def _carry(module: nn.Module, carried: ModuleLayouts) -> None:
-    is_new = CARRIED not in module.__dict__
-    module.__dict__[CARRIED] = carried
-    if is_new:
-        read_either_layout(module)
 
 
 def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, nn.Parameter]:

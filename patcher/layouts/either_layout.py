@@ -14,31 +14,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patcher.layouts.carried import carried_by, is_quantized
+from patcher.layouts.carried import CARRIED, ModuleLayouts, is_quantized
 from patcher.layouts.layouts import Layout, named_parameter
 from patcher.layouts.sharded import split_like, whole
 from patcher.layouts.transforms import by_itself
 
 
-def layouts_of(module: nn.Module) -> tuple[Layout, ...]:
-    """Which parameters of a module have become which, by fusions and by conversions."""
-    carried = carried_by(module)
-    return () if carried is None else carried.all
+def carry(module: nn.Module, carried: ModuleLayouts | None) -> None:
+    """Have a module carry layouts, and `load_state_dict` take the parameters of transformers for it; None for neither.
 
-
-def read_either_layout(module: nn.Module) -> None:
-    """Have `load_state_dict` take the parameters of transformers for a module that carries its layouts."""
-    module.register_load_state_dict_pre_hook(_join_parts)  # type: ignore[no-untyped-call]
-    if any(map(_ambiguous, layouts_of(module))):
+    What `load_state_dict` calls holds the tables of the module and not the module itself, which it would keep alive:
+    so it goes with copies of the module, shallow ones too.
+    """
+    for table in (module._load_state_dict_pre_hooks, module._state_dict_hooks):
+        for key, hook in list(table.items()):
+            if isinstance(getattr(hook, "hook", hook), _JoinParts) or hook is _mark_layout:
+                del table[key]
+    if carried is None:
+        module.__dict__.pop(CARRIED, None)
+        return
+    module.__dict__[CARRIED] = carried
+    layouts = (*carried.converted, *carried.layouts)  # what is converted may be fused then
+    hook = _JoinParts(layouts, module._parameters, module._modules)
+    module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    if any(map(_ambiguous, carried.all)):
         module.register_state_dict_post_hook(_mark_layout)  # type: ignore[no-untyped-call]
-
-
-def read_one_layout(module: nn.Module) -> None:
-    """The reverse, for a module that carries no layout any more."""
-    for hooks, function in (("_load_state_dict_pre_hooks", _join_parts), ("_state_dict_hooks", _mark_layout)):
-        table: dict[Any, Any] = getattr(module, hooks)
-        for key in [key for key, hook in table.items() if getattr(hook, "hook", hook) is function]:
-            del table[key]
 
 
 #: Whether the state dict that is being loaded is known to be in the layout of transformers.
@@ -72,61 +72,80 @@ def _ambiguous(layout: Layout) -> list[str]:
     return [name for name, shape in zip(layout.stock, layout.stock_shapes, strict=True) if fused.get(name) == shape]
 
 
-def _join_parts(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Mapping[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Put the parameters of a module into a state dict, in the place of those of transformers that it has.
+class _JoinParts:
+    """Puts the parameters of a module into a state dict, in the place of those of transformers that it has.
 
     What doesn't fit is said as torch says it.
     """
-    assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    for layout in layouts_of(module):
-        current = {name: named_parameter(module, name) for name in layout.fused}
-        if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
-            if not local_metadata.get(_MARK):
-                error_msgs.append(
-                    f"{prefix}{unclear[0]} has the same name and shape before and after {layout}, and the state dict "
-                    "doesn't say which it is. For the layout of transformers use patcher.load_original_state_dict("
-                    "model, state_dict); for that of the patched model the state dict that its state_dict() gave."
-                )
-            continue
-        parts = _take_parts(layout, prefix, state_dict)
-        if not parts:
-            continue
-        if both := [name for name in layout.fused if f"{prefix}{name}" in state_dict]:
+
+    def __init__(self, layouts: tuple[Layout, ...], parameters: Any, modules: Any) -> None:
+        self.layouts, self._parameters, self._modules = layouts, parameters, modules
+
+    def __call__(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        for layout in self.layouts:
+            current = {name: named_parameter(self, name) for name in layout.fused}
+            _join(layout, current, state_dict, prefix, local_metadata, missing_keys, error_msgs, assign=assign)
+
+
+def _join(
+    layout: Layout,
+    current: Mapping[str, nn.Parameter | None],
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    missing_keys: list[str],
+    error_msgs: list[str],
+    *,
+    assign: bool,
+) -> None:
+    if not _ORIGINAL.get() and (unclear := [n for n in _ambiguous(layout) if f"{prefix}{n}" in state_dict]):
+        if not local_metadata.get(_MARK):
             error_msgs.append(
-                f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made of "
-                "the other: which is meant can't be known. Take one of them out. Where a tool has filled in what the "
-                "model has (set_model_state_dict of torch.distributed.checkpoint with full_state_dict=True), use "
-                "patcher.load_original_state_dict(model, state_dict), with a state dict that has not been filled in."
+                f"{prefix}{unclear[0]} has the same name and shape before and after {layout}, and the state dict "
+                "doesn't say which it is. For the layout of transformers use patcher.load_original_state_dict("
+                "model, state_dict); for that of the patched model the state dict that its state_dict() gave."
             )
-            continue
-        fitting = {}
-        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-            if name not in parts:
-                missing_keys.append(f"{prefix}{name}")
-            elif parts[name].shape == shape:
-                fitting[name] = parts[name]
-            else:
-                error_msgs.append(
-                    f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
-                    f"checkpoint, the shape in current model is {torch.Size(shape)}."
-                )
-        made: Mapping[str, Any] = current
-        if fitting:
-            try:
-                made = _fused(layout, fitting, current, assign)
-            except Exception as error:  # of a layout or an operation: said with the others, as torch does
-                error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
-        # A parameter that stays what it is isn't missing: the parts are, or an error says why.
-        state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
+        return
+    parts = _take_parts(layout, prefix, state_dict)
+    if not parts:
+        return
+    if both := [name for name in layout.fused if f"{prefix}{name}" in state_dict]:
+        error_msgs.append(
+            f"{prefix}{next(iter(parts))} and {prefix}{both[0]} are both in the state dict, and one is made of "
+            "the other: which is meant can't be known. Take one of them out. Where a tool has filled in what the "
+            "model has (set_model_state_dict of torch.distributed.checkpoint with full_state_dict=True), use "
+            "patcher.load_original_state_dict(model, state_dict), with a state dict that has not been filled in."
+        )
+        return
+    fitting = {}
+    for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+        if name not in parts:
+            missing_keys.append(f"{prefix}{name}")
+        elif parts[name].shape == shape:
+            fitting[name] = parts[name]
+        else:
+            error_msgs.append(
+                f"size mismatch for {prefix}{name}: copying a param with shape {parts[name].shape} from "
+                f"checkpoint, the shape in current model is {torch.Size(shape)}."
+            )
+    made: Mapping[str, Any] = current
+    if fitting:
+        try:
+            made = _fused(layout, fitting, current, assign)
+        except Exception as error:  # of a layout or an operation: said with the others, as torch does
+            error_msgs.append(f"{prefix}{', '.join(fitting)} can't be written into {layout}: {error}")
+    # A parameter that stays what it is isn't missing: the parts are, or an error says why.
+    state_dict.update({f"{prefix}{name}": value for name, value in made.items() if value is not None})
 
 
 def _take_parts(layout: Layout, prefix: str, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -21,10 +21,14 @@ from torch import nn
 from patcher.errors import InvalidPatcherError
 
 
-def named_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter of that name, None if there is none: torch raises, and takes properties for modules."""
+def named_parameter(module: Any, name: str) -> nn.Parameter | None:
+    """The parameter of that name, None if there is none: torch raises, and takes properties for modules.
+
+    Args:
+        module: it, or what holds its tables.
+    """
     *path, last = name.split(".")
-    at: nn.Module | None = module
+    at = module
     for part in path:
         at = at._modules.get(part) if at is not None else None
     return at._parameters.get(last) if at is not None else None

@@ -26,10 +26,8 @@ from patcher.construction.in_force import Block, InForce, Matched, entered, ente
 from patcher.construction.init_hooks import covering
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import Functions, function_attributes, swap_functions
-from patcher.layouts.carried import CARRIED
-from patcher.layouts.either_layout import read_one_layout
+from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
-from patcher.loading.checkpoint_names import follow_state_dicts, forget_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.copying import check_can_be_copied, shared_copy
 from patcher.loading.load import seen
@@ -98,11 +96,10 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         model = Transplant(model, base, stock, converted).run(paths)
         set_used_conversions(model, (), used_conversions(stock))
     for _, module in named_modules(model):
-        for name in (RECORD, ORIGINAL, CARRIED):
+        for name in (RECORD, ORIGINAL):
             module.__dict__.pop(name, None)
-        read_one_layout(module)
+        carry(module, None)
         if isinstance(module, PreTrainedModel):
-            forget_state_dicts(module)
             forget_no_split_names(module, replaced)
     return model
 
@@ -157,7 +154,6 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     Diagnostics().adding_matches((entry,), matched, type(model).__name__).warn()
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
-        follow_state_dicts(models)
     return model
 
 

@@ -23,6 +23,7 @@ from patcher.compat.conversions import (
     stock_revert,
 )
 from patcher.compat.models import ModelView
+from patcher.compat.seams import Stock, seam
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import is_in_original_layout
@@ -35,27 +36,22 @@ from patcher.loading.stock_view import stock_view
 from patcher.spec.patcher import Patcher
 
 
-def follow_state_dicts(models: Iterable[tuple[str, PreTrainedModel]]) -> None:
+@seam("transformers.modeling_utils:PreTrainedModel._load_from_state_dict", "state_dict", "prefix")
+def load_from_state_dict(
+    stock: Stock, self: PreTrainedModel, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+) -> None:
     """Have `load_state_dict` of a patched model, and of its sub-models, take the names of checkpoints."""
-    for _, model in models:
-        model.register_load_state_dict_pre_hook(_name_as_parameters)  # type: ignore[no-untyped-call]
-
-
-def forget_state_dicts(model: PreTrainedModel) -> None:
-    """The reverse, for a model that isn't patched any more."""
-    hooks: dict[Any, Any] = vars(model)["_load_state_dict_pre_hooks"]
-    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is _name_as_parameters]:
-        del hooks[key]
+    if record_of(self) is not None:
+        _, _, missing_keys, _, error_msgs = args
+        _name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
+    stock(self, state_dict, prefix, *args, **kwargs)
 
 
 def _name_as_parameters(
     model: PreTrainedModel,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Any,
-    strict: bool,
     missing_keys: list[str],
-    unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
     """Put parameters of transformers into a state dict, in the place of the tensors of a checkpoint that make them.

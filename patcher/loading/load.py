@@ -37,12 +37,11 @@ from patcher.expressions import Expressions
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
-from patcher.loading.checkpoint_names import follow_state_dicts
 from patcher.loading.checks import Diagnostics
 from patcher.loading.reading.initial_values import ParameterTraits
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
-from patcher.loading.stock_view import carry
+from patcher.loading.stock_view import carry_routes
 from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
@@ -365,9 +364,8 @@ _LEADS_ON: dict[type[Request], str] = {
 def put_down(load: Constructed) -> None:
     """Put down on the model what was done, by which it is saved, and what is loaded into it later is judged."""
     keep_record(load.models, load.record)
-    follow_state_dicts(load.models)
     if isinstance(load, Loaded):
-        carry(load.model, load.record.routes, load.record.paths_of_replacements)
+        carry_routes(load.model, load.record.routes, load.record.paths_of_replacements)
 
 
 def finish(load: Constructed) -> None:
@@ -395,5 +393,4 @@ def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     construction.matched, record, outermost, models = seen(construction, model)
     ParameterTraits.of(model, outermost)
     keep_record(models, record)
-    follow_state_dicts(models)
     construction.forget()

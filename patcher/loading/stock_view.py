@@ -13,22 +13,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import stock_conversions_from_scratch, stock_revert
-from patcher.compat.models import named_modules, named_parameters, state_tensors
+from patcher.compat.conversions import key_renamer, stock_conversions, stock_conversions_from_scratch, stock_revert
+from patcher.compat.models import named_modules, state_tensors
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import CARRIED, Carrier, ModuleLayouts, carried_by, carriers, fused_modules
-from patcher.layouts.either_layout import read_either_layout, read_one_layout
+from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
+from patcher.layouts.conversion import made_by_name
+from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.routes import Conversions, Route, carried_layouts, paths_of, route
-from patcher.patterns import compress, in_state_dict, inside, without_numbers
+from patcher.patterns import compress, in_state_dict, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
 if TYPE_CHECKING:
     from patcher.loading.load import Constructed
+
+
+#: Parameter of the stock model -> those of the patched one that hold its values.
+Parts = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,17 @@ class StockView:
     own: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
     carrying: tuple[Carrier, ...]
+
+    @property
+    def parts(self) -> Parts:
+        """The parameters that only transformers has, and those of the patched model that hold their values."""
+        return {
+            f"{each.prefix}{name}": tuple(f"{each.prefix}{made}" for made in layout.fused)
+            for each in self.carrying
+            for layout in each.carried.all
+            for name in layout.stock
+            if f"{each.prefix}{name}" not in self.own
+        }
 
     @torch.no_grad()
     def values(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -69,9 +85,12 @@ def stock_view(model: nn.Module) -> StockView:
     >>> name in view.own, view.tensors[name].shape, view.values({name: None})[name].shape
     (False, torch.Size([8, 8]), torch.Size([8, 8]))
     """
+    return _view(model, carriers_in(model))
+
+
+def _view(model: nn.Module, carrying: list[Carrier]) -> StockView:
     own = {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
     tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
-    carrying = carriers_in(model)
     for each in carrying:
         for layout in each.carried.all:
             for name in layout.fused:
@@ -84,7 +103,7 @@ def stock_view(model: nn.Module) -> StockView:
 # --- what modules carry ----------------------------------------------------------------------------------------------
 
 
-def carry(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
+def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[str]) -> None:
     """Have each replaced module carry how its weights were made; the model itself, where they are of several modules.
 
     Args:
@@ -93,9 +112,7 @@ def carry(model: PreTrainedModel, routes: Iterable[Route], replaced: Iterable[st
     """
     for path, layouts in paths_of(carried_layouts(routes), replaced).items():
         module = model.get_submodule(path)
-        read_one_layout(module)
-        module.__dict__[CARRIED] = replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts))
-        read_either_layout(module)
+        carry(module, replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts)))
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
@@ -110,7 +127,7 @@ def carriers_in(model: nn.Module) -> list[Carrier]:
         if not any((found := carried_by(each)) and found.converted for _, each in named_modules(part)) and (
             record.fusion_transforms or record.added
         ):
-            carry(part, from_scratch(part, record).routes, record.paths_of_replacements)
+            carry_routes(part, from_scratch(part, record).routes, record.paths_of_replacements)
     return carriers(model)
 
 
@@ -154,27 +171,23 @@ def from_scratch(
 
 # --- names that are parts of others ----------------------------------------------------------------------------------
 
-#: Parameter of the stock model -> those of the patched one that hold its values.
-Parts = Mapping[str, tuple[str, ...]]
-
 
 def parts_of(load: Constructed) -> Parts:
     """The parameters of the stock model that are parts of others in the model of a load."""
-    own = dict(named_parameters(load.model))  # a quantizer adds buffers
-    found = {
-        f"{inside(path)}{name}": tuple(f"{inside(path)}{fused}" for fused in layout.fused)
-        for path, _, carried in fused_modules(load.model)
-        for layout in carried.layouts
-        for name in layout.stock
-    }
-    replaced = [path for path, _ in load.record.replacements()]
-    if replaced and any(converts(entry.patcher) for entry in load.in_force):
-        stock = state_tensors(skeleton(load.record.model_class, load.model.config))
-        for path in map(inside, replaced):
-            made = tuple(name for name in own if name.startswith(path) and name not in stock and name not in found)
-            if made:  # which of them is made of which, only the checkpoint shows
-                found |= {name: made for name in stock if name.startswith(path) and name not in found}
-    return {name: made for name, made in found.items() if name not in own}
+    carrying = carriers(load.model)
+    if not any(converts(entry.patcher) for entry in load.in_force):
+        return _view(load.model, carrying).parts
+    converted = tuple(carried_layouts(from_scratch(load.model, load.record).routes))
+    carrying.append(Carrier("", load.model, ModuleLayouts(converted=converted)))
+    rename = key_renamer(stock_conversions(load.model))
+    view, found = _view(load.model, carrying), dict[str, tuple[str, ...]]()
+    for name, made in [*((name, (name,)) for name in view.own), *view.parts.items()]:
+        renamed, taker, _ = rename(name)
+        if isinstance(taker, WeightConverter):  # a tensor of a checkpoint, which transformers stacks with others
+            found |= {part: (*found.get(part, ()), *made) for part in made_by_name(taker, renamed)}
+        elif name not in view.own:
+            found[name] = made
+    return {name: made for name, made in found.items() if name not in view.own}
 
 
 def layer_name(name: str) -> str:

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.compat.models import ORIGINAL, named_modules, named_parameters
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.carried import CARRIED, carriers
-from patcher.layouts.either_layout import read_either_layout
+from patcher.layouts.carried import carriers
+from patcher.layouts.either_layout import carry
 from patcher.loading.record import RECORD
 from patcher.loading.stock_view import carriers_in
 from patcher.loading.unfusing import HOOKS
@@ -85,9 +85,8 @@ class Transplant:
                 if (at := result.get_submodule(parent)._modules).get(name) is old:
                     at[name] = new
         for path, module, carried in carriers(self.source):
-            if (at_path := result.get_submodule(path)) is not module:  # it is of several modules at once
-                at_path.__dict__[CARRIED] = carried
-                read_either_layout(at_path)
+            if (around := result.get_submodule(path)) is not module:  # it is of several modules at once
+                carry(around, carried)
         return result
 
     def _move_settings(self, path: str, old: nn.Module, new: nn.Module, trains: Mapping[str, bool]) -> None:

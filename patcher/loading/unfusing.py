@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import is_initialized, mark_initialized, named_modules, unmark_original_class
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
-from patcher.layouts.carried import CARRIED, ModuleLayouts, fused_modules, is_quantized
-from patcher.layouts.either_layout import read_either_layout, read_one_layout
+from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
+from patcher.layouts.either_layout import carry
 from patcher.layouts.transforms import by_itself
 from patcher.loading.record import RECORD, PatchRecord, record_of
 from patcher.patterns import inside
@@ -148,11 +148,7 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
         _take_off(module, carried, owners)
         module.__class__ = carried.original or type(module)
         unmark_original_class(module)
-        read_one_layout(module)
-        del module.__dict__[CARRIED]
-        if carried.converted:
-            module.__dict__[CARRIED] = ModuleLayouts(converted=carried.converted)
-            read_either_layout(module)
+        carry(module, ModuleLayouts(converted=carried.converted) if carried.converted else None)
     return new
 
 

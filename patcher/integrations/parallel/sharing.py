@@ -43,7 +43,8 @@ from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
 from patcher.integrations.parallel.plans import Plan, cannot
-from patcher.layouts.carried import CARRIED, ModuleLayouts, fused_modules
+from patcher.layouts.carried import ModuleLayouts, fused_modules
+from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.loading.load import Selected
 from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
@@ -131,7 +132,7 @@ class _Change:
     carried: ModuleLayouts
 
     def apply(self) -> None:
-        self.module.__dict__[CARRIED] = self.carried
+        carry(self.module, self.carried)
         for layout in self.carried.layouts:
             if lies_in_blocks(layout):
                 owner, _, last = layout.fused[0].rpartition(".")

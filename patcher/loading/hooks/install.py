@@ -7,6 +7,7 @@ import threading
 
 from patcher.compat.seams import install as install_seams, seams_in
 from patcher.compat.used import check
+from patcher.loading import checkpoint_names
 from patcher.loading.hooks import loads, making, recorders, saves
 
 #: Taken by whoever installs seams.
@@ -29,6 +30,6 @@ def install_core() -> bool:
     if _installed:
         return False
     check()
-    install_seams(seams_in(loads.__name__, making.__name__, recorders.__name__, saves.__name__))
+    install_seams(seams_in(*(each.__name__ for each in (loads, making, recorders, saves, checkpoint_names))))
     _installed = True
     return True
