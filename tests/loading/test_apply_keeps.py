@@ -23,8 +23,14 @@ from transformers import (
     ViTConfig,
     ViTModel,
 )
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    LlamaModel,
+)
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 
 from patcher import (
@@ -762,3 +768,33 @@ def test_nothing_is_logged_of_weights_that_are_there(caplog: pytest.LogCaptureFi
         logger.removeHandler(caplog.handler)
     assert "MISSING" not in caplog.text
     assert "UNEXPECTED" not in caplog.text
+
+
+class UpperMLP(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.upper = nn.Linear(config.hidden_size, config.intermediate_size // 2, bias=False)
+        del self.up_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.upper(x).repeat(1, 1, 2))
+
+
+class LowerAttention(LlamaAttention):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.lower = nn.Linear(config.hidden_size, config.intermediate_size // 2, bias=False)
+
+
+def test_what_a_conversion_has_put_into_several_modules_comes_back(tmp_path: Path) -> None:
+    names = ["mlp.upper.weight", "self_attn.lower.weight"]
+    cut = WeightConverter(["mlp.up_proj.weight"], names, operations=[Chunk(dim=0)])
+    patcher = Patcher({"LlamaMLP": UpperMLP, "LlamaAttention": LowerAttention}, extra_weight_conversions=cut)
+    build_tiny(tiny_llama_config(), model_class=LlamaModel).save_pretrained(folder := tmp_path / "stock")
+    plain = LlamaModel.from_pretrained(folder)
+    patched = patcher.apply(plain)
+    patched.load_state_dict(plain.state_dict())
+    patched.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    back = Patcher().apply(patched)
+    assert described(back) == described(plain.eval())
