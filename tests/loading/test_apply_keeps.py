@@ -554,11 +554,11 @@ def closure_over_a_weight(model: Any) -> None:
 
 
 def compiled(model: Any) -> None:
-    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp, backend="eager")
 
 
 def compiled_in_place(model: Any) -> None:
-    model.model.layers[0].compile()
+    model.model.layers[0].compile(backend="eager")
 
 
 def gradient_hook(model: Any) -> None:
