@@ -7,11 +7,14 @@ Patcher(fusions=['qkv', 'gate_up'])
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from patcher import errors
 from patcher.errors import *  # noqa: F403
+from patcher.source.importing import after_imports_of, is_being_imported
 
 if TYPE_CHECKING:
     from patcher.fusions.base import Fusion as Fusion
@@ -65,6 +68,17 @@ _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")
 __all__ = [*errors.__all__, *_HOMES, "__version__"]
 
 
+def _installed() -> bool:
+    """Install the hook once there are models, and nothing of transformers is in the middle of being imported."""
+    of_transformers = [name for name in list(sys.modules) if name.startswith("transformers.")]
+    if "transformers.modeling_utils" not in of_transformers or any(map(is_being_imported, of_transformers)):
+        return False
+    # Importing transformers must not fail for it. What is wrong is raised by the first use of a public name.
+    with contextlib.suppress(errors.PatcherError, ImportError, AttributeError):
+        errors.public_name("patcher.integrations", "install")()
+    return True
+
+
 def __getattr__(name: str) -> Any:
     # Late, so that `import patcher` costs nothing, and using any of it teaches `from_pretrained` the argument.
     if name in _MODULES:
@@ -82,3 +96,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
+
+
+# Not only where a public name is used: in `Model.from_pretrained(..., patcher=patcher.Patcher(...))` Python looks the
+# method up before that.
+after_imports_of("patcher", lambda name: name.startswith("transformers."), _installed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NoReturn
@@ -27,14 +27,14 @@ _AT_ONCE = 0.001
 _SHORT = 250
 #: `regex` unrolls `(?:a{30}){30}`, in memory.
 _MOST_REPEATS = 1000
+#: Each may be searched in thousands of names.
+_MOST_EXPRESSIONS = 250
 
 _SET = r"\[\^?\]?(?:\\.|[^\\\]])*\]"
 #: What leaves a match a choice, or takes long by itself, and what to skip when looking for it.
 _CHOICE = re.compile(rf"\\[1-9]|[*+?{{|]|\\.|{_SET}", re.DOTALL)
 _QUANTIFIER_OR_SET = re.compile(rf"\(\?#[^)]*\)|\\.|{_SET}|\{{\d*(?:,\d*)?\}}|\{{", re.DOTALL)
 _EXACTLY = re.compile(r"\{(\d+)")
-_LITERAL = re.compile(rf"(\\\.|\w)(?![*?{{])|\\.|{_SET}|\{{[^}}]*\}}|.", re.DOTALL)
-_FLAGS_OR_COMMENT = re.compile(r"\(\?[aiLmsux#-]")
 
 
 def checked_expression(what: str, expression: str) -> str:
@@ -60,6 +60,19 @@ def checked_expression(what: str, expression: str) -> str:
             "smaller numbers in braces, or + in their place."
         )
     return expression
+
+
+def check_number(field: str, expressions: Collection[str]) -> None:
+    """Raise for more expressions than can be searched.
+
+    Raises:
+        InvalidPatcherError: with what to write instead.
+    """
+    if len(expressions) > _MOST_EXPRESSIONS:
+        raise InvalidPatcherError(
+            f"{field}: {len(expressions):,} expressions are too many, at most {_MOST_EXPRESSIONS} are searched; fold "
+            "those that differ in numbers alone."
+        )
 
 
 def search(expression: str, text: str) -> bool:
@@ -168,7 +181,7 @@ def _as_in_re(expression: str) -> str:
 
 
 class Expressions:
-    """Several expressions, to be searched at once: of ten thousand only those that may be found are tried.
+    """Several expressions, to be searched at once.
 
     >>> list(Expressions(["q_proj$", "k_proj", r"layers\\.\\d"]).found_in("layers.0.q_proj"))
     ['q_proj$', 'layers\\\\.\\\\d']
@@ -176,12 +189,6 @@ class Expressions:
 
     def __init__(self, expressions: Iterable[str]) -> None:
         self._all = tuple(dict.fromkeys(expressions))
-        self._by_literal: dict[str, list[int]] = {}
-        self._any: list[int] = []  # those of which no literal part is known
-        for index, expression in enumerate(self._all):
-            literal = _literal(expression) if len(self._all) > 8 else ""
-            (self._by_literal.setdefault(literal, []) if literal else self._any).append(index)
-        self._lengths = sorted({len(literal) for literal in self._by_literal})
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -192,37 +199,16 @@ class Expressions:
         Raises:
             InvalidPatcherError: the search took too long.
         """
-        tried = self._any
-        if self._by_literal:
-            parts = {text[at : at + size] for size in self._lengths for at in range(len(text) - size + 1)}
-            tried = sorted([*tried, *(index for part in parts for index in self._by_literal.get(part, ()))])
-        return (self._all[index] for index in tried if search(self._all[index], text))
+        return (expression for expression in self._all if search(expression, text))
 
     def found_among(self, texts: Iterable[str]) -> set[str]:
         """The expressions that are found in one of several texts."""
-        found: set[str] = set()
-        for text in texts:
-            if len(found) < len(self._all):
-                found.update(self.found_in(text))
-        return found
+        listed = list(texts)
+        return {expression for expression in self._all if any(search(expression, text) for text in listed)}
 
     def is_any_in(self, text: str) -> bool:
         """Whether one of them is found in a text."""
         return next(self.found_in(text), None) is not None
-
-
-def _literal(expression: str) -> str:
-    """A part of each text in which the expression is found, from outside of its groups; "" if none is known."""
-    runs, depth = [""], 0
-    for match in _LITERAL.finditer(expression):
-        if match[1] and not depth:
-            runs[-1] += match[1][-1]
-            continue
-        depth += (match[0] == "(") - (match[0] == ")")
-        if match[0] == "|" and not depth:
-            return ""
-        runs.append("")
-    return "" if _FLAGS_OR_COMMENT.search(expression) else max(runs, key=len)
 
 
 def cut(text: str) -> str:

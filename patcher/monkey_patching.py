@@ -17,7 +17,6 @@ nothing is checked strictly, since it meets every model of the process; it raise
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import nn
 
 from patcher.compat.recorders import record_replacements
 from patcher.construction.in_force import REGISTRY, registered_patcher, set_registered_patcher
+from patcher.errors import PatcherError
 from patcher.integrations import install
 from patcher.loading.applying import applied
 from patcher.patterns import find_key, nearest
@@ -65,17 +65,16 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
 
     Raises:
         TypeError: a replacement that is no subclass of `nn.Module`.
-        ValueError: a key that is registered already, or that is no regular expression. Nothing is registered then.
+        ValueError: a key that is registered already, or that isn't a regular expression, or a replacement whose
+            `conversion_mapping` isn't made of weight transforms.
+
+    Nothing is registered then.
     """
     if not isinstance(mapping, Mapping):
         raise TypeError(f"The mapping must map class names to classes, got {type(mapping).__name__}: {mapping!r}")
     for key, cls in mapping.items():
         if not isinstance(key, str):
             raise TypeError(f"A key must be the name of a class or an expression, got {type(key).__name__}: {key!r}")
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise ValueError(f"The key {key!r} is no regular expression: {error}; write {re.escape(key)!r}") from error
         if not isinstance(cls, type):
             raise TypeError(f"The replacement for '{key}' must be a class, got {type(cls).__name__}")
         if not issubclass(cls, nn.Module):
@@ -92,7 +91,10 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
                 f"'{taken[0]}' has a patch registered already, {current[taken[0]].__name__}. "
                 "Pass overwrite=True to replace it."
             )
-        set_registered_patcher(Patcher({**current, **mapping}, strict=False))
+        try:
+            set_registered_patcher(Patcher({**current, **mapping}, strict=False))
+        except PatcherError as error:
+            raise ValueError(str(error)) from error
 
 
 def unregister_patch_mapping(keys: Iterable[str]) -> None:
@@ -111,7 +113,7 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
         current = dict(registered_patcher().class_mapping)
         for key in wanted:
             if key not in current:
-                close = nearest(key, current)
+                close = nearest(str(key), current)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
                 raise ValueError(
                     f"'{key}' was not found in monkey patch mapping cache. "

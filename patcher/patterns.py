@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 
 
 def is_expression(key: str) -> bool:
@@ -44,13 +44,8 @@ def find_key(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bo
 
 def hits(name: str, mapping: Mapping[str, type[nn.Module]], *, names_too: bool = False) -> list[str]:
     """Every key that means the class called `name`, those included that another key wins over."""
-    found = _expression_keys(tuple(mapping), names_too).found_in(name)
+    found = [key for key in mapping if (names_too or is_expression(key)) and search(key, name)]
     return list(dict.fromkeys([name, *found] if name in mapping else found))
-
-
-@lru_cache(maxsize=64)
-def _expression_keys(keys: tuple[str, ...], names_too: bool) -> Expressions:
-    return Expressions(key for key in keys if names_too or is_expression(key))
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
@@ -141,8 +136,8 @@ def matches_path(pattern: str, path: str) -> bool:
     # How many segments of the pattern can be used up, after each segment of the path: no backtracking.
     reached = _over_any(segments, {0})
     for name in path.split(".") if path else ():
-        reached = {at + (segments[at] != _ANY) for at in reached if at < len(segments) and _fits(segments[at], name)}
-        reached = _over_any(segments, reached)
+        fitting = {at for at in reached if at < len(segments) and _fits(segments[at], name)}
+        reached = _over_any(segments, {at + (segments[at] != _ANY) for at in fitting})
     return len(segments) in reached
 
 
@@ -183,13 +178,11 @@ def _unnumbered(pattern: str) -> str:
 
 
 def _over_any(segments: tuple[_Segment, ...], reached: set[int]) -> set[int]:
-    """With what is reached when each `**` stands for no segment."""
-    found = set(reached)
-    for at in sorted(reached):
-        while at < len(segments) and segments[at] == _ANY:
-            at += 1
-            found.add(at)
-    return found
+    """With what is reached when each `**` means no segment."""
+    for at, segment in enumerate(segments):
+        if segment == _ANY and at in reached:
+            reached.add(at + 1)
+    return reached
 
 
 def _fits(segment: _Segment, name: str) -> bool:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchError, expressions
 from patcher.compat.quantizers import names_setting
-from patcher.expressions import Expressions, checked_expression, compiled, matches, search
+from patcher.expressions import checked_expression, compiled, matches, search
 from tests.support.sampling import sampled
 from tests.support.tiny import save_tiny, tiny_llama_config
 
@@ -60,15 +60,6 @@ def test_an_expression_means_what_it_means_to_re(expression: str, texts: list[st
         assert (compiled(expression)._limited_search(text) is not None) is meant, text
 
 
-@settings(max_examples=100, deadline=None)
-@given(strategies.lists(EXPRESSIONS.filter(is_valid), min_size=9, max_size=12), TEXTS)
-@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
-def test_of_several_the_same_are_found_as_one_by_one(several: list[str], text: str) -> None:
-    found = [expression for expression in dict.fromkeys(several) if re.search(expression, text)]
-    assert list(Expressions(several).found_in(text)) == found
-    assert Expressions(several).is_any_in(text) is bool(found)
-
-
 # --- none of them can stop a load ----------------------------------------------------------------------------------
 
 SLOW = ["(a+)+$", "(a|a)+$", "(a|aa)+$", "(.*a){20}b", r"^(([a-z])+.)+[A-Z]([a-z])+$", "(?:a?){30}a{30}"]
@@ -99,9 +90,6 @@ FIELDS: dict[str, Callable[[str], Patcher]] = {
     "new_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, new_weights=text, dropped_weights="aa!"),
     "dropped_weights": lambda text: Patcher({"LlamaMLP": MyMLP}, dropped_weights=[text, "aa!"]),
     "conversions": lambda text: Patcher(extra_weight_conversions=WeightRenaming(text, "other")),
-    "conversions of data": lambda text: data(
-        extra_weight_conversions=[{"type": "WeightRenaming", "source_patterns": [text], "target_patterns": ["other"]}]
-    ),
     "dropped_weights of data": lambda text: data(
         class_mapping={"LlamaMLP": f"{__name__}:MyMLP"}, dropped_weights=[text, "aa!"]
     ),
@@ -218,24 +206,24 @@ def test_what_nobody_could_compile_is_refused(expression: str, message: str) -> 
             make()
 
 
-#: Ten thousand of everything that a patcher may have many of, in forms that are and aren't searched at once.
+#: As many of everything as a patcher may have, in forms that are and aren't searched at once.
 MANY = 10_000
 CROWDS: dict[str, Callable[[], Patcher]] = {
     "names": lambda: Patcher({f"Nope{i}": MyMLP for i in range(MANY)}, strict=False),
-    "class expressions": lambda: Patcher({f"^Nope{i}$": MyMLP for i in range(MANY)}, strict=False),
-    "grouped": lambda: Patcher({rf"Nope{i}(Foo|Bar)+\d*": MyMLP for i in range(MANY)}, strict=False),
+    "class expressions": lambda: Patcher({f"^Nope{i}$": MyMLP for i in range(250)}, strict=False),
+    "grouped": lambda: Patcher({rf"Nope{i}(Foo|Bar)+\d*": MyMLP for i in range(250)}, strict=False),
     "strict names": lambda: Patcher({f"Nope{i}": MyMLP for i in range(MANY)}),
-    "filters": lambda: Patcher({}, [f"^nope{i}" for i in range(MANY)], strict=False),
+    "filters": lambda: Patcher({}, [f"^nope{i}" for i in range(250)], strict=False),
     "new and dropped": lambda: Patcher(
         {"LlamaMLP": MyMLP},
-        new_weights=[rf"\.{i}\.nope$" for i in range(MANY)],
-        dropped_weights=["aa!", *(rf"\.{i}\.nope\d*$" for i in range(MANY))],
+        new_weights=[rf"\.{i}\.nope$" for i in range(250)],
+        dropped_weights=["aa!", *(rf"\.{i}\.nope\d*$" for i in range(249))],
     ),
 }
 
 
 @pytest.mark.parametrize("crowd", sampled(CROWDS, {"names", "grouped"}))
-def test_ten_thousand_are_loaded_in_about_a_second(crowd: str, folder: Path) -> None:
+def test_as_many_as_there_may_be_are_loaded_in_seconds(crowd: str, folder: Path) -> None:
     LlamaForCausalLM.from_pretrained(folder)
     before = time.process_time()
     asked, messages = CROWDS[crowd](), []
@@ -243,13 +231,28 @@ def test_ten_thousand_are_loaded_in_about_a_second(crowd: str, folder: Path) -> 
         with warnings.catch_warnings(), contextlib.suppress(UnmatchedPatchError):
             warnings.simplefilter("ignore", patcher.PatcherWarning)
             messages += getattr(do(), "problems", ())
-    assert time.process_time() - before < 5  # 1 measured, 90 before, and hours where each was compiled again
+    assert time.process_time() - before < 5
     assert all("and others" in message and len(message) < 10_000 for message in messages)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda texts: Patcher(dict.fromkeys(texts, MyMLP)),
+        lambda texts: Patcher(filtered_weight_conversion_patterns=texts),
+        lambda texts: Patcher({"LlamaMLP": MyMLP}, new_weights=texts),
+        lambda texts: data(dropped_weights=texts),
+    ],
+)
+def test_more_expressions_than_can_be_searched_are_refused(make: Callable[[list[str]], Patcher]) -> None:
+    make([f"^Nope{i}$" for i in range(250)])
+    with pytest.raises(InvalidPatcherError, match=r"251 expressions are too many, at most 250 are searched; fold"):
+        make([f"^Nope{i}$" for i in range(251)])
 
 
 def test_ten_thousand_keys_of_a_checkpoint_are_planned_in_about_a_second() -> None:
     keys = {f"model.layers.{i % 2}.mlp.extra{i}.weight": (4,) for i in range(MANY)}
-    asked = Patcher({"LlamaMLP": MyMLP}, dropped_weights=[rf"\.extra{i}\." for i in range(0, MANY, 2)])
+    asked = Patcher({"LlamaMLP": MyMLP}, dropped_weights=[rf"\.extra\d*{i}\." for i in range(0, 10, 2)])
     before = time.process_time()
     planned = patcher.plan(tiny_llama_config(), asked, model_class=LlamaForCausalLM, checkpoint=keys)
     assert len(planned.dropped_weights) == MANY / 2

@@ -119,6 +119,10 @@ def test_nothing_is_checked_strictly(llama: Path) -> None:
         ({3: MyMLP}, TypeError, "A key must be the name of a class or an expression, got int"),
         ([("LlamaMLP", MyMLP)], TypeError, "must map class names to classes, got list"),
         ({"Llama(MLP": MyMLP}, ValueError, r"'Llama\(MLP' is no regular expression"),
+        ({"": MyMLP}, ValueError, "a key is the name of a class, or an expression, found ''"),
+        ({"(a{999}){999}": MyMLP}, ValueError, "the expression repeats more than 1,000 times"),
+        ({"a{99999999999999999999}": MyMLP}, ValueError, "the expression is too large to be compiled"),
+        ({"LlamaMLP": type("M", (MyMLP,), {"conversion_mapping": [3]})}, ValueError, "3 .int. is no weight transform"),
     ],
 )
 def test_errors_are_clear_and_register_nothing(mapping: object, error: type[Exception], text: str) -> None:
@@ -141,6 +145,8 @@ def test_unregistering_what_is_not_there_changes_nothing() -> None:
     register_patch_mapping({"LlamaMLP": MyMLP})
     with pytest.raises(ValueError, match=r"'LlamaMPL' was not found in .* Did you mean 'LlamaMLP'\?"):
         unregister_patch_mapping(["LlamaMLP", "LlamaMPL"])
+    with pytest.raises(ValueError, match="'3' was not found"):
+        unregister_patch_mapping([3])  # type: ignore[list-item]
     assert get_patch_mapping() == {"LlamaMLP": MyMLP}
 
 

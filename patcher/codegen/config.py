@@ -6,9 +6,7 @@ says it; the rest when the file is generated.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -22,8 +20,7 @@ from patcher.codegen.spec import (
     check_description,
     check_target,
 )
-from patcher.errors import CodegenError, PatcherError
-from patcher.source.importing import after_imports_of
+from patcher.errors import CodegenError
 from patcher.source.reading import Location, Source, caller, note_decorator, read_source, stands_as_decorator
 
 if TYPE_CHECKING:
@@ -36,24 +33,6 @@ T = TypeVar("T")
 NameMap = Mapping[str, str] | None
 
 # What works on classes is imported where it is called: describing and generating need neither torch nor transformers.
-
-
-def _installed() -> bool:
-    """Teach loads the argument `patcher=`, if there are models: in `Model.from_pretrained(..., patcher=
-    config.to_patcher())` the method is looked up before the patcher is made. Where it can't be taught,
-    `to_patcher()` says why."""
-    if "transformers.modeling_utils" not in sys.modules:
-        return False
-    try:
-        from patcher.integrations import install
-    except ImportError:  # of modules that are being imported
-        return False
-    with contextlib.suppress(PatcherError):
-        install()
-    return True
-
-
-after_imports_of("modeling files", lambda name: ".modeling_" in name and name.startswith("transformers."), _installed)
 
 
 class PatchConfig(PatchSpec):

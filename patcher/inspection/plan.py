@@ -14,7 +14,7 @@ from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
 from patcher.checkpoints.model_classes import PLACES, config_of, model_class_of
 from patcher.checkpoints.weight_files import VARIANT
 from patcher.compat.conversions import stock_revert, with_model_prefix
-from patcher.compat.models import named_modules
+from patcher.compat.models import named_modules, state_tensors
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.in_force import in_force_for
 from patcher.display.parts import Cell, Notes, Part, Table
@@ -24,6 +24,7 @@ from patcher.errors import InvalidPatcherError, PatchConflictError, PatcherError
 from patcher.fusions.config import with_fusion_names
 from patcher.inspection.parts import converted_by_layouts, counted, patched_parts, rows_of_classes, tree_of
 from patcher.inspection.signatures import misfits
+from patcher.inspection.unseen import Unseen, table_of, unseen
 from patcher.integrations import install
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
@@ -61,6 +62,7 @@ class Plan(Shown):
         wrong_shape: (parameter, found, expected).
         new_weights: those of the missing that the patcher declares as new.
         dropped_weights: those of the left over that the patcher declares as dropped.
+        unseen: (what, parameters) of what fits by its shape, and may be in another order all the same.
         unknown_shapes: how many keys were planned by name alone, because nobody said their shapes.
         misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
         problems: what the load would raise, word for word, the first error first; and each misfit.
@@ -84,6 +86,7 @@ class Plan(Shown):
     wrong_shape: tuple[tuple[str, str, str], ...] = ()
     new_weights: tuple[str, ...] = ()
     dropped_weights: tuple[str, ...] = ()
+    unseen: Unseen = ()
     unknown_shapes: int = 0
     misfits: tuple[tuple[str, str, str, str], ...] = ()
     problems: tuple[str, ...] = ()
@@ -94,6 +97,9 @@ class Plan(Shown):
     def ok(self) -> bool:
         """Whether the load would go through, and what is replaced can be called as it is."""
         return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON."""
@@ -117,6 +123,7 @@ class Plan(Shown):
         used = [("added", text, ", ".join(keys) or "-") for text, keys in self.conversions_added]
         used += [("kept", text, ", ".join(keys)) for text, keys in self.conversions_kept]
         yield from patched_parts(self, "takes", used)
+        yield table_of(self.unseen)
         yield Table(
             "Checkpoint",
             ("checkpoint keys", "parameters"),
@@ -207,6 +214,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         **fields,
         checkpoint=headers.where if headers is not None else "",
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
+        unseen=_unseen(load, tensors, built),
         **_judgement(load, error, fields["misfits"], any_size=bool(options.get("ignore_mismatched_sizes"))),
         tree=tree_of(built, fields, _weights_of_modules(load, fields)),
     )
@@ -296,6 +304,17 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
         "dropped_weights": load.record.dropped_weights,
         "unknown_shapes": sum(key in unknown for route in routing.routes for key in route.keys),
     }
+
+
+def _unseen(load: Request | None, tensors: Mapping[str, Any], model: PreTrainedModel) -> Unseen:
+    if not isinstance(load, Loaded):
+        return ()
+    return unseen(
+        load.routing.routes,
+        replaced=load.record.classes_of_replaced(),
+        tensors=tensors,
+        parameters=state_tensors(model),
+    )
 
 
 def _weights_of_modules(load: Request | None, fields: Mapping[str, Any]) -> Iterator[Weights]:

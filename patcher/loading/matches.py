@@ -111,7 +111,8 @@ def _unmatched_classes(entry: InForce, matched: Matched) -> Iterator[str]:
     for group in patcher.alternatives:
         if not keys.intersection(group):
             yield (
-                f"class_mapping: no class of the model matches any of {', '.join(map(repr, group))}; "
+                f"class_mapping: no class of the model matches {'any of ' if len(group) > 1 else ''}"
+                f"{', '.join(map(repr, group))}; "
                 f"{_suggest(group[0], matched.classes, 'classes')}"
             )
     for key in patcher.class_mapping:

@@ -16,8 +16,13 @@ _executed: set[str] = set()
 
 def is_imported(name: str) -> bool:
     """Whether a module is there, and all of it."""
-    module = sys.modules.get(name)
-    return module is not None and (name in _executed or not getattr(module.__spec__, "_initializing", False))
+    return sys.modules.get(name) is not None and not is_being_imported(name)
+
+
+def is_being_imported(name: str) -> bool:
+    """Whether a module is there in part."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return name not in _executed and bool(getattr(spec, "_initializing", False))
 
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:

@@ -1,1 +1,1 @@
-"""The value: what to change in a model. Normalised, validated, combined, compared and said as data."""
+"""The value: what to change in a model. Normalised, validated, combined, compared and written as data."""

@@ -20,6 +20,8 @@ from torch import nn
 from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
 from patcher.source.canonical import canonical
+from patcher.source.reading import Definition
+from patcher.source.scopes import bound_by, top_level
 from patcher.spec.patcher import Patcher
 
 
@@ -66,18 +68,10 @@ def _fingerprint_in(file: tuple[str, int, int], name: str) -> str:
 def _definitions(file: tuple[str, int, int]) -> dict[str, list[ast.AST]]:
     """The functions, classes and assignments of a file by name, those under a top-level `if` or `try` included."""
     found: dict[str, list[ast.AST]] = {}
-    wanted: list[ast.AST] = [ast.parse(Path(file[0]).read_text(encoding="utf-8"))]
-    while wanted:
-        for node in ast.iter_child_nodes(wanted.pop()):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
-                for name in names:
-                    found.setdefault(name, []).append(node)
-            elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
-                wanted.append(node)
+    for node in top_level(ast.parse(Path(file[0]).read_text(encoding="utf-8")).body):
+        if isinstance(node, (Definition, ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            for name in bound_by(node):
+                found.setdefault(name, []).append(node)
     return found
 
 
@@ -96,12 +90,8 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
     Raises:
         PresetDriftError: with the names of what changed.
     """
-    if patcher.fingerprints:
-        home = model_class.__module__ if model_class is not None else None
-        pinned: list[tuple[str, Any]] = [
-            (cls.__name__, cls) for cls in _pinned_classes(patcher, home) if home is None or cls.__module__ == home
-        ]
-        _check_fingerprints(patcher, [*pinned, *_pinned_functions(patcher, [home] if home is not None else ())])
+    homes = filter(is_modeling_module, list(sys.modules)) if model_class is None else [model_class.__module__]
+    _check_fingerprints(patcher, _pinned(patcher, homes))
     installed = transformers.__version__
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
         warn(
@@ -125,14 +115,14 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
     """
     if not patcher.fingerprints:
         return
-    known = _pinned_classes(patcher, home)
-    bases = {base for cls in classes for base in cls.__mro__}
-    functions = _pinned_functions(patcher, {home, *(base.__module__ for base in bases)})
+    bases = {base.__module__ for cls in classes for base in cls.__mro__}
+    pinned = _pinned(patcher, {home, *filter(is_modeling_module, bases)})
     gone: set[str] = set()
     if all_there:
-        gone = set(patcher.fingerprints) - {cls.__name__ for cls in known} - {name for name, _ in functions}
-        gone = gone and gone - {name for name, _ in homes_of(gone)}
-    _check_fingerprints(patcher, [*((cls.__name__, cls) for cls in known if cls in bases), *functions], gone)
+        gone = set(patcher.fingerprints) - {name for name, _ in pinned}
+        gone -= {cls.__name__ for cls in module_subclasses(gone.__contains__)}
+        gone -= {name for name, _ in homes_of(gone)}
+    _check_fingerprints(patcher, pinned, gone)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -154,25 +144,20 @@ def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def _pinned_classes(patcher: Patcher, home: str | None) -> list[type[nn.Module]]:
-    """The classes of modeling code that have a name to which the patcher is pinned."""
-    return [
-        cls
-        for cls in module_subclasses(patcher.fingerprints.__contains__)
-        if (cls.__module__ == home or is_modeling_module(cls.__module__)) and not _is_made_in_memory(cls)
-    ]
+def _pinned(patcher: Patcher, homes: Iterable[str]) -> list[tuple[str, Any]]:
+    """(pin, class or function) of what modules have by a name to which the patcher is pinned.
 
-
-def _pinned_functions(patcher: Patcher, homes: Iterable[str]) -> list[tuple[str, Any]]:
-    """(pin, function) of the functions that modules of a model have by a name to which the patcher is pinned."""
+    Args:
+        homes: the modules. What was made in memory, as code generation does, isn't installed code that can drift.
+    """
     found: dict[tuple[str, int], tuple[str, Any]] = {}
-    for home in sorted(homes):
-        if home not in sys.modules or home.partition(".")[0] in ("torch", "builtins"):
-            continue
-        for key in patcher.fingerprints:
+    for home in homes if patcher.fingerprints else ():
+        names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
+        for key in patcher.fingerprints if Path(names.get("__file__") or "").is_file() else ():
             module, _, name = key.rpartition(":")
-            value = vars(sys.modules[home]).get(name)
-            if isinstance(value, FunctionType) and module in ("", home, value.__module__):
+            value = names.get(name)
+            is_class = isinstance(value, type) and value.__module__ == home and not module
+            if is_class or (isinstance(value, FunctionType) and module in ("", home, value.__module__)):
                 found.setdefault((key, id(value)), (key, value))
     return list(found.values())
 
@@ -206,11 +191,3 @@ def _check_fingerprints(patcher: Patcher, pinned: Iterable[tuple[str, Any]], gon
             "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: "
             "patcher.replace(fingerprints={...})."
         )
-
-
-def _is_made_in_memory(cls: type[nn.Module]) -> bool:
-    """Whether a class comes from no file, as one that code generation has run: it is no installed code to drift."""
-    try:
-        return not Path(inspect.getfile(cls)).exists()
-    except (OSError, TypeError):
-        return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from types import FunctionType, MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from torch import nn
@@ -28,52 +27,47 @@ if TYPE_CHECKING:
 
     from patcher.resolution.resolution import Resolution
 
-Given = TypeVar("Given")
-Kept = TypeVar("Kept")
-
-
-class Converted(Generic[Given, Kept]):
-    """A field of a frozen dataclass that takes one type and keeps another.
-
-    Args:
-        convert: from the name of the field and what was given to what is kept.
-        default: what is given where nothing is.
-        read: from what is kept to what a reader gets; the same without it.
-    """
-
-    def __init__(
-        self, convert: Callable[[str, Any], Kept], *, default: Any = (), read: Callable[[Kept], Kept] | None = None
-    ) -> None:
-        self.convert, self.default, self.read = convert, default, read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: object | None, owner: type) -> Kept:
-        if instance is None:  # where a dataclass looks for the default
-            return self.default  # type: ignore[no-any-return]
-        value: Kept = vars(instance)[self.name]
-        return value if self.read is None else self.read(value)
-
-    def __set__(self, instance: object, value: Given) -> None:
-        vars(instance)[self.name] = self.convert(self.name, value)
-
-
-class _Empty(dict[str, Any]):
-    """No entries, as a default: dataclasses take only what has a hash."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return 0
-
-
-#: The fields that map what is replaced to what takes its place.
+Init = TypeVar("Init", bound=Callable[..., None])
+#: The parameters that map what is replaced to what takes its place.
 MODULE_MAPPINGS = ("class_mapping", "module_mapping")
 MAPPINGS = (*MODULE_MAPPINGS, "function_mapping")
 
-Expressions = Converted[str | Iterable[str], tuple[str, ...]]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+#: What each argument is checked by, and made into what is kept of it.
+_KEPT: dict[str, Callable[[str, Any], Any]] = {
+    "class_mapping": arguments.class_mapping,
+    "filtered_weight_conversion_patterns": arguments.expressions,
+    "extra_weight_conversions": arguments.transforms,
+    "module_mapping": arguments.module_mapping,
+    "function_mapping": arguments.function_mapping,
+    "fusions": arguments.fusions,
+    "new_weights": arguments.expressions,
+    "dropped_weights": arguments.expressions,
+    "strict": arguments.typed(bool),
+    "name": arguments.typed(str),
+    "transformers": arguments.specifier,
+    "fingerprints": arguments.fingerprints,
+    "alternatives": arguments.groups,
+}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+def _check_parameters(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in _KEPT:
+            close = nearest(name, _KEPT)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(_KEPT)}."
+            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+
+
+def _naming_its_parameters(init: Init) -> Init:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        _check_parameters(kwargs)
+        init(self, *args, **kwargs)
+
+    return __init__  # type: ignore[return-value]
+
+
 class Patcher:
     r"""What to change in a model for one load: an immutable value.
 
@@ -115,7 +109,8 @@ class Patcher:
         dropped_weights: expressions; checkpoint tensors under replaced modules that may stay unused. Each is found in
             a key of the checkpoint, where one in the original layout is read, or the load raises.
         alternatives: groups of class keys of which a model needs to have only one, such as the names of one class in
-            several architectures. Every key outside of them must match a class.
+            several architectures. Every key outside of them must match a class, and so must a key that is a group by
+            itself: `a | b` has one for what `a` requires and `b` has among others.
         strict: raise when a load doesn't do what is said here; otherwise warn.
 
     *Pins, and a name*
@@ -132,59 +127,68 @@ class Patcher:
             different replacements.
     """
 
-    class_mapping: Converted[Mapping[str, type[nn.Module]], Mapping[str, type[nn.Module]]] = Converted(
-        arguments.class_mapping, default=_Empty()
-    )
-    filtered_weight_conversion_patterns: Expressions = Converted(arguments.expressions)
-    extra_weight_conversions: Converted[WeightTransform | Iterable[WeightTransform], tuple[WeightTransform, ...]] = (
-        # Copies: a transform that somebody runs collects tensors, and this value must not.
-        Converted(arguments.transforms, read=lambda transforms: tuple(map(copy_transform, transforms)))
-    )
-    _: KW_ONLY
-    module_mapping: Converted[Mapping[str, type[nn.Module]], Mapping[str, type[nn.Module]]] = Converted(
-        arguments.module_mapping, default=_Empty()
-    )
-    function_mapping: Converted[Mapping[str, Callable[..., Any]], Mapping[str, Callable[..., Any]]] = Converted(
-        arguments.function_mapping, default=_Empty()
-    )
-    fusions: Converted[str | Fusion | Iterable[str | Fusion], tuple[str | Fusion, ...]] = Converted(arguments.fusions)
-    new_weights: Expressions = Converted(arguments.expressions)
-    dropped_weights: Expressions = Converted(arguments.expressions)
-    strict: Converted[bool, bool] = Converted(arguments.typed(bool), default=True)
-    name: Converted[str, str] = Converted(arguments.typed(str), default="")
-    transformers: Converted[str, str] = Converted(arguments.specifier, default="")
-    fingerprints: Converted[Mapping[str, str | Iterable[str]], Mapping[str, tuple[str, ...]]] = Converted(
-        arguments.fingerprints, default=_Empty()
-    )
-    alternatives: Converted[Iterable[Iterable[str]], tuple[tuple[str, ...], ...]] = Converted(arguments.groups)
+    class_mapping: Mapping[str, type[nn.Module]]
+    module_mapping: Mapping[str, type[nn.Module]]
+    function_mapping: Mapping[str, Callable[..., Any]]
+    filtered_weight_conversion_patterns: tuple[str, ...]
+    fusions: tuple[str | Fusion, ...]
+    new_weights: tuple[str, ...]
+    dropped_weights: tuple[str, ...]
+    strict: bool
+    name: str
+    transformers: str
+    fingerprints: Mapping[str, tuple[str, ...]]
+    alternatives: tuple[tuple[str, ...], ...]
 
-    def __post_init__(self) -> None:
-        arguments.check_groups(self.alternatives, self.class_mapping)
+    @_naming_its_parameters
+    def __init__(
+        self,
+        class_mapping: Mapping[str, type[nn.Module]] = _NOTHING,
+        filtered_weight_conversion_patterns: str | Iterable[str] = (),
+        extra_weight_conversions: WeightTransform | Iterable[WeightTransform] = (),
+        *,
+        module_mapping: Mapping[str, type[nn.Module]] = _NOTHING,
+        function_mapping: Mapping[str, Callable[..., Any]] = _NOTHING,
+        fusions: str | Fusion | Iterable[str | Fusion] = (),
+        new_weights: str | Iterable[str] = (),
+        dropped_weights: str | Iterable[str] = (),
+        strict: bool = True,
+        name: str = "",
+        transformers: str = "",
+        fingerprints: Mapping[str, str | Iterable[str]] = _NOTHING,
+        alternatives: Iterable[Iterable[str]] = (),
+    ) -> None:
+        given = locals()
+        vars(self).update({name: keep(name, given[name]) for name, keep in _KEPT.items()})
+        vars(self)["alternatives"] = arguments.groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
-        key = (
-            frozenset(self.class_mapping.items()),
-            frozenset(self.module_mapping.items()),
-            frozenset(self.function_mapping.items()),
-            self.filtered_weight_conversion_patterns,
-            tuple(map(identity, self.extra_weight_conversions)),
-            self.fusions,
-            self.new_weights,
-            self.dropped_weights,
-            self.strict,
-            self.name,
-            SpecifierSet(self.transformers),
-            frozenset(self.fingerprints.items()),
-            frozenset(self.alternatives),
-        )
+        key = tuple(_comparable(name, value) for name, value in vars(self).items())
         # At once: a cache that is filled later takes a lock, which a fork may inherit.
         vars(self).update(_key=key, _hash=hash(key))
+
+    @property
+    def extra_weight_conversions(self) -> tuple[WeightTransform, ...]:
+        """Copies: a transform that somebody runs collects tensors, and this value must not."""
+        return tuple(map(copy_transform, vars(self)["extra_weight_conversions"]))
 
     def __eq__(self, other: object) -> bool:
         return bool(vars(self)["_key"] == vars(other)["_key"]) if isinstance(other, Patcher) else NotImplemented
 
     def __hash__(self) -> int:
         return int(vars(self)["_hash"])
+
+    def __setattr__(self, name: str, value: object = None) -> NoReturn:
+        raise NoSuchNameError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
+
+    __delattr__ = __setattr__
+
+    @property
+    def __enter__(self) -> NoReturn:
+        """`with` looks for it before anything else. A Patcher isn't a context manager."""
+        raise NoSuchNameError("a Patcher is no block by itself; write `with patcher.applied():`.")
+
+    __aenter__ = __enter__
 
     def __copy__(self) -> Patcher:
         return self
@@ -200,8 +204,13 @@ class Patcher:
 
     def _given(self) -> dict[str, Any]:
         """The arguments that aren't the default."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        values = ((name, getattr(self, name), parameter.default) for name, parameter in _PARAMETERS.items())
+        return {name: value for name, value, default in values if value != default}
+
+    def _required(self) -> list[str]:
+        """The class keys that a model must have, whatever else it has."""
+        grouped = {key for group in self.alternatives for key in group}
+        return [key for key in self.class_mapping if key not in grouped or (key,) in self.alternatives]
 
     def __repr__(self) -> str:
         return f"Patcher({', '.join(f'{name}={_argument_repr(value)}' for name, value in self._given().items())})"
@@ -216,7 +225,7 @@ class Patcher:
             InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
         """
         _check_parameters(changes)
-        return dataclasses.replace(self, **changes)
+        return Patcher(**{**self._given(), **changes})
 
     def __or__(self, other: Patcher) -> Patcher:
         """Both patchers in one.
@@ -241,8 +250,10 @@ class Patcher:
                 )
         names = dict.fromkeys((*self.fingerprints, *other.fingerprints))
         joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
-        for name in (each.name for each in dataclasses.fields(self) if each.default == ()):
+        for name in (name for name, parameter in _PARAMETERS.items() if parameter.default == ()):
             joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
+        # What one requires a group of the other doesn't excuse.
+        joined["alternatives"] += tuple((key,) for each in (self, other) for key in each._required())
         return Patcher(
             **joined,
             strict=self.strict or other.strict,
@@ -282,8 +293,8 @@ class Patcher:
         Classes and functions are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
 
         Raises:
-            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, a
-                conversion that isn't made of transformers' own operations.
+            InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
+                a conversion, which a class may carry instead.
         """
         return serializing.to_dict(self._given())
 
@@ -304,7 +315,6 @@ class Patcher:
         Raises:
             InvalidPatcherError: a schema, key, name or type that isn't known, or a class or function that isn't
                 allowed.
-            PatchConflictError: two conversions take the same tensors.
         """
         return serializing.from_dict(cls, data, allowed)
 
@@ -375,39 +385,18 @@ class Patcher:
         return resolve(self, model_class, config)
 
 
-def _check_parameters(given: Iterable[str]) -> None:
-    known = [field.name for field in dataclasses.fields(Patcher)]
-    for name in given:
-        if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
-            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
+def _comparable(name: str, value: Any) -> Any:
+    """What decides whether two patchers have the same value of a parameter."""
+    if name == "transformers":
+        return SpecifierSet(value)
+    if name == "extra_weight_conversions":
+        return tuple(map(identity, value))
+    if name == "alternatives":
+        return frozenset(value)
+    return frozenset(value.items()) if isinstance(value, Mapping) else value
 
 
-def _immutable(self: Patcher, name: str, value: object = None) -> NoReturn:
-    raise NoSuchNameError(f"a Patcher is immutable; use patcher.replace({name}=...) for a changed copy")
-
-
-def _naming_its_parameters(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: Patcher, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _check_parameters(kwargs)
-        init(self, *args, **kwargs)
-
-    return __init__
-
-
-class _NoBlock:
-    """`with` asks for this before anything else. A Patcher stays what it is: no context manager."""
-
-    def __get__(self, instance: object | None, owner: type) -> NoReturn:
-        raise NoSuchNameError("a Patcher is no block by itself; write `with patcher.applied():`.")
-
-
-# In place of the dataclass' own, which don't say what to do instead.
-Patcher.__setattr__ = Patcher.__delattr__ = _immutable  # type: ignore[method-assign, assignment]
-Patcher.__init__ = _naming_its_parameters(Patcher.__init__)  # type: ignore[method-assign]
-Patcher.__enter__ = Patcher.__aenter__ = _NoBlock()  # type: ignore[attr-defined]
+_PARAMETERS = inspect.signature(Patcher).parameters
 
 
 def _argument_repr(value: Any) -> str:

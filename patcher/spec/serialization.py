@@ -4,16 +4,15 @@
 {"schema": 1, "fusions": ["qkv"], "new_weights": ["adapter"]}
 ```
 
-What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions and operations come
-from tables, classes from an allow-list that the caller gives, and everything else must be of the one type that belongs
-there, and of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are
-compiled there, and searched only when the patcher is used.
+What is read may come from anyone. So nothing in it is ever looked up by what it says: fusions come from a table,
+classes from an allow-list that the caller gives, and everything else must be of the one type that belongs there, and
+of limited size. What the constructor of `Patcher` validates is validated there only. Expressions are compiled there,
+and searched only when the patcher is used. Conversions are code: a class that is named may carry them.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 import reprlib
 import sys
 import types
@@ -22,15 +21,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from torch import nn
-from transformers import core_model_loading
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
+from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import source_patterns, target_patterns
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
-from patcher.layouts.transforms import describe, identity
+from patcher.layouts.transforms import describe
 from patcher.patterns import nearest
 
 #: Raised by one when a dict that is written now would be misread by the release before.
@@ -40,11 +36,10 @@ SCHEMA = 1
 _LONGEST_TEXT = 10_000
 _MOST_ITEMS = 10_000
 
-#: What belongs to each key: the types of JSON, nested as they are. `_transform` and `_fusion` look into the objects.
+#: What belongs to each key: the types of JSON, nested as they are. `_fusion` looks into the objects.
 _TYPES: dict[str, Any] = {
     "name": str,
     "filtered_weight_conversion_patterns": list[str],
-    "extra_weight_conversions": list[dict[str, Any]],
     "fusions": list[Any],
     "new_weights": list[str],
     "dropped_weights": list[str],
@@ -56,25 +51,12 @@ _TYPES: dict[str, Any] = {
     "module_mapping": dict[str, str],
     "function_mapping": dict[str, str],
 }
-#: What stands in for what a mapping names, until all else has been found right.
-_STAND_INS: dict[str, Any] = {"class_mapping": nn.Module, "module_mapping": nn.Module, "function_mapping": repr}
-_RENAMING: dict[str, Any] = dict.fromkeys(("type", "scope_prefix", "base_model_prefix"), str)
-_RENAMING |= dict.fromkeys(("source_patterns", "target_patterns"), list[str])
-_CONVERTER = _RENAMING | {"operations": list[dict[str, Any]], "force_cpu": bool}
-_KINDS: dict[str, tuple[type[WeightTransform], dict[str, Any]]] = {
-    "WeightRenaming": (WeightRenaming, _RENAMING),
-    "WeightConverter": (WeightConverter, _CONVERTER),
-}
-#: The operations that transformers itself offers for conversions.
-_OPERATIONS: dict[str, type[ConversionOps]] = {
-    name: value
-    for name, value in sorted(vars(core_model_loading).items())
-    if isinstance(value, type)
-    and issubclass(value, ConversionOps)
-    and value is not ConversionOps
-    and value.__module__ == core_model_loading.__name__
-    and not name.startswith("_")
-}
+_NO_CONVERSIONS = (
+    "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
+    "pickle the patcher."
+)
+#: What maps to names of classes and functions.
+_NAMING = ("class_mapping", "module_mapping", "function_mapping")
 _What = TypeVar("_What")
 
 
@@ -95,7 +77,7 @@ def _data(field: str, value: Any) -> Any:
     if isinstance(value, Fusion):
         return _fusion_data(field, value)
     if isinstance(value, WeightTransform):
-        return _transform_data(field, value)
+        raise InvalidPatcherError(f"{field}: {describe(value)} {_NO_CONVERSIONS}")
     return _reference(field, value) if callable(value) else value
 
 
@@ -107,7 +89,7 @@ def _reference(field: str, named: Any) -> str:
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     if found is not named:
         raise InvalidPatcherError(
-            f"{field}: {module}:{name} can't be said as data, because an import doesn't find it there: it was "
+            f"{field}: {module}:{name} can't be written as data, because an import doesn't find it there: it was "
             f"made in a notebook, a script or a function, or its name means something else by now. Put it into "
             "a module of its own, or pickle the patcher."
         )
@@ -120,31 +102,8 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
         if _fusion(field, data) == fusion:
             return data
     raise InvalidPatcherError(
-        f"{field}: {fusion!r} can't be said as data, it is no family that has a name ({', '.join(FAMILIES)}). "
+        f"{field}: {fusion!r} can't be written as data, it is no family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."
-    )
-
-
-def _transform_data(field: str, transform: WeightTransform) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "type": type(transform).__name__,
-        "source_patterns": source_patterns(transform),
-        "target_patterns": target_patterns(transform),
-    }
-    for name in ("scope_prefix", "base_model_prefix"):
-        if getattr(transform, name) is not None:
-            data[name] = getattr(transform, name)
-    if isinstance(transform, WeightConverter):
-        data["operations"] = [{"type": type(item).__name__} | _attributes(item) for item in transform.operations]
-        if transform.force_cpu:
-            data["force_cpu"] = True
-    with suppress(InvalidPatcherError):
-        if identity(_transform(field, data)) == identity(transform):
-            return data
-    raise InvalidPatcherError(
-        f"{field}: {describe(transform)} can't be said as data: it must be a WeightRenaming or a "
-        f"WeightConverter with transformers' own operations ({', '.join(_OPERATIONS)}), found a "
-        f"{type(transform).__name__}. Pickle the patcher, or take the conversion out and pass it in code."
     )
 
 
@@ -168,14 +127,11 @@ def from_dict(
             f"{what}: this release reads schema {SCHEMA}, found {_short(schema)}; "
             "write it with Patcher.to_dict(), or install the release of patcher that wrote it."
         )
+    if "extra_weight_conversions" in given:
+        raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
     permitted, settings = _permitted(allowed), _object(what, given, _TYPES)
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
-    settings["extra_weight_conversions"] = [
-        _transform(f"extra_weight_conversions[{number}]", item)
-        for number, item in enumerate(settings.get("extra_weight_conversions", []))
-    ]
-    # Last, so that nothing is imported for a patcher that is no good anyway.
-    named = {field: settings.pop(field) for field in _STAND_INS if field in settings}
+    named = {field: settings[field] for field in _NAMING if field in settings}
     for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
         if where not in permitted:
             raise InvalidPatcherError(
@@ -183,15 +139,11 @@ def from_dict(
                 f"({', '.join(permitted) or 'it is empty'}). If you trust that code, write "
                 f"Patcher.from_dict(data, allowed=[{_short(where)}])."
             )
-    try:
-        make(**{field: dict.fromkeys(mapping, _STAND_INS[field]) for field, mapping in named.items()}, **settings)
-        found = {
-            field: {key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()}
-            for field, mapping in named.items()
+    for field, mapping in named.items():
+        settings[field] = {
+            key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()
         }
-        return make(**found, **settings)
-    except (RecursionError, OverflowError, MemoryError) as error:  # of an expression
-        raise InvalidPatcherError(f"{what}: an expression in it is too large to be compiled ({error}).") from error
+    return make(**settings)
 
 
 def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:
@@ -242,41 +194,11 @@ def _fusion(field: str, value: Any) -> str | Fusion:
     return fusions_configured(name, options)[0]
 
 
-def _transform(field: str, value: Any) -> WeightTransform:
-    kind, shape = _looked_up(field, _typed(field, value, dict[str, Any]).get("type"), _KINDS)
-    data = _object(field, value, shape)
-    prefixes = {name: data.pop(name) for name in ("scope_prefix", "base_model_prefix") if name in data}
-    if not data.get("source_patterns") or not data.get("target_patterns") or "" in data["source_patterns"]:
-        raise InvalidPatcherError(f"{field}: a conversion needs source_patterns, none of them empty, and a target.")
-    if kind is WeightConverter:
-        data["operations"] = [_operation(f"{field}: operations", item) for item in data.get("operations", [])]
-    del data["type"]
-    try:
-        transform = kind(**data)
-    except (re.error, ValueError, IndexError, ArithmeticError, RecursionError, MemoryError) as error:
-        raise InvalidPatcherError(f"{field}: transformers can't make a {kind.__name__} of it: {error}.") from error
-    for name, prefix in prefixes.items():
-        setattr(transform, name, prefix)
-    return transform
-
-
-def _operation(field: str, value: dict[str, Any]) -> ConversionOps:
-    kind = _looked_up(field, value.get("type"), _OPERATIONS)
-    hints = typing.get_type_hints(vars(kind).get("__init__", object))
-    hints.pop("return", None)
-    settings = _object(f"{field}: {kind.__name__}", value, {"type": str, **hints})
-    del settings["type"]
-    try:
-        return kind(**settings)
-    except TypeError as error:  # one without a default is missing
-        raise InvalidPatcherError(f"{field}: {kind.__name__}: {error}.") from error
-
-
 _NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object with names as keys"}
 
 
 def _typed(field: str, value: Any, hint: Any) -> Any:
-    """A value that is of the type that an annotation says, copied; lists become tuples where it says so."""
+    """A value that is of the type that an annotation says, copied."""
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is Any:
         return value
@@ -284,9 +206,6 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
         for part in inner:
             with suppress(InvalidPatcherError):
                 return _typed(field, value, part)
-    elif kind is tuple:
-        if isinstance(value, list) and len(value) == len(inner):
-            return tuple(_typed(field, item, part) for item, part in zip(value, inner, strict=True))
     elif type(value) is kind or (kind in _NAMES and isinstance(value, kind)):
         most = _LONGEST_TEXT if kind is str else _MOST_ITEMS
         if kind in _NAMES and len(value) > most:
@@ -308,12 +227,6 @@ def _object(field: str, value: Any, shape: Mapping[str, Any]) -> dict[str, Any]:
     for key in (key for key in data if key not in shape):
         raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {_hint(key, shape, 'known: ')}")
     return {key: _typed(f"{field}: {key}", item, shape[key]) for key, item in data.items()}
-
-
-def _looked_up(field: str, name: Any, table: Mapping[str, _What]) -> _What:
-    if _typed(field, name, str) not in table:
-        raise InvalidPatcherError(f"{field}: {_short(name)} is not known; {_hint(name, table, 'Known: ')}")
-    return table[name]
 
 
 def _hint(name: str, known: Iterable[str], prefix: str) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,9 +14,9 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, source_patterns
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.expressions import checked_expression
+from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import FAMILIES, shortest
+from patcher.fusions.families import shortest
 from patcher.layouts.transforms import describe, identity
 from patcher.patterns import ROOT, check_path, is_expression, nearest
 
@@ -42,6 +42,7 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
         if is_expression(key):
             checked_expression(f"{field} key {key!r}", key)
         _check_replacement(f"{field}[{key!r}]", cls)
+    check_number(field, list(filter(is_expression, mapping)))
     return MappingProxyType(dict(mapping))
 
 
@@ -117,13 +118,6 @@ def _class_instead(value: Any) -> str:
         return f"write the class itself, {type(value).__name__}, not an object"
     if isinstance(value, str):
         return "write the class itself, not its name"
-    if isinstance(value, functools.partial) and isinstance(value.func, type):
-        base, given = value.func.__name__, [*map(repr, value.args), "*args"]
-        passed = ", ".join([*given, *(f"{name}={item!r}" for name, item in value.keywords.items())])
-        return (
-            f"write a subclass: class Own{base}({base}): "
-            f"__init__ = lambda self, *args: {base}.__init__(self, {passed})"
-        )
     if callable(value):
         name = getattr(value, "__name__", "make")
         return (
@@ -148,31 +142,23 @@ def not_a_patcher(call: str, value: Any) -> InvalidPatcherError:
 
 def _meant(value: Any) -> str:
     """The patcher that was probably meant by something else, "" if that can't be told."""
-    if isinstance(value, str):
-        if value in FAMILIES:
-            return f"Patcher(fusions={value!r})"
-        return f"presets.{value}" if value.isidentifier() and value.isupper() else ""
+    if isinstance(value, str) and value.isidentifier() and value.isupper():
+        return f"presets.{value}"
     if isinstance(value, type):
         if issubclass(value, nn.Module):
             replaced = [base.__name__ for base in value.__mro__[1:] if base.__module__.startswith("transformers.")]
             return f"Patcher({{{(replaced or ['LlamaMLP'])[0]!r}: {value.__name__}}})"
-        if issubclass(value, Fusion):
-            return f"Patcher(fusions={value.__name__}())"
-        return 'Patcher(fusions="qkv"), an object of the class' if value.__name__ == "Patcher" else ""
-    if isinstance(value, Fusion):
-        return f"Patcher(fusions={value!r})"
-    if isinstance(value, WeightTransform):
-        return "Patcher(extra_weight_conversions=...)"
+        return f"Patcher(fusions={value.__name__}())" if issubclass(value, Fusion) else ""
     if isinstance(value, Mapping):
         kind = "from_fusion_config" if value and not any(isinstance(each, type) for each in value.values()) else ""
         shown = ", ".join(f"{key!r}: {getattr(each, '__name__', each)}" for key, each in value.items())
         return f"Patcher{kind and f'.{kind}'}({{{shown}}})"
-    listed = list(value) if isinstance(value, list | tuple | set | frozenset) else []
-    if listed and all(isinstance(each, str | Fusion) for each in listed):
-        return f"Patcher(fusions={listed!r})"
-    if listed and all(isinstance(each, WeightTransform) for each in listed):
-        return "Patcher(extra_weight_conversions=[...])"
-    return " | ".join(map(repr, listed)) if len(listed) > 0 else ""
+    takers: dict[str, Callable[[str, Any], Any]] = {"fusions": fusions, "extra_weight_conversions": transforms}
+    for field, takes in takers.items() if value else ():
+        with suppress(InvalidPatcherError, PatchConflictError):
+            takes(field, value)
+            return f"Patcher({field}={repr(value) if field == 'fusions' else '...'})"
+    return ""
 
 
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
@@ -183,6 +169,7 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
         checked_expression(f"{field}: {value!r}", value)
+    check_number(field, listed)
     return tuple(dict.fromkeys(listed))
 
 
@@ -249,13 +236,20 @@ def groups(field: str, values: Any) -> tuple[tuple[str, ...], ...]:
             raise InvalidPatcherError(
                 f"{field} takes groups of class keys, found the text {value!r}; write {field}=[[{value!r}, ...]]."
             )
-        result[tuple(sorted(set(_listed(field, value, "a class key")), key=str))] = None
+        keys = tuple(sorted(set(_listed(field, value, "a class key")), key=str))
+        if not keys:
+            raise InvalidPatcherError(f"{field}: a group without class keys matches no model; take it out.")
+        result[keys] = None
     return tuple(result)
 
 
-def check_groups(groups: Iterable[Iterable[Any]], mapping: Mapping[str, Any]) -> None:
-    """Raise for what is in a group of `alternatives` and is no class key."""
+def groups_of(mapping: Mapping[str, Any], groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+    """The groups of `alternatives` that say something; raises for what is in one and is not a class key.
+
+    A key in no group is required, so that a group which holds it alone says something only beside others that have it.
+    """
     for key in (key for group in groups for key in group if key not in mapping):
         close = nearest(str(key), mapping)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
         raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")
+    return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)

@@ -61,6 +61,9 @@ class Verification(Shown):
         """Whether nothing is wrong."""
         return bool(self.stages) and all(stage.passed for stage in self.stages)
 
+    def __bool__(self) -> bool:
+        return self.passed
+
     @property
     def failures(self) -> tuple[str, ...]:
         """What is wrong, one text for each stage that failed."""

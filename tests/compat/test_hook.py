@@ -59,6 +59,67 @@ def test_using_any_public_name_installs_the_hook(use: str) -> None:
     fresh.run(USED, use)
 
 
+#: What is imported after the package, which alone imports nothing: modules that bring that of all models in the middle
+#: of their own import, or at its end, or in several threads.
+LATER = {
+    "an Auto class": "from transformers import AutoModel; AutoModel.from_config",
+    "a model": "import transformers.models.llama.modeling_llama",
+    "what that imports": "import transformers.modeling_layers",
+    "another library": "import peft",
+    "transformers first": "",
+    "threads": """
+import threading
+names = ["modeling_layers", "trainer", "quantizers.base", "models.llama.modeling_llama", "pipelines"]
+lines = [f"import transformers.{name}" for name in names]
+lines += ["patcher.Patcher", "from patcher import report", "import patcher.monkey_patching"]
+threads = [threading.Thread(target=exec, args=(line, globals())) for line in lines]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+""",
+}
+IMPORTED = """
+import sys
+if not sys.argv[1]:
+    import transformers.modeling_utils
+import patcher
+assert (not sys.argv[1]) == ("torch" in sys.modules)
+exec(sys.argv[1])
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+model = LlamaForCausalLM._from_config(config, patcher=patcher.Patcher(fusions="gate_up"))
+assert type(model.model.layers[0].mlp).__name__ == "FusedLlamaMLP"
+assert not [each for each in sys.meta_path if getattr(each, "name", "") == "patcher"]
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("later", LATER)
+def test_the_package_installs_the_hook_whatever_is_imported_in_which_order(later: str) -> None:
+    """Python looks the method up before it makes the patcher that is passed to it."""
+    if later == "another library":
+        pytest.importorskip("peft")
+    run(IMPORTED, LATER[later])
+
+
+@pytest.mark.process
+def test_a_release_without_a_seam_can_be_imported_beside_the_package() -> None:
+    """Only what is used of the package raises."""
+    gone = """
+import sys, patcher
+from patcher.source.importing import when_imported
+when_imported("transformers.modeling_utils", lambda module: delattr(module.PreTrainedModel, "post_init"))
+sys.meta_path[:2] = sys.meta_path[1::-1]  # before the package looks
+from transformers import PreTrainedModel
+try:
+    patcher.Patcher
+except patcher.PatcherError as error:
+    print(error)
+"""
+    assert "PreTrainedModel.post_init is gone" in run(gone)
+
+
 def test_installing_twice_hooks_once() -> None:
     before = inspect.getattr_static(PreTrainedModel, "from_pretrained")
     patcher.install()

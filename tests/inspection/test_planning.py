@@ -31,7 +31,9 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRMSNorm
 
 import patcher as package
 from patcher import InvalidPatcherError, Patcher, PatcherError, PatcherWarning, Plan, plan
+from patcher.fusions import QKV
 from patcher.layouts.transforms import describe
+from patcher.patterns import compress
 from tests.support import shared
 from tests.support.memory import peak
 from tests.support.replacements import (
@@ -91,6 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def held(folder: Path, auto: Any, patcher: Patcher, **options: Any) -> tuple[Plan, Any]:
     """The plan, held against the load: whatever one of them says of modules and weights the other says as well."""
     planned = plan(folder, patcher, model_class=auto, **options)
+    assert bool(planned) is planned.ok
     error: Exception | None = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -506,6 +509,50 @@ def test_a_signature_that_every_call_fits_is_none(forward: Any, folders: Callabl
     planned = plan(folders("llama"), Patcher({"LlamaMLP": replacement(OwnMLP, forward=forward)}))
     assert planned.ok
     assert planned.misfits == ()
+
+
+# --- what no load can see ------------------------------------------------------------------------------------------
+
+ORDER, TRANSPOSED = "the order of tensors of one shape", "whether a square weight is transposed"
+UNSEEN: dict[str, tuple[Patcher, tuple[tuple[str, tuple[str, ...]], ...]]] = {
+    "stock": (Patcher(), ()),
+    "fusions": (Patcher(fusions=["qkv", "gate_up"]), ()),
+    "no square weight": (OWN, ()),
+    "sources of one shape": (JOINED, ((ORDER, ("model.layers.{0..1}.mlp.gate_up_proj.weight",)),)),
+    "square weights": (
+        Patcher({"LlamaAttention": OwnAttention}),
+        ((TRANSPOSED, tuple(f"model.layers.{{0..1}}.self_attn.{name}_proj.weight" for name in "qo")),),
+    ),
+    "some layers": (
+        Patcher(module_mapping={"model.layers.0.self_attn": OwnAttention}, fusions=QKV(modules="model.layers.1.**")),
+        ((TRANSPOSED, tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qo")),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_plan_says_what_fits_in_another_order_too(case: str, folders: Callable[[str], Path]) -> None:
+    patcher, expected = UNSEEN[case]
+    planned = plan(folders("llama"), patcher)
+    assert planned.ok, planned.problems
+    assert {what: set(names) for what, names in planned.unseen} == {what: set(names) for what, names in expected}
+    assert ("patcher.verify(model, patcher)" in str(planned)) == bool(expected)
+
+
+def test_what_verify_alone_sees_is_what_a_plan_says(folders: Callable[[str], Path]) -> None:
+    """The wrong patcher has the plan of the right one, and the weights that it names are those that it gets wrong."""
+    swapped = JOINED.replace(extra_weight_conversions=joining("mlp.up_proj.weight", "mlp.gate_proj.weight"))
+    right, wrong = (AutoModelForCausalLM.from_pretrained(folders("llama"), patcher=each) for each in (JOINED, swapped))
+    ((_, names),) = plan(folders("llama"), swapped).unseen
+    theirs = dict(right.named_parameters())
+    assert compress(key for key, value in wrong.named_parameters() if not value.equal(theirs[key])) == list(names)
+
+
+def test_sources_are_shown_in_the_order_in_which_they_are_joined(folders: Callable[[str], Path]) -> None:
+    swapped = JOINED.replace(extra_weight_conversions=joining("mlp.up_proj.weight", "mlp.gate_proj.weight"))
+    report = package.report(AutoModelForCausalLM.from_pretrained(folders("llama"), patcher=swapped))
+    for shown in (plan(folders("llama"), swapped), report):
+        assert "up_proj.weight, gate_proj.weight -> gate_up_proj.weight  Concatenate(dim=0)" in str(shown)
 
 
 # --- as a value ----------------------------------------------------------------------------------------------------

@@ -57,12 +57,12 @@ def test_it_imports_nothing_heavy(statement: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_first_name_that_loads_models_installs_the_hook() -> None:
+def test_any_name_installs_the_hook_where_there_are_models() -> None:
     code = (
         "import transformers\nbefore = transformers.PreTrainedModel.from_pretrained\nfrom patcher import {name}\n"
-        "assert (transformers.PreTrainedModel.from_pretrained != before) is {installed}"
+        "assert transformers.PreTrainedModel.from_pretrained != before"
     )
-    for name, installed in (("Fusion", True), ("PatcherError", False)):
-        program = code.format(name=name, installed=installed)
+    for name in ("Fusion", "PatcherError"):
+        program = code.format(name=name)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ def test_what_is_right_passes_at_every_stage(name: str) -> None:
     found = verify(config, patcher)
 
     assert found.failures == ()
+    assert found
     assert found.passed
     assert found.replaced > 0
     found.raise_on_failure()
@@ -112,7 +113,9 @@ def test_two_runs_measure_the_same(llama: Path) -> None:
 
 
 def test_nothing_is_not_passed() -> None:
-    assert not Verification("M", "", "", "float32").passed
+    nothing = Verification("M", "", "", "float32")
+    assert not nothing
+    assert not nothing.passed
 
 
 @pytest.mark.parametrize(

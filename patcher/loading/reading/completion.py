@@ -6,7 +6,7 @@ they do there, each by itself: with `ignore_mismatched_sizes=True` those of anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,6 @@ class Completion:
 def complete(
     model: PreTrainedModel,
     stock: PreTrainedModel,
-    outcome: Routing,
     checkpoint: Mapping[str, Any],
     routing: Routing,
     *,
@@ -71,89 +70,88 @@ def complete(
     ignores_shapes: bool,
     is_read: bool,
 ) -> Completion:
-    """Put in what conversions and fusions join with what the checkpoint has, and what they would make alone.
+    """Put in what conversions and fusions join with what the checkpoint has.
 
-    A fused parameter of which all is missing transformers initialises by itself.
+    Fused parameters of which it has nothing at all transformers initialises by itself.
 
     Args:
         model: the patched model.
-        stock: the model as transformers has it, on meta.
-        outcome: what the unpatched load would do with the checkpoint.
-        conversions: those of the patched load, which may be used up.
-        amiss: the parameters of the patched model that would not be read as they should.
+        stock: the model as transformers has it, on meta: what it saves is what a checkpoint should have.
+        routing: where the keys of the checkpoint go.
         dtype: that of the load.
         ignores_shapes: whether tensors of other shapes count as missing.
-        is_read: whether values are wanted, or shapes only.
+        is_read: whether the checkpoint will be read; otherwise shapes are enough.
     """
-    if outcome.errors:
-        return Completion(checkpoint)  # the unpatched load fails as well
-    tied = tied_keys(stock)
-    parameters = {name: parameter for name, parameter in named_parameters(stock) if name not in tied}
-    unfit = _keys_of_misfits(outcome)
-    misfits = unfit if ignores_shapes else {}
-    absent = [name for name in parameters if name in outcome.missing or name in misfits]
-    gone = set(absent)
     reverted = stock_conversions_from_scratch(stock)
-    amiss = routing.missing | routing.mismatched.keys() | routing.errors.keys()
-
-    def joined_as(key: str) -> str | None:
+    tied = tied_keys(stock)
+    parameters = {name: value for name, value in named_parameters(stock) if name not in tied}
+    whole = {name: value.data for name, value in parameters.items()}
+    expected = _as_in(checkpoint, stock, stock_revert(stock, whole, reverted))
+    together: dict[Hashable, list[str]] = {}
+    places = _places(model)
+    fused = set(places.values())
+    for key in expected:
         found = routing.follow(key)
-        return found.name if found.taker is not None and found.by else None
-
-    if not ignores_shapes:
-        lines = [
-            f"{key}: found {tuple(shape_of(checkpoint[key]))}, expected {tuple(parameters[name].shape)}"
-            for name, keys in unfit.items()
-            for key in keys
-            if name in parameters and len(keys) == 1 and joined_as(key) and is_concatenation(routing.follow(key).taker)
-        ]
-        if lines:
-            return Completion(checkpoint, misfits=tuple(lines))
-
-    # Joined with what isn't there, a tensor of another shape has to go as well; others transformers sees by itself.
-    fused = _fused_with(model)
-    dropped = {key for name, keys in misfits.items() for key in keys if name in fused or joined_as(key)}
-    kept = {key: value for key, value in checkpoint.items() if key not in dropped}
-    present = {joined_as(key) for key in kept}
-    lacking, wanted = [], []
-    for name in absent:
-        parts = fused.get(name)
-        if parts is not None:
-            is_partial = not gone.issuperset(parts)
-            is_joined = is_partial or not misfits.keys().isdisjoint(parts)
-        else:
-            groups = {joined_as(key) for key in stock_revert(stock, {name: parameters[name].data}, reverted)} - {None}
-            is_partial, is_joined = not groups.isdisjoint(present), not groups.isdisjoint(amiss)
-        if is_joined:
-            wanted.append(name)
-        if is_partial and name not in misfits:
-            lacking.append(name)
+        place = places.get(found.name, found.name if found.taker is not None and found.by else None)
+        if place is not None:
+            together.setdefault(place, []).append(key)
+    misfits: list[str] = []
+    lacking: list[str] = []
+    wanted: list[str] = []
+    for place, keys in together.items():
+        absent = [key for key in keys if key not in checkpoint]
+        odd = [key for key in keys if key not in absent and shape_of(checkpoint[key]) != expected[key].shape]
+        if not ignores_shapes:
+            misfits += [
+                f"{key}: found {tuple(shape_of(checkpoint[key]))}, expected {tuple(expected[key].shape)}"
+                for key in odd
+                if is_concatenation(routing.follow(key).taker)
+            ]
+            odd = []
+        if len(absent) < len(keys) or place not in fused:
+            wanted += [*absent, *odd]
+            lacking += absent if len(absent) + len(odd) < len(keys) else []
+    if misfits:
+        return Completion(checkpoint, misfits=tuple(misfits))
     if not wanted:
         return Completion(checkpoint)
+    values: Mapping[str, torch.Tensor] = expected
     if is_read:
         with construction_lock.held_for(type(stock).__name__):
-            values = initial_values(stock, wanted, dtype)
-    else:
-        values = {name: parameters[name].data for name in wanted}
-    put_in = _as_in(checkpoint, stock, stock_revert(stock, values, reverted))
-    keys = _as_in(checkpoint, stock, stock_revert(stock, {name: parameters[name].data for name in lacking}, reverted))
-    return Completion({**kept, **put_in}, tuple(sorted(keys, key=dot_natural_key)), tuple(put_in))
+            needed = _parameters_of(wanted, checkpoint, stock, whole, reverted)
+            made = initial_values(stock, needed, dtype)
+        values = _as_in(checkpoint, stock, stock_revert(stock, made, reverted))
+    return Completion(
+        {**checkpoint, **{key: values[key] for key in wanted}},
+        tuple(sorted(lacking, key=dot_natural_key)),
+        tuple(wanted),
+    )
 
 
-def _keys_of_misfits(outcome: Routing) -> dict[str, tuple[str, ...]]:
-    """Parameter -> its keys, of those that have another shape: not where a conversion makes several of these keys."""
-    alone = {route.parameters[0]: route.keys for route in outcome.routes if len(route.parameters) == 1}
-    return {name: alone[name] for name in outcome.mismatched if name in alone}
+def _places(model: PreTrainedModel) -> dict[str, Hashable]:
+    """A parameter as transformers has it -> what it is fused into."""
+    return {
+        f"{inside(path)}{name}": f"{inside(path)}{layout.fused[0]}"
+        for path, _, carried in fused_modules(model)
+        for layout in carried.layouts
+        for name in layout.stock
+    }
 
 
-def _fused_with(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """A parameter as transformers has it -> all that are fused with it."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path, _, carried in fused_modules(model):
-        for layout in carried.layouts:
-            names = tuple(f"{inside(path)}{name}" for name in layout.stock)
-            found |= dict.fromkeys(names, names)
-    return found
+def _parameters_of(
+    keys: Iterable[str],
+    checkpoint: Iterable[str],
+    stock: PreTrainedModel,
+    whole: Mapping[str, torch.Tensor],
+    reverted: list[Any],
+) -> list[str]:
+    """The parameters of the stock model that are saved as some keys."""
+    wanted = set(keys)
+    return [
+        name
+        for name, value in whole.items()
+        if not wanted.isdisjoint(_as_in(checkpoint, stock, stock_revert(stock, {name: value}, reverted)))
+    ]
 
 
 def _as_in(checkpoint: Iterable[str], stock: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:

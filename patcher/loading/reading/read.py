@@ -175,11 +175,9 @@ def _completed(
     selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any], load_config: Any, routing: Routing
 ) -> tuple[Selected, Mapping[str, Any], Routing]:
     """The load with initial values for parts that the checkpoint lacks, or with what is said of them."""
-    stock, outcome = stock_routing(selected, checkpoint)
     completion = complete(
         selected.model,
-        stock,
-        outcome,
+        skeleton(selected.record.model_class, selected.model.config),
         checkpoint,
         routing,
         dtype=load_config.dtype,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import re
 from typing import Any
 
 from torch import nn
 from transformers import LlamaConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, apply_rotary_pos_emb
 
 import patcher
@@ -149,16 +148,6 @@ def a_name_for_a_class(at: Place) -> Steps:
 def something_for_a_class(at: Place) -> Steps:
     yield lambda: Patcher({"LlamaMLP": 3})  # type: ignore[dict-item]
     assert same(load(at.llama, OWN), at.llama)
-
-
-@advice("write a subclass: class Own{}({}): __init__ = ")
-def a_class_with_settings(at: Place) -> Steps:
-    said = yield lambda: Patcher({"LlamaMLP": functools.partial(WideMLP, scale=3)})  # type: ignore[dict-item]
-    names: dict[str, Any] = {"WideMLP": WideMLP}
-    exec(said.partition("write a subclass: ")[2].removesuffix("."), names)
-    model = load(at.llama, Patcher({"LlamaMLP": names["OwnWideMLP"]}))
-    assert model.model.layers[0].mlp.scale == 3
-    assert same(model, at.llama)
 
 
 @advice("write a subclass of the class that it replaces or makes, and put what {} does into its __init__ or ")
@@ -356,12 +345,16 @@ def a_patch_that_is_registered_already(at: Place) -> Steps:
         monkey_patching.unregister_patch_mapping(["NoSuchClassAnywhere"])
 
 
-@advice("The key {} is no regular expression: {}; write {}", error=ValueError)
-def a_registered_key_that_is_no_expression(at: Place) -> Steps:
-    said = yield lambda: monkey_patching.register_patch_mapping({"Llama[": OwnMLP})
-    key = written(said, "write (.*)$")
-    monkey_patching.register_patch_mapping({key: OwnMLP})
-    monkey_patching.unregister_patch_mapping([key])
+@advice("{}: a group without class keys matches no model; take it out.")
+def a_group_without_keys(at: Place) -> Steps:
+    yield lambda: OWN.replace(alternatives=[[], ["LlamaMLP"]])
+    assert OWN.replace(alternatives=[["LlamaMLP"]]) == OWN
+
+
+@advice("{}: {} expressions are too many, at most {} are searched; fold those that differ in numbers alone.")
+def more_expressions_than_are_searched(at: Place) -> Steps:
+    yield lambda: Patcher(OWN.class_mapping, dropped_weights=[rf"layers\.{number}\.extra" for number in range(1000)])
+    assert Patcher(OWN.class_mapping, dropped_weights=r"layers\.\d+\.extra")
 
 
 # --- as data -------------------------------------------------------------------------------------------------------
@@ -384,17 +377,15 @@ def a_fusion_without_a_name(at: Place) -> Steps:
     assert Patcher.from_dict(given.replace(fusions="qkv").to_dict()) | Patcher(fusions=Unregistered()) == given
 
 
-class OwnOperation(ConversionOps):
-    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return input_dict
+class CarryingMLP(LlamaMLP):
+    conversion_mapping = (WeightRenaming("old", "up_proj"),)
 
 
-@advice("Pickle the patcher, or take the conversion out and pass it in code.")
-def an_operation_of_ones_own(at: Place) -> Steps:
-    given = Patcher(extra_weight_conversions=WeightConverter(["a"], ["b"], operations=[OwnOperation()]))
-    yield lambda: given.to_dict()
-    assert pickle.loads(pickle.dumps(given)) == given
-    assert Patcher.from_dict(Patcher().to_dict()) | given == given
+@advice("can't be written as data. Put it into the `conversion_mapping` of the class that needs it, ")
+def a_conversion_as_data(at: Place) -> Steps:
+    yield lambda: Patcher({"LlamaMLP": OwnMLP}, extra_weight_conversions=CarryingMLP.conversion_mapping).to_dict()
+    given = Patcher({"LlamaMLP": CarryingMLP})
+    assert Patcher.from_dict(given.to_dict(), allowed=[CarryingMLP]) == pickle.loads(pickle.dumps(given)) == given
 
 
 @advice("write it with Patcher.to_dict(), or install the release of patcher that wrote it.")
