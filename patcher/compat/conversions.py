@@ -199,6 +199,11 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     return stock_conversions_from_scratch(model) if found is None else found
 
 
+def forget_used_conversions(model: PreTrainedModel) -> None:
+    """Have a model be saved as one that was made without a checkpoint."""
+    model.__dict__.pop("_weight_conversions", None)
+
+
 def has_used_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
     return vars(model).get("_weight_conversions") is not None

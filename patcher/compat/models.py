@@ -316,6 +316,13 @@ def follow_no_split_names(models: Iterable[PreTrainedModel], replaced: Iterable[
             model._no_split_modules = {*listed, *(mine for theirs, mine in names if theirs in listed)}
 
 
+def forget_no_split_names(model: PreTrainedModel, replaced: Iterable[tuple[type, type]]) -> None:
+    """The reverse, for a model in which the originals are."""
+    names = {replacement.__name__ for original, replacement in replaced if original.__name__ != replacement.__name__}
+    if listed := model._no_split_modules:
+        model._no_split_modules = type(listed)(name for name in listed if name not in names)
+
+
 def mark_initialized(tensor: Any) -> None:
     """Keep transformers' initialisation away from a tensor that has its value, or from a module's own part in it."""
     tensor._is_hf_initialized = True

@@ -83,3 +83,11 @@ def record_replacements(model: nn.Module, replacement_of: Callable[[str], type[n
                 output: [changed(item) for item in value] if isinstance(value, list) else changed(value)
                 for output, value in recorders.items()
             }
+
+
+def forget_recorded(module: nn.Module) -> None:
+    """Take the hooks off that record the outputs of a module: they are installed anew when that is asked for."""
+    for key, hook in list(module._forward_hooks.items()):
+        if getattr(getattr(hook, "_hook", hook), "__module__", None) == output_capturing.__name__:
+            del module._forward_hooks[key]
+    module.__dict__.pop("_output_capturing_hooks_installed", None)

@@ -36,7 +36,7 @@ class Copied(DTensor):
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise PatchConflictError(
                 "These rows were put together of what several processes have, so they can't be written. Write to the "
-                "parameter that holds them, or take the fusions off with Patcher().apply(model) first."
+                "parameter that holds them, or load the model without fusions."
             )
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))

@@ -179,7 +179,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     model = check_stands(construction, asked.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
         raise not_called("patch_output_recorders")
-    matched, record, outermost, models = _seen(construction, model)
+    matched, record, outermost, models = seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
         strict, matched, asked.model_class.__name__, conversions=False
@@ -231,7 +231,7 @@ def never_constructed(load: Request) -> PatcherError:
     )
 
 
-def _seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed, Any]:
+def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed, Any]:
     """What was matched and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
@@ -390,6 +390,6 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    construction.matched, record, outermost, models = _seen(construction, model)
+    construction.matched, record, outermost, models = seen(construction, model)
     ParameterTraits.of(model, outermost)
     keep_record(models, record)

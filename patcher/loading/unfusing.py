@@ -22,7 +22,7 @@ from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patcher.compat.models import named_modules, unmark_original_class
+from patcher.compat.models import is_initialized, mark_initialized, named_modules, unmark_original_class
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
@@ -35,7 +35,8 @@ from patcher.patterns import inside
 ADAPTED = "an adapter names its layers"
 #: Whether a fused module, at a path and with what it carries, is meant.
 Wanted = Callable[[str, ModuleLayouts], bool]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+#: The hooks of a module that run with it.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
 def unfuse(model: nn.Module, wanted: Wanted, reason: str) -> list[str]:
@@ -114,9 +115,7 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts) -> None:
             continue
         if type(at) not in (nn.Linear, nn.Module):
             raise cannot(f"{owner} is a {type(at).__qualname__} now")
-        if any(getattr(at, hooks, None) for hooks in _HOOKS) or (
-            "forward" in vars(at) and not hasattr(at, "_hf_hook")
-        ):
+        if any(getattr(at, hooks, None) for hooks in HOOKS) or ("forward" in vars(at) and not hasattr(at, "_hf_hook")):
             raise cannot(f"{owner} has hooks, which belong to none of these layers")
         held = {**at._parameters, **at._buffers, **at._modules}
         if added := [key for key, each in held.items() if each is not None and f"{owner}.{key}" not in carried.fused]:
@@ -130,14 +129,20 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
         with torch.device("meta"):
             new = module.to_module()  # type: ignore[operator]
         new.train(module.training)
+        take_hooks(new, module)
+        if is_initialized(module):
+            mark_initialized(new)
     owners = {name.rpartition(".")[0] for name in carried.fused if "." in name}
     hooks = [hook for owner in owners if (hook := getattr(module.get_submodule(owner), "_hf_hook", None)) is not None]
     for layout in carried.layouts:
         own = [module.get_parameter(name) for name in layout.fused]
+        stands = all(is_initialized(module.get_submodule(name.rpartition(".")[0])) for name in layout.fused)
         for name, part in zip(layout.stock, layout.separate([each.detach() for each in own]), strict=True):
             owner, _, last = name.rpartition(".")
             at = _layer(new, owner, part, hooks) if owner else new
             new.__dict__.pop(name, None)  # what told where its values are
+            if owner and stands:
+                mark_initialized(at)
             at._parameters[last] = nn.Parameter(by_itself(part.contiguous()), any(each.requires_grad for each in own))
     if new is module:
         _take_off(module, carried, owners)
@@ -145,6 +150,13 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
         unmark_original_class(module)
         carry(module, ModuleLayouts(converted=carried.converted) if carried.converted else None)
     return new
+
+
+def take_hooks(new: nn.Module, module: nn.Module) -> None:
+    """Have a module that takes the place of another one run the hooks of that one."""
+    for name, value in vars(module).items():
+        if name.startswith(HOOKS[:4]) and value:
+            new.__dict__[name] = value
 
 
 def _take_off(module: nn.Module, carried: ModuleLayouts, owners: Collection[str]) -> None:

@@ -338,7 +338,7 @@ class Patcher:
         return applied(self)
 
     def apply(self, model: PreTrainedModel) -> PreTrainedModel:
-        """A new model with the weights of a loaded one, patched by this patcher alone.
+        """A copy of a model in memory, patched by this patcher alone.
 
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
@@ -348,11 +348,19 @@ class Patcher:
         >>> Patcher().apply(patched).model.layers[0].mlp.gate_proj.weight.shape
         torch.Size([96, 64])
 
-        Storage is shared where no conversion runs. The given model stays as it is.
+        What the model holds beyond its config stays: hooks, `requires_grad`, ties, edited buffers and attributes,
+        added layers. What a module that is replaced would lose is refused, by name.
+
+        The given model stays as it is. Each model has parameters, gradients and buffers of its own; where nothing is
+        converted parameters share storage, so values are the same until one model writes to them in place, as the
+        steps of an optimizer do to what isn't frozen. Of a model that goes on training by itself, give
+        `copy.deepcopy(model)`.
 
         Raises:
-            InvalidPatcherError: the model is quantized or its weights are offloaded.
+            InvalidPatcherError: the model can't be copied, as one that is quantized, offloaded or split over
+                processes; or it holds something that would be lost.
             PatchedWeightsError: a weight can't be given back, or is missing for the replacement.
+            UnmatchedPatchError: something of the patcher matches nothing.
         """
         from patcher.integrations import install
         from patcher.loading.applying import apply

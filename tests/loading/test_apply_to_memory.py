@@ -126,12 +126,15 @@ def test_weights_of_several_dtypes_keep_them() -> None:
     assert patched.model.layers[0].mlp.gate_up_proj.weight.dtype == torch.bfloat16
 
     stock.model.layers[1].mlp.float()
+    patched = Patcher(fusions="gate_up").apply(stock)
+    kinds = [layer.mlp.gate_up_proj.weight.dtype for layer in patched.model.layers]
+    assert kinds == [torch.bfloat16, torch.float32]
     with pytest.raises(
         InvalidPatcherError,
         match=r"can't convert weights of several dtypes: model\.layers\.1\.mlp\.gate_proj\.weight, "
         r"model\.layers\.1\.mlp\.up_proj\.weight would become torch\.bfloat16",
     ):
-        Patcher(fusions="gate_up").apply(stock)
+        JOINED.apply(stock)
 
 
 @pytest.mark.libraries

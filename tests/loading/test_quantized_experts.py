@@ -28,6 +28,7 @@ from patcher.fusions import SequentialExperts
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.comparing import logits
+from tests.support.replacements import OWN
 from tests.support.tiny import save_tiny, tiny_jamba_config, tiny_llama_config, tiny_mixtral_config
 from tests.support.tiny_experts import (
     experts_of,
@@ -256,13 +257,16 @@ def test_apply_makes_no_weights_of_quantized_experts(patcher: Patcher, folders: 
     model = load(folders["Mixtral"])
     pack(model, layers_of_experts(model))
 
-    with pytest.raises(InvalidPatcherError, match=r"finds no weights for model\.layers\.\{0\.\.1\}\.mlp\.experts\."):
+    with pytest.raises(InvalidPatcherError, match=r"mlp\.experts is fused, .* needed one by one .* gone"):
         patcher.apply(model)
 
 
-def test_apply_makes_no_weights_of_layers_that_were_replaced(tmp_path: Path) -> None:
+def test_a_layer_that_was_replaced_stays(tmp_path: Path) -> None:
     model = load(save_tiny(tiny_llama_config(), tmp_path), None)
     pack(model, ["model.layers.1.mlp.up_proj"])
 
-    with pytest.raises(InvalidPatcherError, match=r"for model\.layers\.1\.mlp\.up_proj\.weight: the model has layers"):
-        Patcher(fusions="qkv").apply(model)
+    fused = Patcher(fusions="qkv").apply(model)
+    assert isinstance(fused.model.layers[1].mlp.up_proj, PackedLinear)
+    assert torch.allclose(logits(fused), logits(model), atol=1e-5)
+    with pytest.raises(InvalidPatcherError, match=r"1\.mlp\.up_proj is a PackedLinear \(its config says Linear\)"):
+        OWN.apply(model)

@@ -18,6 +18,7 @@ from tests.project.advice import (
     CASES,
     Place,
     adapters,
+    applying,
     checkpoints,
     construction,
     families,
@@ -48,6 +49,7 @@ TABLES = (
     families,
     packages,
     loads,
+    applying,
     state_dicts,
     models,
     checkpoints,
@@ -100,6 +102,7 @@ NO_ADVICE = {
 }
 #: Advice that no case can execute here.
 NOT_HERE = {
+    "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
     "Install a release of {} that patcher's metadata lists": "one release is installed",
     "Install them: pip install liger-kernel": "tests install nothing",
     "formatting needs ruff, which is not installed. Run `pip install ruff`.": "tests install nothing",

@@ -368,57 +368,6 @@ def a_patcher_in_a_config(at: Place) -> Steps:
     assert [type(module).__name__ for module in model.modules()].count("FusedBertSelfAttention") == 4
 
 
-# --- applying ------------------------------------------------------------------------------------------------------
-
-
-@advice("take the model out of its wrapper.")
-def a_wrapped_model(at: Place) -> Steps:
-    wrapped = nn.Sequential(load(at.llama))
-    yield lambda: Patcher(fusions="qkv").apply(wrapped)  # type: ignore[arg-type]
-    assert same(Patcher(fusions="qkv").apply(wrapped[0]), at.llama)  # type: ignore[arg-type]
-
-
-@advice("Patcher.apply can't take a quantized model: its weights can't be given back. Load it again with patcher=...")
-def a_quantized_model(at: Place) -> Steps:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    config = TorchAoConfig(Int8WeightOnlyConfig())
-    model = load(at.llama, quantization_config=config)
-    yield lambda: Patcher(fusions="qkv").apply(model)
-    assert load(at.llama, Patcher(fusions="qkv"), quantization_config=config).model.layers[0].self_attn.qkv_proj
-
-
-@advice("Patcher.apply can't take a model whose weights are offloaded. Load it again with patcher=..., device_map=...")
-def an_offloaded_model(at: Place) -> Steps:
-    options = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_folder": str(at.tmp / "disk")}
-    model = load(at.llama, **options)
-    yield lambda: Patcher(fusions="qkv").apply(model)
-    assert same(load(at.llama, Patcher(fusions="qkv"), **options), at.llama)
-
-
-@advice("Apply the patcher first, and replace layers then.")
-def a_model_with_layers_of_ones_own(at: Place) -> Steps:
-    def replace_layer(model: Any) -> Any:
-        model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj)
-        return model
-
-    replaced = replace_layer(load(at.llama))
-    yield lambda: Patcher(fusions="qkv").apply(replaced)
-    patched = replace_layer(Patcher(fusions="qkv").apply(load(at.llama)))
-    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert torch.allclose(patched(**inputs).logits, replaced(**inputs).logits, atol=1e-5)
-
-
-@advice("Cast the model to one dtype first, with model.to(...).")
-def a_model_of_several_dtypes(at: Place) -> Steps:
-    model = load(at.llama)
-    model.model.layers[0].mlp.gate_proj.to(torch.bfloat16)
-    yield lambda: JOINED.apply(model)
-    patched = JOINED.apply(model.to(torch.float32))
-    inputs = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert torch.allclose(patched(**inputs).logits, model(**inputs).logits, atol=1e-5)
-
-
 # --- a layout on the disk ------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def whole_tensors_for_a_split_model(at: Place) -> Steps:
         assert all(torch.equal(found[name], value) for name, value in stock.items())
 
 
-@advice("Write to the parameter that holds them, or take the fusions off with Patcher().apply(model) first.")
+@advice("Write to the parameter that holds them, or load the model without fusions.")
 def rows_of_a_split_parameter(at: Place) -> Steps:
     with one_process(), torch.no_grad():
         torch.distributed.init_device_mesh("cpu", (1,))
@@ -98,9 +98,9 @@ def rows_of_a_split_parameter(at: Place) -> Steps:
         yield lambda: attention.q_proj.weight.zero_()
         attention.qkv_proj.weight.zero_()
         assert not attention.q_proj.weight.full_tensor().any()
-        plain = Patcher().apply(model)
+        plain: Any = fully_shard(load(at.llama))
         plain.model.layers[1].self_attn.q_proj.weight.zero_()
-        assert not plain.model.layers[1].self_attn.q_proj.weight.any()
+        assert not plain.model.layers[1].self_attn.q_proj.weight.full_tensor().any()
 
 
 class SquareMLP(LlamaMLP):
