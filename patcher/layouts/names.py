@@ -18,6 +18,9 @@ from patcher.compat.conversions import copy_transform, key_renamer, was_used, wi
 from patcher.layouts.selection import Added
 from patcher.patterns import inside
 
+#: Conversions of transformers that treat each key by itself.
+_WITHOUT_STATE = (WeightRenaming, WeightConverter)
+
 
 @dataclass(frozen=True, eq=False)
 class Named:
@@ -59,16 +62,18 @@ class Names:
         self._model, self._tensors = model, dict(tensors)
         self._prefix = inside(model.base_model_prefix)
         self._ours = [_Ours(each, self._prefix) for each in added]
-        # Of those that are tried nobody knows which are used in the end, so copies are tried.
-        self._given, self._mapping = mapping, [copy_transform(each) for each in mapping]
+        # A match is noted on a conversion, and some go by what they have matched before.
+        self._given = mapping
+        self._mapping = [each if type(each) in _WITHOUT_STATE else copy_transform(each) for each in mapping]
         self._as_stock = key_renamer(self._mapping, model, self._tensors)
-        tried = [copy_transform(each) for each in mapping]
+        # Of those that are tried nobody knows which are used in the end, so copies are tried.
+        tried = [copy_transform(each) for each in mapping] if added else []
         self._first, self._renamings = tried[:requested], _renamings(tried[requested:])
         self._converters = [each for each in tried if isinstance(each, WeightConverter)]
 
     def renamed(self, key: str) -> str:
         """A key as the converters of transformers meet it."""
-        return _through(self._renamings, _through(self._first, key))
+        return _through(_renamings(self._mapping), key)
 
     def follow(self, key: str, without: AbstractSet[Added] = frozenset()) -> Named:
         """Where a key goes.

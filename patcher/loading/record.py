@@ -55,6 +55,8 @@ class PatchRecord:
     #: (function, what is called in its place, the classes that call it) of each function that is replaced
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
+    #: whether it is that of a model inside of another one
+    is_part: bool = False
     #: whether a checkpoint in the original layout was read; otherwise the conversions are found when it is saved
     read: bool = False
     #: what conversions of patchers have made in the load
@@ -132,7 +134,9 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
     fusions = {fusion: tuple(within(paths).values()) for fusion, paths in record.fusions.items()}
     return PatchRecord(
         model_class=model_class,
+        is_part=True,
         in_force=record.in_force,
+        read=record.read,
         functions=record.functions,
         replaced=tuple(
             replace(item, path=item.path.removeprefix(prefix))
