@@ -18,6 +18,7 @@ from torch import nn
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import build_replacement, construction_here
+from patcher.construction.in_force import entered
 from patcher.construction.lock import process_lock
 
 
@@ -154,7 +155,10 @@ def _stand_in(original: type[nn.Module], name: str) -> type[nn.Module]:
             return issubclass(_unwrapped(subclass), original)
 
         def __eq__(cls, other: object) -> bool:
-            return other is cls or other is original
+            if other is cls or other is original:
+                return True
+            match = ClassRules(entered()).match_bound(original, name)
+            return match is not None and match.replacement is other  # what it constructs here
 
         def __hash__(cls) -> int:
             return hash(original)

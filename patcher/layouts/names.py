@@ -89,6 +89,13 @@ class Names:
         name, taker, pattern = self._as_stock(key)
         return Named(name, taker, pattern, stock=name)  # type: ignore[arg-type]
 
+    def stock_name(self, key: str, named: Named) -> str:
+        """What the renamings of transformers alone make of a key that a converter takes."""
+        if named.by or named.taker is None:
+            return named.stock
+        made, _ = copy_transform(named.taker).rename_source_key(self.renamed(key))
+        return self._stock(key, made, named.name)
+
     @property
     def used(self) -> list[WeightTransform]:
         """The conversions of transformers that have had a part in the keys that were followed."""

@@ -348,7 +348,7 @@ class _Router:
         if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
             self.lacking += self._lacking(group) if not is_ours else []
         is_carried = is_ours or (not is_wanted and joins_unequal(layout.operations))
-        stock = tuple(members[key].stock for key in group.keys)
+        stock = tuple(self.names.stock_name(key, members[key]) for key in group.keys) if is_carried else ()
         self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
         if not (is_carried or is_wanted):
             return

@@ -116,18 +116,6 @@ class NotSaved(NewWeights):
         self.register_buffer("saved", torch.arange(5.0) / 3, persistent=False)
 
 
-class ComputedMLP(OwnMLP):
-    """What it has is computed from weights of the checkpoint."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.norms = nn.Parameter(self.gate_proj.weight.detach().norm(dim=1))
-        self.register_buffer("mean", self.up_proj.weight.detach().mean(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.norms.mean() + self.mean
-
-
 class TurnedExperts(nn.Module):
     """Experts in stacks whose second dimension counts them."""
 
@@ -191,5 +179,4 @@ IN_BFLOAT16: dict[str, Patcher] = {
 #: What isn't in the checkpoint.
 WITH_VALUES: dict[str, Patcher] = {
     "new": Patcher({"LlamaMLP": NewWeights}, new_weights=["scale", "drawn"], fusions="qkv"),
-    "computed": Patcher({"LlamaMLP": ComputedMLP}, new_weights="norms"),
 }

@@ -101,7 +101,10 @@ def complete(
     # The checkpoint may have other names for them: those of an older release, or of a `key_mapping`.
     own = {routing.renamed(key): key for key in checkpoint}
     shapes = {key: shape_of(checkpoint[own[name]]) for key in expected if (name := routing.renamed(key)) in own}
+    as_they_are = {found.name for key in checkpoint if (found := routing.follow(key)).taker is None}
     for place, keys in together.items():
+        if place in as_they_are:
+            continue
         absent = [key for key in keys if key not in shapes]
         odd = [key for key in keys if key not in absent and shapes[key] != expected[key].shape]
         if not ignores_shapes:
