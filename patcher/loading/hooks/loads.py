@@ -46,7 +46,7 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.reading.read import read, tell_initialized
+from patcher.loading.read import read, tell_initialized
 from patcher.loading.record import record_of
 from patcher.spec.patcher import Patcher
 

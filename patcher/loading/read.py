@@ -19,10 +19,10 @@ from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
 from patcher.layouts.sources import named_sources, shape_of
 from patcher.layouts.transforms import is_concatenation
+from patcher.loading.completion import complete
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.reading.completion import complete
-from patcher.loading.reading.quantized_checkpoints import check_quantized
+from patcher.loading.quantized_checkpoints import check_quantized
 from patcher.loading.routes import Conversions, Routing, route, share
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
