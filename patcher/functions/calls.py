@@ -1,9 +1,10 @@
-"""Which functions call which, from their bytecode, closures and defaults, as far as that can be followed.
+"""Which functions refer to which, from their bytecode, closures and defaults, as far as that can be followed.
 
-Followed are functions that code finds by a global name, in a closure, as a default or as a member of a class; then
-those that these call. What holds a function otherwise (a table, a class that is no module, an attribute of an imported
-module, an object) can't be given other globals: an edge through it says so, and matters where it leads to a function
-that is replaced. Registries of transformers, which all models share (`ALL_ATTENTION_FUNCTIONS`), are not followed.
+Followed are functions that code finds by a global name, in a closure, as a default or as a member of a class, if
+`with_functions` can put another one there; then those that these refer to. What refers to a function in another way (a
+table, a class that is no module, an attribute of an imported module, an object) can't be given another one: its use
+says what it goes `through`, and is refused if the function is replaced, or calls one that is. Registries of
+transformers, which all models share (`ALL_ATTENTION_FUNCTIONS`), are not followed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import is_architecture_module, is_modeling_module, registered
 from patcher.construction.init_hooks import own_members
-from patcher.functions.references import references_of
+from patcher.functions.references import Reference, references_of
 from patcher.functions.rules import FunctionRules, Hit
 
 #: Packages whose functions call none of a model's.
@@ -31,18 +32,19 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accelerate", "
 }
 
 
-class Edge(NamedTuple):
-    """A function that another one may call, and what stands in the way of having it call a copy."""
+class Use(NamedTuple):
+    """A function that another one, a class or a module refers to.
+
+    Attributes:
+        name: the name by which it is found, "" in a closure or a default.
+        through: what it is found through, where no other function can be put in its place for one model.
+        hit: what replaces it.
+    """
 
     to: Any  # a FunctionType; as an attribute of that type it would pass for a method
-    obstacle: str = ""
-
-
-class Blocked(NamedTuple):
-    """A function that is reached otherwise than by name, and how."""
-
-    value: Any
-    how: str
+    name: str = ""
+    through: str = ""
+    hit: Hit | None = None
 
 
 @dataclass(eq=False)
@@ -50,27 +52,22 @@ class Node:
     """One function and what it refers to.
 
     Attributes:
-        hits: the names by which it knows functions that are replaced, "" for those in a closure or a default.
-        edges: the functions that it may call.
-        blocked: functions that it reaches in ways that can't be changed.
-        shared: what it finds in tables that all models share.
+        uses: the functions that it may call.
+        shared: (function, table) of what it finds in tables that all models share.
         builds: the classes of modules that it calls.
-        known: the names of the functions that it finds by name.
-        registries: function -> the shared table that it is looked up in.
         defaults: id -> a function that runs where a config chooses none of a shared table, and the table.
-        written: the global names that it binds.
     """
 
     function: Any
-    hits: list[tuple[str, Hit]] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-    blocked: list[Blocked] = field(default_factory=list)
-    shared: list[Blocked] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    shared: list[tuple[Any, str]] = field(default_factory=list)
     builds: set[type[nn.Module]] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)
-    registries: dict[str, str] = field(default_factory=dict)
     defaults: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
+
+    @property
+    def hits(self) -> list[Hit]:
+        """What it refers to that is replaced."""
+        return [use.hit for use in self.uses if use.hit is not None]
 
 
 class CallGraph:
@@ -81,25 +78,26 @@ class CallGraph:
         self.nodes: dict[int, Node] = {}
         self._needing: set[int] | None = None
 
-    def add(self, functions: Iterable[FunctionType]) -> None:
+    def add(self, uses: Iterable[Use]) -> None:
         """Look at functions, and at all that they may call."""
-        waiting = list(functions)
+        waiting = list(uses)
         while waiting:
-            function = waiting.pop()
-            if id(function) in self.nodes or id(function) in self.rules.replacements:
-                continue
-            node = self.nodes[id(function)] = self._node(function)
-            self._needing = None
-            waiting += [edge.to for edge in node.edges]
+            function = waiting.pop().to
+            is_known = id(function) in self.nodes or id(function) in self.rules.replacements
+            if not is_known and isinstance(function, FunctionType):
+                node = self.nodes[id(function)] = self._node(function)
+                self._needing = None
+                waiting += node.uses
 
     def needs(self, function: Any) -> bool:
         """Whether a function that was added may call one that is replaced."""
         if self._needing is None:
             callers: dict[int, list[int]] = {}
             for key, node in self.nodes.items():
-                for edge in node.edges:
-                    callers.setdefault(id(edge.to), []).append(key)
-            waiting = [key for key, node in self.nodes.items() if node.hits or node.blocked]
+                for use in node.uses:
+                    if use.hit is None:
+                        callers.setdefault(id(use.to), []).append(key)
+            waiting = [key for key, node in self.nodes.items() if node.hits]
             self._needing = set()
             while waiting:
                 key = waiting.pop()
@@ -108,9 +106,13 @@ class CallGraph:
                     waiting += callers.get(key, ())
         return id(function) in self._needing
 
+    def changes(self, use: Use) -> bool:
+        """Whether a function that is referred to has to be another one."""
+        return use.hit is not None or self.needs(use.to)
+
     def reached(
         self,
-        functions: Iterable[FunctionType],
+        uses: Iterable[Use],
         *,
         all_of_them: bool = False,
         unused: Callable[[Node], Container[int]] = lambda node: (),
@@ -120,7 +122,7 @@ class CallGraph:
         Args:
             unused: the ids of the functions that a node has, and doesn't call.
         """
-        waiting, seen = list(functions), set[int]()
+        waiting, seen = [use.to for use in uses], set[int]()
         while waiting:
             function = waiting.pop()
             if id(function) in seen or id(function) not in self.nodes or not (all_of_them or self.needs(function)):
@@ -129,15 +131,15 @@ class CallGraph:
             node = self.nodes[id(function)]
             yield node
             left_out = unused(node)
-            waiting += [edge.to for edge in node.edges if not edge.obstacle and id(edge.to) not in left_out]
+            followed = (use.to for use in node.uses if not use.through and use.hit is None)
+            waiting += [each for each in followed if id(each) not in left_out]
 
-    def member_edges(self, cls: type) -> Iterator[tuple[str, Edge]]:
-        """The functions of one class, its own alone, by the names of its members."""
-        for name, value in own_members(cls).items():
-            if name in ("__dict__", "__weakref__", "__init_subclass__", "__class_getitem__"):
-                continue
-            for edge in member_functions(value):
-                yield name, Edge(*edge)
+    def members(self, cls: type) -> list[Use]:
+        """The functions of one class, its own alone."""
+        skipped = ("__dict__", "__weakref__", "__annotations__", "__init_subclass__", "__class_getitem__")
+        own = own_members(cls).items()
+        members = {name: value for name, value in own if name not in skipped and not isinstance(value, type)}
+        return [use for name, value in members.items() for use in self.uses(value, name, name)]
 
     def hit_of(self, function: Any) -> Hit | None:
         """What replaces a function that is held as an object: not a method, whose name may be the same."""
@@ -145,32 +147,16 @@ class CallGraph:
             return None
         return self.rules.hit(function.__name__, function)
 
-    def held(self, value: Any, obstacle: str, seen: set[int] | None = None) -> Iterator[Edge]:
-        """The functions that a value holds which is none."""
-        seen = set() if seen is None else seen
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, torch.dtype, ModuleType)):
-            return
-        seen.add(id(value))
-        if isinstance(value, FunctionType):
-            yield Edge(value, obstacle)
-        elif isinstance(value, MethodType):
-            yield from self.held(value.__func__, obstacle, seen)
-        elif isinstance(value, functools.partial):
-            yield from self.held((value.func, *value.args, *value.keywords.values()), obstacle, seen)
-        elif isinstance(value, Mapping) and _is_plain(value):
-            yield from self.held(tuple(value.values()), obstacle, seen)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            for each in value:
-                yield from self.held(each, obstacle, seen)
-        elif isinstance(value, type):
-            if not issubclass(value, (nn.Module, torch.Tensor)):
-                for cls in filter(is_followed, value.__mro__):
-                    for _, edge in self.member_edges(cls):
-                        yield Edge(edge.to, obstacle)
-        elif (wrapped := getattr(value, "__dict__", {}).get("__wrapped__")) is not None:
-            yield from self.held(wrapped, obstacle, seen)
-        elif not isinstance(value, nn.Module) and is_followed(type(value)):
-            yield from self.held(type(value), obstacle, seen)
+    def uses(self, value: Any, place: str, name: str = "") -> list[Use]:
+        """The functions in a value: what it is or is made of anew with others, or what it holds otherwise."""
+        if found := functions_in(value):
+            return [Use(each, name, "", self.hit_of(each)) for each in found]
+        through = f"{place}, a {type(value).__name__}"
+        if isinstance(value, torch.jit.ScriptFunction):  # what it calls has become a part of it
+            keys = {key.rpartition(":")[2]: key for layer in self.rules.layers for key, _ in layer}
+            hits = [Hit(((0, keys[each]),), value, None) for each in keys if each in str(value.code)]
+            return [Use(value, name, through, hit) for hit in hits] or [Use(value, name)]
+        return [Use(each, name if callable(value) else "", through, self.hit_of(each)) for each in held(value)]
 
     def _node(self, function: FunctionType) -> Node:
         node, references = Node(function), references_of(function.__code__)
@@ -179,78 +165,53 @@ class CallGraph:
         called: set[int] = set()
         handed: list[Any] = []  # what it hands on: to a table, where it looks in one
         if is_followed_module(space.get("__name__", "")):
-            node.written = references.written
             for reference in references.read:
                 if reference.name in space:
                     value = space[reference.name]
                     tables += [value] * is_shared_table(value)
                     (called.add(id(value)) if reference.is_called else handed.append(value))
-                    self._read(node, reference.name, reference.attributes, reference.is_called)
-            for level, module, name in references.imported:
-                self._imported(node, level, module, name)
+                    self._read(node, value, reference)
+            for imported in references.imported:
+                self._imported(node, *imported)
         for variable, value in closure_of(function).items():
             tables += [value] * is_shared_table(value)
             handed.append(value)
-            held = f"holds it in its closure, as {variable!r}"
-            self._given(node, value, held if variable in references.written_cells else "", held)
+            if not isinstance(value, type):
+                changes = f"its variable {variable!r}, which changes" if variable in references.written_cells else ""
+                uses = self.uses(value, f"its variable {variable!r}")
+                node.uses += [use._replace(through=use.through or changes) for use in uses]
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._given(node, value, "", "holds it in a default")
+            if not isinstance(value, type):
+                node.uses += self.uses(value, "a default")
         for value in handed if tables else ():
             if isinstance(value, FunctionType) and id(value) not in called:
                 node.defaults[id(value)] = value, tables[0]
         wrapped = vars(function).get("__wrapped__")
-        if isinstance(wrapped, FunctionType) and all(edge.to is not wrapped for edge in node.edges):
-            node.edges.append(Edge(wrapped, "wraps it in a way that can't be followed"))
+        if isinstance(wrapped, FunctionType) and all(use.to is not wrapped for use in node.uses):
+            node.uses.append(Use(wrapped, "", "its decorator"))
         return node
 
-    def _read(self, node: Node, name: str, attributes: tuple[str, ...], is_called: bool) -> None:
+    def _read(self, node: Node, value: Any, reference: Reference) -> None:
         """What a function does with what a global name is bound to."""
-        space = node.function.__globals__
-        value = space[name]
-        if isinstance(value, ModuleType):
-            self._attribute(node, value, name, attributes)
-        elif isinstance(value, type):
-            if issubclass(value, nn.Module):
-                if is_called and not attributes:
-                    node.builds.add(value)
-                elif attributes:
-                    found = inspect.getattr_static(value, attributes[0], None)
-                    how = f"calls it through {value.__name__}.{attributes[0]}"
-                    self._through(node, [Edge(edge.to, how) for edge in member_functions(found)])
-            elif is_followed_module(value.__module__):
-                how = f"calls it through the class {value.__name__}, which is no module"
-                self._through(node, self.held(value, how))
-        elif (hit := self.rules.hit(name, value)) is not None:
-            node.hits.append((name, hit))
-            node.known.add(name)
-        elif isinstance(value, FunctionType):
-            node.known.add(name)
-            node.edges.append(Edge(value))
-        elif is_cached(value):
-            node.known.add(name)
-            node.edges += self.held(value.__wrapped__, "")
-        elif isinstance(value, torch.jit.ScriptFunction):
-            node.known.add(name)
-            text = str(value.code)
-            names = {key.rpartition(":")[2] for layer in self.rules.layers for key, _ in layer}
-            node.blocked += [Blocked(each, f"is compiled by torch.jit, with {each}") for each in names if each in text]
-        elif isinstance(value, Mapping | list | tuple | set) and _is_registry(name, value, space):
+        name, attributes, place = reference.name, list(reference.attributes), reference.name
+        while isinstance(value, ModuleType) and attributes:
+            place = f"{place}.{attributes[0]}"
+            value = vars(value).get(attributes.pop(0))
+        if place == name and (hit := self.rules.hit(name, value)) is not None:
+            node.uses.append(Use(value, name, "", hit))
+        elif isinstance(value, type) and issubclass(value, nn.Module):
+            if reference.is_called and not reference.attributes:
+                node.builds.add(value)
+            elif attributes:
+                found = inspect.getattr_static(value, attributes[0], None)
+                self._otherwise(node, found, f"{place}.{attributes[0]}")
+        elif place != name:
+            self._otherwise(node, value, place)
+        elif isinstance(value, Mapping | list | tuple | set) and _is_registry(name, value, node.function.__globals__):
             items = value.values() if isinstance(value, Mapping) else value
-            for each in items if _is_plain(value) else registered(value):
-                node.registries.setdefault(getattr(each, "__name__", ""), name)
-                node.shared.append(Blocked(each, f"comes to it through {name} as well, which all models share"))
+            node.shared += [(each, name) for each in (items if _is_plain(value) else registered(value))]
         else:
-            self._through(node, self.held(value, f"finds it in {name}"))
-
-    def _attribute(self, node: Node, module: ModuleType, name: str, attributes: tuple[str, ...]) -> None:
-        text, value = name, module  # type: str, Any
-        for each in attributes:
-            if not isinstance(value, ModuleType):
-                break
-            text, value = f"{text}.{each}", vars(value).get(each)
-        if isinstance(value, ModuleType) or value is None:
-            return
-        self._other(node, value, f"calls it as {text}", is_followed_module(getattr(value, "__module__", "") or ""))
+            node.uses += self.uses(value, name, "" if isinstance(value, type) else name)
 
     def _imported(self, node: Node, level: int, module: str, name: str) -> None:
         package = node.function.__globals__.get("__package__") or ""
@@ -258,55 +219,75 @@ class CallGraph:
             full = importlib.util.resolve_name("." * level + (module or ""), package) if level else module
         except ImportError:
             return
-        value = vars(sys.modules[full]).get(name) if full in sys.modules else None
-        self._other(node, value, f"imports it where it runs, from {full}", is_followed_module(full))
+        if full in sys.modules and is_followed_module(full):
+            self._otherwise(node, vars(sys.modules[full]).get(name), f"an import of {full} where it runs")
 
-    def _other(self, node: Node, value: Any, how: str, by_name: bool) -> None:
-        """A function that is reached otherwise than by a global name."""
-        if isinstance(value, type) or not callable(value):
-            return
-        is_named = any(value is each for each in self.rules.named.values())
-        if is_named or (by_name and self.hit_of(value) is not None):
-            node.blocked.append(Blocked(value, how))
-        elif isinstance(value, FunctionType) and by_name:
-            node.edges.append(Edge(value, how))
-
-    def _given(self, node: Node, value: Any, obstacle: str, held: str) -> None:
-        """A value in a closure or a default."""
-        if isinstance(value, FunctionType):
-            hit = self.hit_of(value)
-            if hit is None:
-                node.edges.append(Edge(value, obstacle))
-            elif obstacle:
-                node.blocked.append(Blocked(value, obstacle))
-            else:
-                node.hits.append(("", hit))
-        elif not isinstance(value, type):
-            self._through(node, self.held(value, held))
-
-    def _through(self, node: Node, edges: Iterable[Edge]) -> None:
-        """Functions that are held by something which isn't followed."""
-        for edge in edges:
-            if self.hit_of(edge.to) is not None:
-                node.blocked.append(Blocked(*edge))
-            else:
-                node.edges.append(edge)
+    def _otherwise(self, node: Node, value: Any, place: str) -> None:
+        """A value that isn't reached by a global name: one of a library is meant by its module and name alone."""
+        if any(value is each for each in self.rules.named.values() if each is not None):
+            node.uses.append(Use(value, "", place, self.rules.hit("", value)))
+        elif is_followed_module(getattr(value, "__module__", None) or ""):
+            node.uses += [use._replace(name="", through=use.through or place) for use in self.uses(value, place)]
 
 
-def member_functions(value: Any) -> list[Edge]:
-    """The functions in a member of a class, each with what stands in the way of putting another in its place."""
+def with_functions(value: Any, change: Callable[[FunctionType], Any]) -> Any:
+    """A value with other functions in it; itself, if none of them changes, or if it can't be made anew."""
+    parts: tuple[Any, ...]
+    make: Callable[..., Any]
     if isinstance(value, FunctionType):
-        return [Edge(value)]
+        return change(value)
     if isinstance(value, staticmethod | classmethod):
-        return member_functions(value.__func__)
-    if isinstance(value, property):
-        return [edge for part in (value.fget, value.fset, value.fdel) for edge in member_functions(part)]
-    if isinstance(value, functools.cached_property):
-        return member_functions(value.func)
-    if isinstance(value, functools.partialmethod):
-        return [Edge(edge.to, "is a partialmethod") for edge in member_functions(value.func)]
-    wrapped = getattr(value, "__wrapped__", None) if callable(value) and not isinstance(value, type) else None
-    return [Edge(edge.to, "is wrapped by an object") for edge in member_functions(wrapped)] if wrapped else []
+        parts, make = (value.__func__,), type(value)
+    elif isinstance(value, property):
+        parts, make = (value.fget, value.fset, value.fdel), functools.partial(type(value), doc=value.__doc__)
+    elif isinstance(value, functools.cached_property):
+        parts, make = (value.func,), type(value)
+    elif hasattr(value, "cache_parameters") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+        parts, make = (value.__wrapped__,), functools.lru_cache(**value.cache_parameters())
+    else:
+        return value
+    changed = [with_functions(each, change) for each in parts]
+    return value if all(new is old for new, old in zip(changed, parts, strict=True)) else make(*changed)
+
+
+def functions_in(value: Any) -> list[FunctionType]:
+    """The functions in a value that `with_functions` makes anew."""
+    found: list[FunctionType] = []
+
+    def note(function: FunctionType) -> FunctionType:
+        found.append(function)
+        return function
+
+    with_functions(value, note)
+    return found
+
+
+def held(value: Any) -> Iterator[FunctionType]:
+    """The functions that a value holds: what is in a container, an object or a class of modeling code."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, (str, bytes, int, float, torch.Tensor, torch.dtype, ModuleType)):
+            continue
+        seen[id(each)] = each  # held, so that no other object gets its id
+        if found := functions_in(each):
+            yield from found
+        elif isinstance(each, MethodType):
+            waiting += [each.__func__, each.__self__]
+        elif isinstance(each, functools.partial | functools.partialmethod):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, Mapping):
+            waiting += each.values() if _is_plain(each) else ()
+        elif isinstance(each, list | tuple | set | frozenset):
+            waiting += each
+        elif isinstance(each, type):
+            if not issubclass(each, (nn.Module, torch.Tensor)):
+                waiting += [
+                    member for cls in filter(is_followed, each.__mro__) for member in own_members(cls).values()
+                ]
+        elif not isinstance(each, nn.Module):
+            own = getattr(each, "__dict__", {})
+            waiting += [type(each), *own.values()] if is_followed(type(each)) else [own.get("__wrapped__")]
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
@@ -319,11 +300,6 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
             continue
     found.pop("__class__", None)
     return found
-
-
-def is_cached(value: Any) -> bool:
-    """Whether it is what `functools.lru_cache` makes of a function."""
-    return hasattr(value, "cache_parameters") and isinstance(getattr(value, "__wrapped__", None), FunctionType)
 
 
 def is_followed_module(name: str) -> bool:

@@ -13,10 +13,9 @@ from torch import nn
 
 from patcher.compat.modeling_code import chosen_in, is_architecture_module, unrebound
 from patcher.compat.models import named_modules
-from patcher.construction.init_hooks import own_members
 from patcher.construction.plain_tensors import attributes
 from patcher.errors import PatchConstructionError
-from patcher.functions.calls import Blocked, Node, is_followed
+from patcher.functions.calls import Node, Use
 from patcher.functions.rebinding import Rebinder, lock, rebinder_for
 from patcher.functions.references import references_of
 from patcher.functions.rules import Hit, Layers
@@ -134,7 +133,6 @@ class _Search:
         self.roots = {cls: rebinder.add(cls) for cls in dict.fromkeys(map(type, self.modules))}
         #: id of an original -> what replaces it, and the classes that call it
         self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
-        self.shared: list[tuple[Node, Blocked]] = []
         #: the originals that are called; of the others, what the configs have chosen instead
         self.called: set[int] = set()
         self.chosen: dict[int, tuple[str, str, str]] = {}
@@ -143,11 +141,12 @@ class _Search:
         initialized = {cls for cls in self.roots if self._search_class(cls)}
         for module in self.modules:
             self._search_attributes(module)
-        self._check_shared()
-        functions = [function for roots in self.roots.values() for function in roots]
-        nodes = [
+        nodes = {cls: list(self.graph.reached(roots, all_of_them=True)) for cls, roots in self.roots.items()}
+        for cls, reached in nodes.items():
+            self._check_shared(cls, reached)
+        own = [
             node
-            for node in self.graph.reached(functions, all_of_them=True)
+            for node in {id(node): node for reached in nodes.values() for node in reached}.values()
             if is_architecture_module(node.function.__module__ or "")
         ]
         return Functions(
@@ -159,8 +158,8 @@ class _Search:
                 for key, (hit, callers) in self.found.items()
                 if key in self.called
             ),
-            known=frozenset(name for node in nodes for name in node.known),
-            registries=frozenset(item for node in nodes for item in node.registries.items()),
+            known=frozenset(use.name for node in own for use in node.uses if use.name),
+            registries=frozenset((_name(each), table) for node in own for each, table in node.shared if _name(each)),
             hidden=frozenset(self._hidden()),
             unchosen=frozenset(
                 (_name(hit.original), *self.chosen.get(key, next(iter(self.chosen.values()))))
@@ -176,50 +175,67 @@ class _Search:
             function = inspect.unwrap(hit.original)
             if isinstance(function, FunctionType):
                 for name in references_of(function.__code__).read:
-                    yield name.name, getattr(hit.original, "__name__", "")
+                    yield name.name, _name(hit.original)
 
-    def _check_shared(self) -> None:
+    def _search_class(self, cls: type[nn.Module]) -> bool:
+        """Note what a class calls; whether its `__init__` does."""
+        roots = self.roots[cls]
+        for use in roots:
+            if use.hit is not None and not isinstance(use.hit.replacement, FunctionType):
+                raise self._refused(use, cls, cls, f"as its method {use.name!r}")
+        self._follow(cls, roots)
+        unused = functools.partial(self._unused, [module for module in self.modules if type(module) is cls])
+        for node in self.graph.reached(roots, unused=unused):
+            self.called |= {id(hit.original) for hit in node.hits} - unused(node).keys()
+        running = [use for use in roots if use.name != "__init__"]
+        for node in self.graph.reached(running, all_of_them=True):
+            for made in node.builds - self.roots.keys():
+                for use in filter(self.graph.changes, self.rebinder.add(made)):
+                    how = f"through a {made.__name__} that it makes each time it runs"
+                    raise self._refused(use, cls, node.function, how)
+        return any(use.name == "__init__" and self.graph.needs(use.to) for use in roots)
+
+    def _search_attributes(self, module: nn.Module) -> None:
+        cls = type(module)
+        for name, value in attributes(module):
+            is_own = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
+            uses = self.graph.uses(value.__func__ if is_own else value, f"its attribute {name!r}")
+            if not isinstance(value, FunctionType | MethodType):
+                uses = [use._replace(through=use.through or f"its attribute {name!r}") for use in uses]
+            self.graph.add(uses)
+            self._follow(cls, uses)
+            self.called |= {id(hit.original) for node in self.graph.reached(uses) for hit in node.hits}
+
+    def _follow(self, cls: type[nn.Module], uses: list[Use]) -> None:
+        """Note what some functions of a class call, and raise for what they call in a way that can't be changed."""
+        for use in filter(self.graph.changes, uses):
+            if use.through:
+                raise self._refused(use, cls, cls, f"through {use.through}")
+            if use.hit is not None:
+                self._note(use.hit, cls, use.to, "")
+                self.called.add(id(use.hit.original))
+        for node in self.graph.reached(uses):
+            for use in filter(self.graph.changes, node.uses):
+                if use.through:
+                    raise self._refused(use, cls, node.function, f"through {use.through}")
+                if use.hit is not None:
+                    self._note(use.hit, cls, node.function, use.name)
+            for name in self.rebinder.written_names(node.function):
+                how = f"beside the global {name!r}, which changes while it runs"
+                raise self._refused(Use(node.function), cls, node.function, how)
+
+    def _check_shared(self, cls: type[nn.Module], nodes: list[Node]) -> None:
         """Raise for what is replaced and is called through a table that all models share as well.
 
         A function of the same name that only such a table leads to is another one, and stays.
         """
-        for node, each in self.shared:
-            if isinstance(each.value, FunctionType):
-                self.graph.add([each.value])
-                reached = [hit.original for inner in self.graph.reached([each.value]) for _, hit in inner.hits]
-                for original in (each.value, *reached):
-                    if id(original) in self.found:
-                        raise self._not_followed(original, node.function.__qualname__, each.how)
-
-    def _search_class(self, cls: type[nn.Module]) -> bool:
-        """Note what a class calls; whether its `__init__` does."""
-        for base in filter(is_followed, cls.__mro__):
-            for name, edge in self.graph.member_edges(base):
-                hit = self.graph.hit_of(edge.to)
-                if hit is not None:
-                    where = f"{base.__qualname__}.{name}"
-                    if edge.obstacle or not isinstance(hit.replacement, FunctionType):
-                        raise self._not_followed(edge.to, where, edge.obstacle or "has it as a method")
-                    self._note(hit, cls, edge.to, "")
-                elif edge.obstacle and self.graph.needs(edge.to):
-                    raise self._not_followed(edge.to, f"{base.__qualname__}.{name}", edge.obstacle)
-        for node in self.graph.reached(self.roots[cls]):
-            self._check(node)
-            for name, hit in node.hits:
-                self._note(hit, cls, node.function, name, is_called=False)
-        unused = functools.partial(self._unused, [module for module in self.modules if type(module) is cls])
-        for node in self.graph.reached(self.roots[cls], unused=unused):
-            self.called |= {id(hit.original) for _, hit in node.hits} - unused(node).keys()
-        for node in self.graph.reached(self.roots[cls], all_of_them=True):
-            self.shared += [(node, each) for each in node.shared]
-        running = [function for function in self.roots[cls] if function.__name__ != "__init__"]
-        for node in self.graph.reached(running, all_of_them=True):
-            for made in node.builds - self.roots.keys():
-                if any(map(self.graph.needs, self.rebinder.add(made))):
-                    how = f"makes a {made.__name__}, which calls it, each time it runs"
-                    raise self._not_followed(None, node.function.__qualname__, how)
-        inits = [own_members(base).get("__init__") for base in filter(is_followed, cls.__mro__)]
-        return any(map(self.graph.needs, inits))
+        for node in nodes:
+            for function, table in node.shared:
+                use = Use(function, hit=self.graph.hit_of(function))
+                self.graph.add([use])
+                reached = [hit.original for inner in self.graph.reached([use]) for hit in inner.hits]
+                if any(id(original) in self.found for original in (function, *reached)):
+                    raise self._refused(use, cls, node.function, f"through {table}, which all models share")
 
     def _unused(self, modules: list[nn.Module], node: Node) -> dict[int, Any]:
         """What a function of some modules has for a choice that none of their configs makes, and what they choose."""
@@ -230,59 +246,20 @@ class _Search:
                 found[key] = self.chosen[key] = (_name(default), *choices[0])
         return found
 
-    def _check(self, node: Node) -> None:
-        """Raise for what stands in the way of having a function call a replacement."""
-        where = node.function.__qualname__
-        for each in node.blocked:
-            raise self._not_followed(each.value, where, each.how)
-        for edge in node.edges:
-            if edge.obstacle and self.graph.needs(edge.to):
-                raise self._not_followed(edge.to, where, edge.obstacle)
-        names = self.rebinder.written_names(node.function)
-        if names:
-            how = f"needs {', '.join(names)}, which the code of its module binds anew while it runs"
-            raise self._not_followed(None, where, how)
-
-    def _search_attributes(self, module: nn.Module) -> None:
-        for name, value in attributes(module):
-            if isinstance(value, FunctionType | MethodType):
-                function = value.__func__ if isinstance(value, MethodType) else value
-                if not isinstance(function, FunctionType):
-                    continue
-                self.graph.add([function])
-                hit = self.graph.hit_of(function)
-                if hit is not None:
-                    self._note(hit, type(module), function, "")
-                for node in self.graph.reached([function]):
-                    self._check(node)
-                    for known, found in node.hits:
-                        self._note(found, type(module), node.function, known)
-                continue
-            for edge in self.graph.held(value, ""):
-                self.graph.add([edge.to])
-                if self.graph.hit_of(edge.to) is not None or self.graph.needs(edge.to):
-                    where = f"{type(module).__qualname__}.{name}"
-                    raise self._not_followed(edge.to, where, f"holds it in a {type(value).__name__}")
-
-    def _note(
-        self, hit: Hit, cls: type[nn.Module], caller: FunctionType, name: str, *, is_called: bool = True
-    ) -> None:
+    def _note(self, hit: Hit, cls: type[nn.Module], caller: FunctionType, name: str) -> None:
         """A class calls a function that is replaced, in this function of it or of what it calls."""
-        key = self.rebinder.rules.layers and hit.keys[0][1]
-        check_signature(str(key), caller, name, hit.original, hit.replacement)
-        self.called |= {id(hit.original)} if is_called else set()
+        check_signature(hit.keys[0][1], caller, name, hit.original, hit.replacement)
         self.found.setdefault(id(hit.original), (hit, {}))[1][cls.__name__] = None
 
-    def _not_followed(self, function: Any, where: str, how: str) -> PatchConstructionError:
-        hits = [hit for node in self.graph.reached([function]) for _, hit in node.hits]
-        hits += [hit] if (hit := self.graph.hit_of(function)) is not None else []
-        keys = {hit.keys[0][1] for hit in hits} or {key for layer in self.rebinder.layers for key, _ in layer}
-        what = ", ".join(map(repr, sorted(keys)))
-        owner, _, method = where.partition(".")
-        field = "class_mapping" if method else "function_mapping"
+    def _refused(self, use: Use, cls: type, where: Any, how: str) -> PatchConstructionError:
+        """The error for a function that something refers to in a way that can't be changed for one model."""
+        hits = [use.hit] if use.hit is not None else [hit for node in self.graph.reached([use]) for hit in node.hits]
+        what = ", ".join(sorted({repr(hit.keys[0][1]) for hit in hits}))
+        line = f":{where.__code__.co_firstlineno}" if isinstance(where, FunctionType) else ""
         return PatchConstructionError(
-            f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {where} {how}, and "
-            f"that would go on calling the original. Replace {owner} as a whole instead, with {field}."
+            f"function_mapping: {what} can't be replaced for {type(self.model).__name__} alone: {where.__qualname__} "
+            f"({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, and that "
+            f"would go on calling the original. Replace {cls.__name__} as a whole instead, with class_mapping."
         )
 
 

@@ -11,7 +11,6 @@ The copies see what the names of the module were bound to when they were made.
 from __future__ import annotations
 
 import copyreg
-import functools
 import inspect
 import threading
 import weakref
@@ -21,7 +20,7 @@ from typing import Any
 from patcher.compat.modeling_code import REBOUND, RECIPE, PickledClass, Rebound, unrebound
 from patcher.construction.init_hooks import own_members
 from patcher.errors import PatchConstructionError
-from patcher.functions.calls import CallGraph, closure_of, is_cached, is_followed, member_functions
+from patcher.functions.calls import CallGraph, Use, closure_of, functions_in, is_followed, with_functions
 from patcher.functions.references import references_of
 from patcher.functions.rules import FunctionRules, Layers, named_object
 
@@ -58,13 +57,13 @@ class Rebinder:
             and all(_members(cls) == members for cls, members in self._members.items())
         )
 
-    def add(self, cls: type) -> list[FunctionType]:
+    def add(self, cls: type) -> list[Use]:
         """Look at the functions of a class, and of those that it derives from, and at what these call."""
         bases = list(filter(is_followed, cls.__mro__))
         for base in bases:
             if base not in self._members:
                 self._members[base] = _members(base)
-        roots = [edge.to for base in bases for _, edge in self.graph.member_edges(base)]
+        roots = [use for base in bases for use in self.graph.members(base)]
         self.graph.add(roots)
         return roots
 
@@ -75,53 +74,40 @@ class Rebinder:
         made = self._functions.get(id(function))
         if made is not None:
             return made
-        names = self._names(function)
-        space = self._space(function.__globals__) if names else function.__globals__
-        cells, changed = [], list[tuple[CellType, Any]]()
+        uses = self.graph.nodes[id(function)].uses
+        named = {use.name: use for use in uses if use.name and not use.through and self.graph.changes(use)}
+        space = self._space(function.__globals__) if named else function.__globals__
         held = closure_of(function)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name in held and self._changes(held[name]):
-                cell = CellType()
-                changed.append((cell, held[name]))
-            cells.append(cell)
-        made = FunctionType(function.__code__.replace(), space, function.__name__, None, tuple(cells) or None)
+        changed = {name for name, value in held.items() if any(map(self._changes, functions_in(value)))}
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        closure = tuple(CellType() if name in changed else cell for name, cell in cells)
+        made = FunctionType(function.__code__.replace(), space, function.__name__, None, closure or None)
         self._functions[id(function)] = made  # first: functions may call each other in a circle
-        space |= {name: self._copy(value) for name, value in names.items()}
-        for cell, value in changed:
-            cell.cell_contents = self._copy(value)
-        made.__defaults__ = _each(self._copy, function.__defaults__)
+        for name, use in named.items():
+            space[name] = self.copy(function.__globals__[name]) if use.hit is None else use.hit.replacement
+        for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
+            if name in changed:
+                cell.cell_contents = self.copy(held[name])
+        made.__defaults__ = _each(self.copy, function.__defaults__)
         if function.__kwdefaults__ is not None:
-            made.__kwdefaults__ = {name: self._copy(value) for name, value in function.__kwdefaults__.items()}
+            made.__kwdefaults__ = {name: self.copy(value) for name, value in function.__kwdefaults__.items()}
         for name in ("__qualname__", "__module__", "__doc__", "__annotations__", "__type_params__"):
             if hasattr(function, name):
                 setattr(made, name, getattr(function, name))
-        made.__dict__.update({name: self._copy(value) for name, value in vars(function).items()})
+        made.__dict__.update({name: self.copy(value) for name, value in vars(function).items()})
         made.__dict__[REBOUND] = function
         return made
 
-    def _names(self, function: FunctionType) -> dict[str, Any]:
-        """Global name -> what it means to the copy of a function, of those that mean something else to it."""
-        space = function.__globals__
-        found = {name: hit.replacement for name, hit in self.graph.nodes[id(function)].hits if name}
-        for reference in references_of(function.__code__).read:
-            if reference.name in space and reference.name not in found and not reference.attributes:
-                value = space[reference.name]
-                if self.graph.needs(value) or (is_cached(value) and self.graph.needs(value.__wrapped__)):
-                    found[reference.name] = value
-        return found
+    def _changes(self, function: FunctionType) -> bool:
+        return self.graph.changes(Use(function, hit=self.graph.hit_of(function)))
 
-    def _copy(self, value: Any) -> Any:
-        """What stands in the copy of a function for what it holds."""
-        if isinstance(value, FunctionType):
-            hit = self.graph.hit_of(value)
-            return self.function(value) if hit is None else hit.replacement
-        wrapped: Any = value.__wrapped__ if is_cached(value) else None
-        if self.graph.needs(wrapped):
-            return functools.lru_cache(**value.cache_parameters())(self.function(wrapped))
-        return value
+    def copy(self, value: Any) -> Any:
+        """What takes the place of a value that has functions in it; itself, if they call none of what is replaced."""
+        return with_functions(value, self._copy)
 
-    def _changes(self, value: Any) -> bool:
-        return isinstance(value, FunctionType) and (self.graph.needs(value) or self.graph.hit_of(value) is not None)
+    def _copy(self, function: FunctionType) -> Any:
+        hit = self.graph.hit_of(function)
+        return self.function(function) if hit is None else hit.replacement
 
     def _space(self, space: dict[str, Any]) -> dict[str, Any]:
         """The copy of a namespace. What a load in another thread has put into it for a while is taken out."""
@@ -137,42 +123,25 @@ class Rebinder:
             functions = [value for value in space.values() if isinstance(value, FunctionType)]
             for value in space.values():
                 if isinstance(value, type) and value.__module__ == space.get("__name__"):
-                    functions += [edge.to for _, edge in self.graph.member_edges(value)]
+                    functions += [each for member in own_members(value).values() for each in functions_in(member)]
             own = [each for each in map(inspect.unwrap, functions) if each.__globals__ is space]
             self._written[id(space)] = frozenset(name for each in own for name in references_of(each.__code__).written)
         found = references_of(function.__code__)
         return sorted(({each.name for each in found.read} | found.written) & self._written[id(space)])
 
     def attribute(self, value: Any) -> Any:
-        """What stands for a function or method that a module keeps as an attribute."""
+        """What takes the place of a function or method that a module keeps as an attribute."""
         if isinstance(value, MethodType):
-            function: Any = value.__func__
-            changes = isinstance(function, FunctionType) and self.graph.needs(function)
-            return MethodType(self.function(function), value.__self__) if changes else value
-        return self._copy(value)
-
-    def member(self, value: Any) -> Any:
-        """A member of a class, with functions that call the replacements; itself, if it calls none."""
-        if isinstance(value, FunctionType):
-            return self._copy(value)
-        if isinstance(value, staticmethod | classmethod):
-            function = self.member(value.__func__)
-            return value if function is value.__func__ else type(value)(function)
-        if isinstance(value, property):
-            parts = value.fget, value.fset, value.fdel
-            made = _each(self.member, parts)
-            kind: Any = type(value)
-            return value if made is parts else kind(*made, value.__doc__)
-        if isinstance(value, functools.cached_property):
-            function = self.member(value.func)
-            return value if function is value.func else type(value)(function)
-        return value
+            function = value.__func__
+            made = self.function(function) if isinstance(function, FunctionType) else function
+            return value if made is function else MethodType(made, value.__self__)
+        return self.copy(value)
 
     def class_of(self, cls: type) -> Any:
         """A class whose functions call the replacements: one derived from it, or itself, if it calls none."""
         if cls in self._classes:
             return self._classes[cls]
-        own = {name: new for name, value in own_members(cls).items() if (new := self.member(value)) is not value}
+        own = {name: new for name, value in own_members(cls).items() if (new := self.copy(value)) is not value}
         # A base that changes comes right before the one that it was made of: what `super()` finds, it finds there.
         bases = [made for base in cls.__bases__ if is_followed(base) and (made := self.class_of(base)) is not base]
         made = cls if not own and not bases else self._derived(cls, bases, own)
@@ -259,7 +228,7 @@ def _members(cls: type) -> dict[str, Any]:
     """The members of a class that have functions in them."""
     members = own_members(cls)
     counted = (name for name in members if _counts(name) or name == "__init__")
-    return {name: members[name] for name in counted if member_functions(members[name])}
+    return {name: members[name] for name in counted if functions_in(members[name])}
 
 
 def _original(value: Any) -> Any:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-from inspect import Parameter
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 from patcher.errors import PatchConstructionError
-from patcher.source.call_sites import shortened, signature_of, why_unfit
+from patcher.source.call_sites import Function, positional_parameters, shortened, signature_of, why_unfit
 from patcher.source.indentation import dedented
-
-_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_signature(key: str, caller: FunctionType, name: str, original: Any, replacement: Any) -> None:
@@ -37,7 +35,7 @@ def check_signature(key: str, caller: FunctionType, name: str, original: Any, re
             raise _misfit(key, replacement, f"a call of it in {caller.__qualname__}, {where}: {problem}")
     reads = sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)) if tree is not None else 0
     is_handed_on = reads == 0 or reads > len(named)  # to be called elsewhere
-    if is_handed_on and (problem := unlike(inspect.signature(original), inspect.signature(replacement))):
+    if is_handed_on and (problem := unlike(before, after)):
         raise _misfit(key, replacement, f"what it replaces, which {caller.__qualname__} hands on: {problem}")
 
 
@@ -48,41 +46,32 @@ def _misfit(key: str, replacement: Any, what: str) -> PatchConstructionError:
     )
 
 
-def unlike(before: inspect.Signature, after: inspect.Signature) -> str:
-    """What a signature lacks to be called in all the ways that another one can, "" if nothing."""
-    ours, theirs = after.parameters, before.parameters
-    any_number = any(each.kind is Parameter.VAR_POSITIONAL for each in ours.values())
-    any_name = any(each.kind is Parameter.VAR_KEYWORD for each in ours.values())
-    places = [each.name for each in ours.values() if each.kind in _BY_POSITION]
-    number = -1
-    for each in theirs.values():
-        mine = ours.get(each.name)
-        if each.kind is Parameter.VAR_POSITIONAL:
-            if not any_number:
-                return f"it takes no *{each.name}"
-            if len(places) > number + 1:
-                return f"its parameter {places[number + 1]!r} takes what is one of *{each.name}"
-        elif each.kind is Parameter.VAR_KEYWORD:
-            if not any_name:
-                return f"it takes no **{each.name}"
-        else:
-            if each.kind in _BY_POSITION:
-                number += 1
-                if mine is not None and mine.kind is Parameter.KEYWORD_ONLY:
-                    return f"it takes {each.name!r} by name only"
-                if not any_number and number >= len(places):
-                    return f"it takes {len(places)} positional arguments, and {each.name!r} is number {number + 1}"
-                if number < len(places) and each.kind is not Parameter.POSITIONAL_ONLY and places[number] != each.name:
-                    return f"its parameter number {number + 1} is {places[number]!r}, not {each.name!r}"
-            if mine is None and not any_name and each.kind is not Parameter.POSITIONAL_ONLY:
-                return f"it has no parameter {each.name!r}"
-            if mine is not None and each.default is not Parameter.empty and mine.default is Parameter.empty:
-                return f"its parameter {each.name!r} has no default"
-    for each in ours.values():
-        is_plain = each.kind in (*_BY_POSITION, Parameter.KEYWORD_ONLY)
-        if is_plain and each.default is Parameter.empty and each.name not in theirs:
-            return f"its parameter {each.name!r} has no default, and nobody gives it"
+def unlike(before: Function, after: Function) -> str:
+    """A call that a function takes and another one doesn't, and why not; "" if there is none."""
+    for call in _calls_of(before, len(positional_parameters(after)) + 1):
+        if problem := why_unfit(call, before, after, False):
+            return f"a call {shortened(call)}: {problem}"
     return ""
+
+
+def _calls_of(function: Function, extra: int) -> Iterator[ast.Call]:
+    """The calls of a function that decide: with each number of positional arguments, all the others by name, or few.
+
+    Args:
+        extra: how many arguments to add to the positional ones, where any number is taken.
+    """
+    arguments = function.args
+    places = [each.arg for each in positional_parameters(function)]
+    by_name = [*places[len(arguments.posonlyargs) :], *(each.arg for each in arguments.kwonlyargs)]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    needed = {*places[: len(places) - len(arguments.defaults)], *(each.arg for each, value in pairs if value is None)}
+    more = [f"{arguments.vararg.arg}_{number}" for number in range(extra)] if arguments.vararg else []
+    any_name = ["any_other_name"] if arguments.kwarg else []
+    for given in ([*places, *more][:number] for number in range(len(places) + len(more) + 1)):
+        names = [name for name in by_name if name not in given]
+        for named in ([*names, *any_name], [name for name in names if name in needed]):
+            keywords = [ast.keyword(name, ast.Name(name)) for name in named]
+            yield ast.Call(ast.Name("f"), [ast.Name(name) for name in given], keywords)
 
 
 def _source(function: FunctionType) -> tuple[ast.Module | None, str, int]:

@@ -224,6 +224,22 @@ class ThroughACache(nn.Module):
         return cached(1) * x
 
 
+def closing_over_a_cache(function: Any) -> Any:
+    with_cache = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def wrapper(self: Any, x: Any) -> Any:
+        return with_cache(self, x)
+
+    return wrapper
+
+
+class ACacheInAClosure(nn.Module):
+    @closing_over_a_cache
+    def forward(self, x: Any) -> Any:
+        return double(x)
+
+
 class AsAClassAttribute(nn.Module):
     function = staticmethod(double)
 
@@ -303,6 +319,18 @@ class NotInATableOfTheClass(nn.Module):
         return self.table["double"](x)
 
 
+class NotInATableOfTheClassBody(nn.Module):
+    table = {"double": double}  # noqa: RUF012
+
+    def forward(self, x: Any) -> Any:
+        return self.table["double"](x)
+
+
+class NotInATableOfAModule(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return elsewhere.TABLE["double"](x)
+
+
 class NotInAPartialAttribute(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -369,6 +397,27 @@ instance = NoModule()
 class NotInAnObject(nn.Module):
     def forward(self, x: Any) -> Any:
         return instance(x)
+
+
+class Holder:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+holder = Holder(double)
+
+
+class NotInAnObjectsAttribute(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return holder.function(x)
+
+
+class WithTwoMethods:
+    def first(self, x: Any) -> Any:
+        return self.second(x)
+
+    def second(self, x: Any) -> Any:
+        return double(x)
 
 
 class NotAModuleEachTime(nn.Module):

@@ -23,25 +23,29 @@ WAYS = {
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == modeling_ways.__name__
 }
 FOLLOWED = sorted(name for name in WAYS if not name.startswith("Not") and name not in ("Other",))
+#: how each gets at the function
 REFUSED = {
-    "NotInATable": "finds it in TABLE",
-    "NotInAList": "finds it in LISTED",
-    "NotInATableOfTheClass": "holds it in a dict",
-    "NotInAPartialAttribute": "holds it in a partial",
-    "NotInAPartial": "finds it in partial",
-    "NotThroughAModule": r"calls it as elsewhere\.double",
-    "NotThroughAModulesFunction": r"calls it as elsewhere\.through_elsewhere",
-    "NotImportedInside": "imports it where it runs, from tests.functions.modeling_ways_elsewhere",
-    "NotByTheClass": r"calls it through StaticMethod\.part",
-    "NotInAnotherClass": "calls it through the class NoModule, which is no module",
-    "NotInAnAutogradFunction": "calls it through the class Doubling, which is no module",
-    "NotInAnObject": "finds it in instance",
-    "NotAModuleEachTime": "makes a Directly, which calls it, each time it runs",
-    "NotThroughAnObject": "finds it in wrapped",
-    "NotInAHiddenClosure": "holds it in its closure, as 'held'",
-    "NotAPartialMethod": "is a partialmethod",
-    "NotWithAGlobal": "needs counted, which the code of its module binds anew while it runs",
-    "NotAClosureThatChanges": "holds it in its closure, as 'function'",
+    "NotInATable": "through TABLE, a dict",
+    "NotInAList": "through LISTED, a list",
+    "NotInATableOfTheClass": "through its attribute 'table', a dict",
+    "NotInATableOfTheClassBody": "through table, a dict",
+    "NotInATableOfAModule": r"through elsewhere\.TABLE, a dict",
+    "NotInAPartialAttribute": "through its attribute 'function', a partial",
+    "NotInAPartial": "through partial, a partial",
+    "NotThroughAModule": r"through elsewhere\.double",
+    "NotThroughAModulesFunction": r"through elsewhere\.through_elsewhere",
+    "NotImportedInside": "through an import of tests.functions.modeling_ways_elsewhere where it runs",
+    "NotByTheClass": r"through StaticMethod\.part",
+    "NotInAnotherClass": "through NoModule, a type",
+    "NotInAnAutogradFunction": "through Doubling, a FunctionMeta",
+    "NotInAnObject": "through instance, a NoModule",
+    "NotInAnObjectsAttribute": "through holder, a Holder",
+    "NotAModuleEachTime": "through a Directly that it makes each time it runs",
+    "NotThroughAnObject": "through wrapped, a Wrapper",
+    "NotInAHiddenClosure": "through its variable 'held', a list",
+    "NotAPartialMethod": "through forward, a partialmethod",
+    "NotWithAGlobal": "beside the global 'counted', which changes while it runs",
+    "NotAClosureThatChanges": "through its variable 'function', which changes",
 }
 
 
@@ -88,10 +92,20 @@ def test_a_call_is_followed(way: str) -> None:
 @pytest.mark.parametrize("way", REFUSED)
 def test_a_call_that_can_not_be_followed_is_refused(way: str) -> None:
     module = WAYS[way]()
-    said = rf"'double' can't be replaced for {way} alone: .* {REFUSED[way]}, and that would go on calling"
+    said = (
+        rf"'double' can't be replaced for {way} alone: .* \(\S+\) gets at it {REFUSED[way]}, not by a plain call of a "
+    )
     with pytest.raises(PatchConstructionError, match=said):
         find_functions(module, LAYERS)
     assert type(module) is WAYS[way]
+
+
+def test_a_method_of_an_object_that_a_module_keeps_is_refused() -> None:
+    """The object's other methods, which it calls, can't be changed for one model."""
+    module = WAYS["Other"]()
+    module.function = modeling_ways.WithTwoMethods().first
+    with pytest.raises(PatchConstructionError, match="through its attribute 'function', a method, not by a plain"):
+        find_functions(module, LAYERS)
 
 
 @pytest.mark.parametrize("way", ["ByAnotherName", "InAnotherFile", "InheritedFromAnotherFile"])

@@ -44,7 +44,7 @@ class LatePart(Part):
 
 
 @advice(
-    "can't be replaced for {} alone: {} {}, and that would go on calling the original. Replace {} as a whole instead"
+    "gets at it {}, not by a plain call of a global name, and that would go on calling the original. Replace {} as a "
 )
 def a_function_in_a_table(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"late": tripled}))
