@@ -101,16 +101,6 @@ def remove_state_dict_hooks(module: nn.Module, is_meant: Callable[[Any], bool]) 
                 del table[key]
 
 
-def written_tensors(operation: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation of torch writes to, of those that it is given."""
-    written: list[Any] = []
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written += value if isinstance(value, list | tuple) else [value]
-    return [value for value in written if isinstance(value, torch.Tensor)]
-
-
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What a state dict holds, without torch's hooks and copies: parameters and persistent buffers, by name."""
     found: dict[str, torch.Tensor] = {}

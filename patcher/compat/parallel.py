@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel
 
 #: Styles that give each process an equal share of the outputs, and keep it there.
@@ -93,12 +92,3 @@ def unsplit_class(module: nn.Module) -> type[Any]:
     """The class of a module, without what `fully_shard` has made of it."""
     cls = type(module)
     return cls.__mro__[cls.__mro__.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else cls
-
-
-def unsplit_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A config that says nothing of how a model was split."""
-    if getattr(config, "distributed_config", None) is None:
-        return config
-    found = copy.copy(config)
-    del found.distributed_config
-    return found
