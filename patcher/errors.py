@@ -14,7 +14,7 @@ PatcherError
 ├── PatchConflictError       two patches that want different things of one class or module
 ├── UnmatchedPatchError      a key, filter, conversion or fusion that matched nothing
 ├── PatchConstructionError   a replacement could not be built
-├── PatchedWeightsError      weights that are missing, left over, or can't be given back
+├── PatchedWeightsError      weights that are missing, left over, or can't be restored
 ├── VerificationError        the patched model is not the stock model
 ├── PresetDriftError         the code that a preset is pinned to has changed
 └── CodegenError             a modeling file could not be generated

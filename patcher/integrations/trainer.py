@@ -57,7 +57,7 @@ def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
     """The names that shards may have: those of the checkpoint, of the parameters of transformers, of its own."""
     own = state_tensors(model)
     layouts = [[*own], [*stock_view(model).tensors]]
-    with suppress(PatchedWeightsError):  # of weights that can't be given back, so they are in no checkpoint either
+    with suppress(PatchedWeightsError):  # of weights that can't be restored, so they are in no checkpoint either
         layouts.insert(0, [*saved_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
     tied = tied_keys(model)
     return [[name for name in names if name not in tied] for names in layouts]

@@ -115,7 +115,7 @@ class ModuleLayouts:
             if both := [name for name in layout.stock if name in tensors and name not in layout.fused]:
                 raise _cannot(
                     f"{prefix}{both[0]}",
-                    f"{', '.join(layout.fused[:2])} of a fused module stands for it, and both are there. Assign "
+                    f"{', '.join(layout.fused[:2])} of a fused module holds it, and both are there. Assign "
                     "layers to a fused module by its attributes, or take the fusions off with "
                     "Patcher().apply(model)",
                 )

@@ -66,7 +66,7 @@ class Names:
         self._given = mapping
         self._mapping = [each if type(each) in _WITHOUT_STATE else copy_transform(each) for each in mapping]
         self._as_stock = key_renamer(self._mapping, model, self._tensors)
-        # Of those that are tried nobody knows which are used in the end, so copies are tried.
+        # Which of those that are tried are used in the end isn't known, so copies are tried.
         tried = [copy_transform(each) for each in mapping] if added else []
         self._first, self._renamings = tried[:requested], _renamings(tried[requested:])
         self._converters = [each for each in tried if isinstance(each, WeightConverter)]

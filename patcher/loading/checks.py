@@ -256,7 +256,7 @@ def _weights_text(
         lines += [f"  {key}" for key in folded(absent)]
         lines += [f"  ({key}: {mismatched[key]})" for key in ordered(absent & set(mismatched))[:5]]
     if left_over:
-        lines.append("In the checkpoint, and used by nobody:")
+        lines.append("In the checkpoint, and unused:")
         lines += [f"  {key}" for key in folded(left_over)]
     lines += idle
     if suggested:

@@ -1,6 +1,6 @@
 """A checkpoint that lacks what a conversion joins with other tensors: completed as transformers would initialise it.
 
-What transformers misses as well is no fault of a patcher, so the parts that it has are read, and the others begin as
+What transformers misses as well isn't a fault of a patcher, so the parts that it has are read, and the others begin as
 they do there, each by itself: with `ignore_mismatched_sizes=True` those of another shape too.
 """
 

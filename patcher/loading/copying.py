@@ -36,7 +36,7 @@ def check_can_be_copied(model: Any) -> None:
             "take the model out of its wrapper."
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise cannot("a quantized model: its weights can't be given back", "Load it again with patcher=...")
+        raise cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
     for name, parameter in named_parameters(model):
         if isinstance(parameter, DTensor):
             raise cannot(

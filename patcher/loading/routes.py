@@ -144,7 +144,7 @@ def route(
 
     Args:
         checkpoint: tensors, or what has their shapes.
-        unknown: the keys whose shapes nobody knows: they fit.
+        unknown: the keys whose shapes aren't known: they fit.
         is_quantized: whether a quantizer has written the checkpoint.
         dtype: gives the type that a parameter will have; None where nothing will be read.
 

@@ -86,7 +86,7 @@ class SavePlan:
         """The state dict as the unpatched model would save it.
 
         Raises:
-            PatchedWeightsError: something in it can't be given back.
+            PatchedWeightsError: something in it can't be restored.
         """
         return self.named(self.taken_apart(state_dict, self.carrying))
 
@@ -156,7 +156,7 @@ def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tens
     """The state dict of a model as the unpatched model would save it.
 
     Raises:
-        PatchedWeightsError: something in it can't be given back.
+        PatchedWeightsError: something in it can't be restored.
     """
     record = record_of(model)
     return _plan_original_format(model, record).saved_state_dict(state_dict)

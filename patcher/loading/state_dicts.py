@@ -46,7 +46,7 @@ def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: any module, also one around a patched model, as `DistributedDataParallel` is, or a layer of one.
 
     Raises:
-        PatchedWeightsError: something in it can't be given back.
+        PatchedWeightsError: something in it can't be restored.
     """
     result, _ = separated(carriers_in(model), _gathered(model))
     for path, part, record in patched_models(model):

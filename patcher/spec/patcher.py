@@ -359,7 +359,7 @@ class Patcher:
         Raises:
             InvalidPatcherError: the model can't be copied, as one that is quantized, offloaded or split over
                 processes; or it holds something that would be lost.
-            PatchedWeightsError: a weight can't be given back, or is missing for the replacement.
+            PatchedWeightsError: a weight can't be restored, or is missing for the replacement.
             UnmatchedPatchError: something of the patcher matches nothing.
         """
         from patcher.integrations import install

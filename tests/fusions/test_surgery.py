@@ -128,7 +128,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a projection behind its back": (
         lambda attention: attention._modules.__setitem__("q_proj", nn.Linear(64, 64, bias=False)),
-        r"q_proj\.weight can't be saved.* qkv_proj\.weight of a fused module stands for it, and both are there",
+        r"q_proj\.weight can't be saved.* qkv_proj\.weight of a fused module holds it, and both are there",
     ),
     "eight bits": (
         lambda attention: attention.qkv_proj._parameters.__setitem__(

@@ -80,7 +80,7 @@ def line_to_add(error: Exception) -> dict[str, Any]:
         (
             Without,
             {},
-            ["In the checkpoint, and used by nobody:", "  model.layers.{0..1}.mlp.up_proj.weight"],
+            ["In the checkpoint, and unused:", "  model.layers.{0..1}.mlp.up_proj.weight"],
             {"dropped_weights": [r"\.up_proj\.weight$"]},
         ),
         (
