@@ -65,6 +65,7 @@ class Names:
         # A match is noted on a conversion, and some go by what they have matched before.
         self._given = mapping
         self._mapping = [each if type(each) in _WITHOUT_STATE else copy_transform(each) for each in mapping]
+        self._stock_renamings = _renamings(self._mapping)
         self._as_stock = key_renamer(self._mapping, model, self._tensors)
         # Which of those that are tried are used in the end isn't known, so copies are tried.
         tried = [copy_transform(each) for each in mapping] if added else []
@@ -73,7 +74,7 @@ class Names:
 
     def renamed(self, key: str) -> str:
         """A key as the converters of transformers meet it."""
-        return _through(_renamings(self._mapping), key)
+        return _through(self._stock_renamings, key)
 
     def follow(self, key: str, without: AbstractSet[Added] = frozenset()) -> Named:
         """Where a key goes.
@@ -140,7 +141,7 @@ class Names:
 
     def _stock(self, key: str, name: str, target: str) -> str:
         """What the renamings of transformers make of a key, with the prefix that a load gave its name."""
-        stock = _through(_renamings(self._mapping), key)
+        stock = self.renamed(key)
         if target == self._prefix + name:
             return self._prefix + stock
         return stock.removeprefix(self._prefix) if name == self._prefix + target else stock

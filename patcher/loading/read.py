@@ -84,9 +84,8 @@ def read(
     if dry_run is None and (problem := routing.problem or routing.failure):
         raise problem
     is_told = not is_prequantized(quantizer) and not routing.errors
-    judged = partial(
-        judge, selected, routing, checkpoint, stock_routing=lambda: stock_routing(selected, checkpoint)[1]
-    )
+    unpatched = partial(stock_routing, selected, checkpoint)
+    judged = partial(judge, selected, routing, checkpoint, stock_routing=unpatched)
     loaded = judged(expected) if is_told or dry_run is not None else None
     if dry_run is not None and loaded is not None:
         _settle(loaded)
@@ -102,11 +101,11 @@ def read(
     return replace(loaded, info=info, disk_index=disk_index), info, disk_index
 
 
-def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> tuple[PreTrainedModel, Routing]:
-    """The unpatched model on meta, and what it would make of a checkpoint."""
+def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
+    """What the unpatched model would make of a checkpoint."""
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
-    return stock, route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))
+    return route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))
 
 
 def tell_initialized(info: Any, selected: Selected) -> None:

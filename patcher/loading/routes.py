@@ -14,14 +14,14 @@ quantizes and shards them as any other tensor; what only transformers converts, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightRenaming, WeightTransform
+from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
 from patcher.compat.models import ModelView, state_tensors
@@ -377,7 +377,9 @@ class _Router:
         try:
             return group.layout(self.view)
         except Exception:  # it may need values
-            return group.layout(self.view, self._cast({key: self.checkpoint[key][...] for key in group.keys}, group))
+            return group.layout(
+                self.view, self._cast({key: self.checkpoint[key][...] for key in group.keys}, group.first)
+            )
 
     def _at_its_word(self, group: Group) -> Converted:
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
@@ -410,7 +412,7 @@ class _Router:
     @torch.no_grad()
     def _run(self, layout: Converted, is_ours: bool, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What a conversion makes of the tensors of a layer."""
-        values = self._cast(tensors, layout) if is_ours else tensors
+        values = self._cast(tensors, layout.target) if is_ours else tensors
         given = [values[key] for key in layout.stock]
         try:
             made = convert(layout.transform, layout.operations, layout.target, layout.patterns, given, self.view)
@@ -420,9 +422,8 @@ class _Router:
             raise failure(layout.transform, [layout.target], f"{type(error).__name__}: {error}") from error
         return {name: single(tensor) for name, tensor in made.items()}
 
-    def _cast(self, tensors: Mapping[str, torch.Tensor], made: Converted | Group) -> dict[str, torch.Tensor]:
-        """The tensors in the type that the parameter will have, as transformers gives them to a conversion."""
-        name = made.target if isinstance(made, Converted) else made.first
+    def _cast(self, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+        """The tensors in the type that a parameter will have, as transformers gives them to a conversion."""
         if self.dtype is None or name not in self.tensors:
             return dict(tensors)
         dtype = self.dtype(name)
@@ -430,11 +431,8 @@ class _Router:
 
     def _lacking(self, group: Group) -> list[str]:
         """The keys that the checkpoint should have besides, as far as the reverse of a converter tells."""
-        between = Names(
-            self.model, {}, [each for each in self.conversions.mapping if isinstance(each, WeightRenaming)]
-        )
         #: the name that the converter meets -> the key
-        renamed = {between.follow(key).name: key for key in group.keys}
+        renamed = {self.names.renamed(key): key for key in group.keys}
         try:
             whole = {name: self.tensors[name] for name in made_by_name(group.transform, group.first)}
             expected = stock_revert(self.view, whole, [copy_transform(group.transform)])
@@ -609,25 +607,3 @@ def _problem(
             "Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True."
         )
     return PatchedWeightsError("\n".join(lines)) if lines else None
-
-
-def carried_layouts(routes: Iterable[Route]) -> list[Layout]:
-    """What conversions of patchers have made, by the names of transformers, to be carried by modules."""
-    return [
-        replace(each.layout, stock=each.stock)
-        for each in routes
-        if each.is_carried
-        and each.layout is not None
-        and (each.stock != each.parameters or type(each.layout) is not Rows)
-    ]
-
-
-def paths_of(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, list[Layout]]:
-    """The layouts by the module that carries them: the replaced one that has all their names, or the model."""
-    paths = sorted(replaced, key=len, reverse=True)
-    by_module: dict[str, list[Layout]] = {}
-    for layout in layouts:
-        own = (*layout.stock, *layout.fused)
-        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
-        by_module.setdefault(path, []).append(layout.below(inside(path)))
-    return by_module

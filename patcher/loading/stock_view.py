@@ -21,11 +21,12 @@ from patcher.errors import InvalidPatcherError
 from patcher.layouts.carried import Carrier, ModuleLayouts, carried_by, carriers
 from patcher.layouts.conversion import made_by_name
 from patcher.layouts.either_layout import carry
+from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.routes import Conversions, Route, carried_layouts, paths_of, route
-from patcher.patterns import compress, in_state_dict, without_numbers
+from patcher.loading.routes import Conversions, Route, route
+from patcher.patterns import compress, in_state_dict, inside, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
 if TYPE_CHECKING:
@@ -110,9 +111,31 @@ def carry_routes(model: PreTrainedModel, routes: Iterable[Route], replaced: Iter
         routes: those of conversions of patchers.
         replaced: the paths of the modules.
     """
-    for path, layouts in paths_of(carried_layouts(routes), replaced).items():
+    for path, layouts in _by_module(_carried_layouts(routes), replaced).items():
         module = model.get_submodule(path)
         carry(module, replace(carried_by(module) or ModuleLayouts(), converted=tuple(layouts)))
+
+
+def _carried_layouts(routes: Iterable[Route]) -> list[Layout]:
+    """What conversions of patchers have made, by the names of transformers, to be carried by modules."""
+    return [
+        replace(each.layout, stock=each.stock)
+        for each in routes
+        if each.is_carried
+        and each.layout is not None
+        and (each.stock != each.parameters or type(each.layout) is not Rows)
+    ]
+
+
+def _by_module(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, list[Layout]]:
+    """The layouts by the module that carries them: the replaced one that has all their names, or the model."""
+    paths = sorted(replaced, key=len, reverse=True)
+    by_module: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        own = (*layout.stock, *layout.fused)
+        path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
+        by_module.setdefault(path, []).append(layout.below(inside(path)))
+    return by_module
 
 
 def carriers_in(model: nn.Module) -> list[Carrier]:
@@ -179,7 +202,7 @@ def parts_of(load: Constructed) -> Parts:
     carrying = carriers(load.model)
     if not any(converts(entry.patcher) for entry in load.in_force):
         return _view(load.model, carrying).parts
-    converted = tuple(carried_layouts(from_scratch(load.model, load.record).routes))
+    converted = tuple(_carried_layouts(from_scratch(load.model, load.record).routes))
     carrying.append(Carrier("", load.model, ModuleLayouts(converted=converted)))
     rename = key_renamer(stock_conversions(load.model))
     view, found = _view(load.model, carrying), dict[str, tuple[str, ...]]()
