@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patcher.errors import no_such_name, public_name
-from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
+from patcher.fusions.base import Decision, Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
 from patcher.layouts.layouts import Flatten, Layout, Rows
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KV",
     "QKV",
+    "Decision",
     "Flatten",
     "FusedModule",
     "Fusion",

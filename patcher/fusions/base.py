@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,13 +11,30 @@ from torch import nn
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.layouts.layouts import Layout
-from patcher.patterns import check_path, matches_path
+from patcher.patterns import check_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.core_model_loading import WeightTransform
 
     from patcher.fusions.finding import Surroundings
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a family makes of one module.
+
+    Attributes:
+        layouts: which of its parameters become which.
+        recipe: what decides its class, besides its own.
+        refusal: why the module is left alone, "" if it isn't.
+        is_told: whether that is worth a line of the report; it is said in any case where nothing else was found.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    recipe: Hashable = ()
+    refusal: str = ""
+    is_told: bool = True
 
 
 class Fusion:
@@ -82,7 +100,7 @@ class Fusion:
         raise NotImplementedError
 
     def refusal(self, module: nn.Module) -> str:
-        """Why `is_fusable` said no, for the report. Only asked for modules that the patterns name."""
+        """Why `is_fusable` said no, for the report: of modules that the patterns name."""
         return "is_fusable() says no"
 
     def layouts(self, module: nn.Module) -> Iterable[Layout]:
@@ -119,24 +137,20 @@ class Fusion:
         """The class for one recipe."""
         return self.make_fused_class(original_cls)
 
-    def is_asked_for(self, path: str) -> bool:
-        """Whether what is at a path is among the `modules` that were asked for."""
-        return not self.modules or any(matches_path(pattern, path) for pattern in self.modules)
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        """What becomes of a module where it is in the model; None where the family isn't about it.
 
-    def is_asked(self, path: str, module: nn.Module) -> bool:
-        """Whether the family is about this module at all."""
+        All of the above is only looked at from here.
+        """
         patterns = self.target_modules_patterns
-        return not patterns or any(search(pattern, path) for pattern in patterns)
-
-    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        """Why the module can't be fused where it stands; None if it can."""
-        if self.is_fusable(module):
-            return surroundings.sharing(path, module, "it") or None if tuple(self.layouts(module)) else None
-        return self.refusal(module) if self.target_modules_patterns else ""
-
-    def is_told(self, path: str, module: nn.Module) -> bool:
-        """Whether a module that is left alone is worth a line of the report."""
-        return bool(self.target_modules_patterns)
+        if patterns and not any(search(pattern, path) for pattern in patterns):
+            return None
+        if not self.is_fusable(module):
+            return Decision(refusal=self.refusal(module)) if patterns else None
+        layouts = tuple(self.layouts(module))
+        if layouts and (reason := surroundings.sharing(path, module, "it")):
+            return Decision(refusal=reason, is_told=bool(patterns))
+        return Decision(layouts, self.recipe(module))
 
     def rows_together(self, module: nn.Module) -> int:
         """How many rows of each part belong together, as those of a head do: processes that share them take multiples.

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import named_modules, named_parameters, tie_partners
-from patcher.fusions.base import Fusion
+from patcher.fusions.base import Decision, Fusion
 from patcher.layouts.layouts import Layout, named_parameter
+from patcher.patterns import matches_path
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a fusion has found in a model: path -> module, its layouts, and path -> why a module is left alone.
+    """What a fusion has found in a model: path -> module, its layouts, its recipe, and path -> why a module is left alone.
 
     Where it has found nothing else, every module that was looked at is told.
     """
 
     matches: Mapping[str, nn.Module] = field(default_factory=dict)
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    recipes: Mapping[str, Hashable] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,28 +61,29 @@ def discover(fusion: Fusion, model: PreTrainedModel) -> Findings:
         model: the skeleton of the outermost model, as transformers builds it, on the meta device.
     """
     matches: dict[str, nn.Module] = {}
-    layouts: dict[str, tuple[Layout, ...]] = {}
+    decisions: dict[str, Decision] = {}
     refused: dict[str, str] = {}
     untold: dict[str, str] = {}
     surroundings = Surroundings(model)
     for path, module in surroundings.modules.items():
-        if not (fusion.is_asked_for(path) and fusion.is_asked(path, module)):
+        if fusion.modules and not any(matches_path(pattern, path) for pattern in fusion.modules):
             continue
-        reason = fusion.obstacle(path, module, surroundings)
-        if reason is None:
-            asked = tuple(fusion.layouts(module))
-            reason = _unlike_parts(asked, module)
-        if reason is None:
-            matches[path], layouts[path] = module, tuple(layout.of(module) for layout in asked)
-        elif fusion.is_told(path, module):
-            refused[path] = reason
-        elif reason:
-            untold[path] = reason
-    return Findings(matches, layouts, refused or ({} if matches else untold))
+        if (decision := fusion.decide(path, module, surroundings)) is None:
+            continue
+        if reason := decision.refusal or _unlike_parts(decision.layouts, module):
+            (refused if decision.is_told else untold)[path] = reason
+        else:
+            matches[path], decisions[path] = module, decision
+    return Findings(
+        matches,
+        {path: tuple(layout.of(matches[path]) for layout in each.layouts) for path, each in decisions.items()},
+        {path: each.recipe for path, each in decisions.items()},
+        refused or ({} if matches else untold),
+    )
 
 
-def _unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str | None:
-    """Why parameters can't become one, which has one type and trains or doesn't; None if they can."""
+def _unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str:
+    """Why parameters can't become one, which has one type and trains or doesn't; "" if they can."""
     for layout in layouts:
         parts = {name: part for name in layout.stock if (part := named_parameter(module, name)) is not None}
         if len({part.dtype for part in parts.values()}) > 1:
@@ -88,4 +91,4 @@ def _unlike_parts(layouts: Iterable[Layout], module: nn.Module) -> str | None:
         frozen = [name for name, part in parts.items() if not part.requires_grad]
         if 0 < len(frozen) < len(parts):
             return f"{', '.join(frozen)} is frozen, and others of {', '.join(parts)} aren't"
-    return None
+    return ""

@@ -7,7 +7,7 @@ made from it; any other is built again from the arguments of its constructor.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,6 +22,7 @@ from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
+from patcher.fusions.methods import is_importable, member
 from patcher.layouts.carried import ModuleLayouts
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
 _lock = threading.RLock()
 #: original -> (family, what decides the class) -> the class
-_classes: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, type[nn.Module]]] = weakref.WeakKeyDictionary()
+_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakValueDictionary[Any, type[nn.Module]]]
+_classes = weakref.WeakKeyDictionary()
+#: those of classes that live as long as their modules
+_kept: dict[Any, type[nn.Module]] = {}
 
 
 def original_of(module: nn.Module) -> type[nn.Module]:
@@ -42,18 +46,30 @@ def original_of(module: nn.Module) -> type[nn.Module]:
 
 
 def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> type[nn.Module]:
-    """The class that a family makes of another one: the same one for the same question."""
+    """The class that a family makes of another one: the same one for the same question, as long as it runs the code
+    that it was made from.
+    """
     key = (fusion, recipe)
     with _lock:
-        made = _classes.setdefault(original, {})
-        if key not in made:
-            cls = fusion.make_class(original, recipe)
-            if issubclass(cls, FusedModule) or not _is_importable(cls):
+        made = _classes.setdefault(original, weakref.WeakValueDictionary())
+        cls = made.get(key)
+        if cls is None or not _is_current(cls, original):
+            cls = made[key] = fusion.make_class(original, recipe)
+            if issubclass(cls, FusedModule) or not is_importable(cls):
                 cls._made_by = MadeClass(fusion, original, recipe)  # type: ignore[attr-defined]
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
                     cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
-            made[key] = cls
-        return made[key]
+            if is_importable(original):  # others are freed with their last object
+                _kept[original, key] = cls
+        return cls
+
+
+def _is_current(cls: type[nn.Module], original: type[nn.Module]) -> bool:
+    """Whether the methods that a class was made from are still those of the original, and run the same code."""
+    return all(
+        inspect.unwrap(member(original, name)) is function and function.__code__ is code
+        for name, (function, code) in getattr(cls, "_made_from", {}).items()
+    )
 
 
 def fused_class_of(fusion: Fusion, module: nn.Module) -> type[nn.Module]:
@@ -97,10 +113,6 @@ class MadeClass:
 def takes_modules(cls: type[nn.Module]) -> bool:
     """Whether a fused class is made from the module that stands, rather than from constructor arguments."""
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
-
-
-def _is_importable(cls: type) -> bool:
-    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

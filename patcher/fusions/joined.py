@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patcher.compat.models import is_exporting
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule, view_of
+from patcher.fusions.shared_input import SharedInput
 from patcher.layouts.carried import fused_weights
 from patcher.layouts.sharded import Copied
 
@@ -42,6 +42,10 @@ class JoinedProjections(FusedModule):
     """What the rewritten classes share: projections that are rows of one `nn.Linear`."""
 
     _joined: ClassVar[Joined]
+
+    def shared_input(self) -> SharedInput:
+        """What a rewritten forward asks, call by call, for the rows of its projections."""
+        return SharedInput(self, self._joined)  # type: ignore[arg-type]
 
     def __setattr__(self, name: str, value: Any) -> None:
         joined = self._joined
@@ -112,8 +116,9 @@ class ProjectionView:
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole = self._whole
-        if is_exporting() and type(whole) is nn.Linear and not more_than_a_weight_and_bias(whole):
-            return nn.functional.linear(features, self.weight, self.bias)  # a program keeps what it is shown
+        is_plain = type(whole) is nn.Linear and type(whole.weight) is nn.Parameter and not self._is_in_blocks
+        if is_plain and not more_than_a_weight_and_bias(whole):
+            return nn.functional.linear(features, self._slice(whole.weight), self.bias)
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
         # Code of the original goes on with it as with a projection's result, which is contiguous.
         result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size).contiguous()

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from patcher.fusions import QKV, Surroundings
+from patcher.fusions import QKV, Decision, Surroundings
 
 
 class KV(QKV):
@@ -22,14 +22,14 @@ class KV(QKV):
 
     name = "kv"
     joined_name: ClassVar[str] = "kv_proj"
-    only_together: ClassVar[bool] = True
     subject = "keys and values of an input that queries don't have (k_proj, v_proj; key, value; ...)"
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         for group in super().groups(names):
             yield group[1:]
 
-    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        if QKV().obstacle(path, module, surroundings) is None:
-            return "queries, keys and values have one input, for which there is 'qkv'"
-        return super().obstacle(path, module, surroundings)
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        decision = QKV().decide(path, module, surroundings)
+        if decision is not None and not decision.refusal:
+            return Decision(refusal="queries, keys and values have one input, for which there is 'qkv'")
+        return super().decide(path, module, surroundings)

@@ -1,126 +1,243 @@
-"""The methods of a model's classes, with their source."""
+"""The functions of a model's classes, with the source that they were compiled from."""
 
 from __future__ import annotations
 
 import ast
-import functools
+import dis
 import inspect
+import sys
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
-from typing import Any, TypeVar
+from types import CodeType, FunctionType
+from typing import Any
 
 from torch import nn
 
 from patcher.source.call_sites import positional_parameters
-from patcher.source.indentation import dedented
+from patcher.source.indentation import dedented, indented
+
+#: Wrappers of transformers that pass on what they are given: one moves weights of the module, the other looks for a
+#: kernel that computes the same.
+_TRANSPARENT = {
+    ("transformers.integrations.accelerate", "force_accelerate_hooks"),
+    ("transformers.integrations.hub_kernels", "use_kernel_func_from_hub_with_fallback"),
+}
 
 
 class NotUnderstoodError(Exception):
-    """What stands in the way, and the line of the method's source where it does."""
+    """What prevents a fusion, and the line of the function's source where it is."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
         self.line = line
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Method:
-    """A method of a model's class, with its source."""
+    """A function, with its source."""
 
     name: str
     function: FunctionType
     source: str
     node: ast.FunctionDef
-    file: str
-    first_line: int
 
     def at(self, line: int | None) -> str:
         """Where a line of the source lies: `modeling_llama.py:243`."""
-        return f"{Path(self.file).name}:{self.first_line + (line or 1) - 1}"
+        code = self.function.__code__
+        return f"{Path(code.co_filename).name}:{code.co_firstlineno + (line or 1) - 1}"
 
 
 def located(error: NotUnderstoodError, method: Method) -> NotUnderstoodError:
-    """The error, with the file and the line in its text."""
-    return NotUnderstoodError(f"{error} ({method.at(error.line)})")
+    """The error, with the file and the line in its text, the innermost of those that are followed."""
+    text = str(error)
+    return NotUnderstoodError(text if text.endswith(")") and ".py:" in text else f"{text} ({method.at(error.line)})")
 
 
-def read_method(name: str, function: FunctionType) -> Method:
-    """A function of a class with its source.
+class Looks(threading.local):
+    """What an analysis has looked at: the answers hold as long as all of it is what it was."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Callable[[Any, str], Any], Any, str, Any]] | None = None
+
+    def at(self, look: Callable[[Any, str], Any], owner: Any, name: str) -> Any:
+        """What `look(owner, name)` finds, which is noted."""
+        found = look(owner, name)
+        if self.found is not None:
+            self.found.append((look, owner, name, found))
+        return found
+
+
+looks = Looks()
+
+
+def still_found(found: Iterable[tuple[Callable[[Any, str], Any], Any, str, Any]]) -> bool:
+    """Whether all that was looked at is there still."""
+    return all(look(owner, name) is before for look, owner, name, before in found)
+
+
+def is_importable(cls: type) -> bool:
+    """Whether a class lives as long as its module, which has it under its name."""
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
+
+
+def member(cls: type, name: str) -> Any:
+    """What a class has under a name, without running anything; None if it has nothing."""
+    return inspect.getattr_static(cls, name, None)
+
+
+def _code(function: FunctionType, name: str) -> CodeType:
+    return function.__code__
+
+
+_read: weakref.WeakKeyDictionary[CodeType, tuple[str, ast.FunctionDef] | str] = weakref.WeakKeyDictionary()
+
+
+def read_function(function: FunctionType) -> Method:
+    """A function with its source.
 
     Raises:
-        NotUnderstoodError: there is none.
+        NotUnderstoodError: there is none, or what it compiles to isn't the code that runs: the file was edited after
+            its import, or another tool has changed the function.
     """
-    try:
-        lines, first_line = inspect.getsourcelines(function)
-        source = dedented("".join(lines))
-        (node,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotUnderstoodError(f"the source of {name} can't be read ({error})") from error
-    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
-        raise NotUnderstoodError(f"the source of {name} is no method")
-    return Method(name, function, source, node, inspect.getfile(function), first_line)
+    code = looks.at(_code, function, "")
+    if code not in _read:
+        try:
+            _read[code] = _source_of(code)
+        except (OSError, TypeError, SyntaxError, ValueError) as error:
+            _read[code] = f"the source of {code.co_name} can't be read ({error})"
+    found = _read[code]
+    if isinstance(found, str):
+        raise NotUnderstoodError(found)
+    return Method(code.co_name, function, *found)
 
 
-def methods_with(cls: type[nn.Module], wanted: Callable[[ast.FunctionDef], bool]) -> list[Method]:
-    """The methods of a class, as its objects have them, whose source `wanted` asks for.
+def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
+    lines, _ = inspect.getsourcelines(code)
+    source = dedented("".join(lines))
+    body = ast.parse(source).body
+    node = body[0] if len(body) == 1 else None
+    if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
+        return f"the source of {code.co_name} can't be read (it isn't a function)"
+    # In a class, where names are private and `super()` has a class.
+    owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
+    text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
+    compiled = compile(text, code.co_filename, "exec", code.co_flags & _FLAGS, dont_inherit=True)
+    if not any(_alike(each, code) for each in _codes(compiled)):
+        return (
+            f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
+        )
+    return source, node
 
-    Raises:
-        NotUnderstoodError: the source of one of them isn't the code that runs.
-    """
-    found = []
-    for name in (name for name, tree in trees_of(cls).items() if wanted(tree)):
-        member = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-        function = inspect.unwrap(member)
-        method = read_method(name, function)
-        free = [variable for variable in function.__code__.co_freevars if variable != "__class__"]
-        if free:
-            raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
-        if (member is not function) != bool(method.node.decorator_list):
-            raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
-        if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
-            raise NotUnderstoodError(f"{name} is a generator", 1)
-        found.append(method)
+
+#: `from __future__ import annotations`, which decides what annotations compile to.
+_FLAGS = 0x1000000
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _codes(each)
+
+
+def _alike(one: CodeType, other: CodeType) -> bool:
+    """Whether two code objects do the same, wherever they are from."""
+    return (
+        one.co_name == other.co_name
+        and one.co_varnames == other.co_varnames
+        and len(one.co_consts) == len(other.co_consts)
+        and all(map(_alike_constants, one.co_consts, other.co_consts))
+        and ((one.co_code, one.co_names) == (other.co_code, other.co_names) or _steps(one) == _steps(other))
+    )
+
+
+def _steps(code: CodeType) -> list[tuple[str, Any]]:
+    """What code does, step by step. How a method is called depends on whether the file around it imports a name."""
+    instructions = list(dis.get_instructions(code))
+    kept = [
+        each for each in instructions if each.opname not in ("PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG")
+    ]
+    places = {each.offset: number for number, each in enumerate(kept)}
+    after = {each.offset: next((places[at] for at in places if at >= each.offset), -1) for each in instructions}
+    steps = []
+    for each in kept:
+        name = "LOAD_ATTR" if each.opname == "LOAD_METHOD" else each.opname
+        if each.opcode in dis.hasjabs or each.opcode in dis.hasjrel:
+            steps.append((name, after.get(each.argval, -1)))
+        elif isinstance(each.argval, CodeType):
+            steps.append((name, each.argval.co_name))
+        else:
+            steps.append((name, str(each.argval)))
+    return steps
+
+
+def _alike_constants(one: Any, other: Any) -> bool:
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _alike(one, other)
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def members_of(cls: type[nn.Module]) -> dict[str, Any]:
+    """What the objects of a class find in it and in its bases, but for those of torch."""
+    found: dict[str, Any] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if name not in found:
+                found[name] = looks.at(member, cls, name) if callable(value) else value
     return found
 
 
-_Answer = TypeVar("_Answer")
-
-
-def known_of_class(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Remember what a function says of a class, as long as the class lives: a model has many modules of one class."""
-    known: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, _Answer]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(function)
-    def answer(cls: type[nn.Module], *arguments: Any) -> _Answer:
-        answers = known.setdefault(cls, {})
-        if arguments not in answers:
-            answers[arguments] = function(cls, *arguments)
-        return answers[arguments]
-
-    return answer
-
-
-@known_of_class
-def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
-    """The trees of the methods that its objects have, those whose source can be read."""
-    trees: dict[str, ast.FunctionDef] = {}
-    members: dict[str, Any] = {}
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            members.setdefault(name, value)
-    for name, member in members.items():
-        # What builds and initialises the module meets the parts, or runs before they are joined.
-        if name.startswith("__") or name == "_init_weights" or not callable(member):
+def functions_of(cls: type[nn.Module]) -> dict[str, FunctionType]:
+    """The methods that run when its objects are called: not those that build or initialise them."""
+    found = {}
+    for name, value in members_of(cls).items():
+        if name.startswith("__") or name == "_init_weights" or not callable(value):
             continue
-        function = inspect.unwrap(member)
+        function = inspect.unwrap(value)
         if isinstance(function, FunctionType):
-            with suppress(NotUnderstoodError):
-                trees[name] = read_method(name, function).node
+            found[name] = function
+    return found
+
+
+def trees_of(cls: type[nn.Module]) -> dict[str, ast.FunctionDef]:
+    """The trees of these methods, those whose source can be read."""
+    trees = {}
+    for name, function in functions_of(cls).items():
+        try:
+            trees[name] = read_function(function).node
+        except NotUnderstoodError:
+            continue
     return trees
+
+
+def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
+    """A method of a class whose source may take the place of what runs.
+
+    Raises:
+        NotUnderstoodError: the source doesn't show all that runs.
+    """
+    found = looks.at(member, cls, name)
+    method = read_function(inspect.unwrap(found))
+    code = method.function.__code__
+    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
+        raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
+    if (found is not method.function) != bool(method.node.decorator_list):
+        raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
+    if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
+        raise NotUnderstoodError(f"{name} is a generator", 1)
+    return Method(name, method.function, method.source, method.node)
+
+
+def unwrapped(function: Any) -> Any:
+    """What a wrapper of transformers wraps that passes on what it is given; other functions as they are."""
+    code = getattr(function, "__code__", None)
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    if code is not None and (home, code.co_qualname.partition(".")[0]) in _TRANSPARENT:
+        return unwrapped(function.__wrapped__)
+    return function
 
 
 def self_of(function: ast.FunctionDef, default: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from patcher.fusions import Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
+from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
 #: Whether this CPU convolves in bfloat16 without oneDNN, which wants AVX-512 for that: ARM has other ways.
 LACKS_BFLOAT16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -171,17 +171,14 @@ class PatchEmbeddings(Fusion):
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
         return LinearPatchEmbedding
 
-    def is_asked(self, path: str, module: nn.Module) -> bool:
-        return isinstance(module, nn.Conv2d | nn.Conv3d)
-
-    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        return self.refusal(module) or surroundings.sharing(path, module, "it") or None
-
-    def is_told(self, path: str, module: nn.Module) -> bool:
-        """Of a network of convolutions most are not worth a line."""
-        assert isinstance(module, nn.Conv2d | nn.Conv3d)
-        patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
-        return bool(self.modules) or "patch" in path or patches
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        if not isinstance(module, nn.Conv2d | nn.Conv3d):
+            return None
+        if reason := self.refusal(module) or surroundings.sharing(path, module, "it"):
+            # Of a network of convolutions most are not worth a line.
+            has_patches = module.stride == module.kernel_size and math.prod(module.kernel_size) > 1
+            return Decision(refusal=reason, is_told=bool(self.modules) or "patch" in path or has_patches)
+        return Decision(tuple(self.layouts(module)))
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
         yield Flatten("weight", "linear.weight")

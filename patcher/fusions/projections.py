@@ -1,45 +1,42 @@
-"""Projections of one input, joined: what `qkv` and `gate_up` have in common."""
+"""Linear layers of one module that are given one tensor, joined: what `qkv`, `gate_up` and `siblings` have in common."""
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import nn
 
 from patcher.compat.models import kept_in_fp32
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.base import Fusion, more_than_a_weight_and_bias
+from patcher.fusions.base import Decision, Fusion, more_than_a_weight_and_bias
+from patcher.fusions.callers import Caller
 from patcher.fusions.finding import Surroundings
 from patcher.fusions.fused_module import fused_class
 from patcher.fusions.joined import Joined, JoinedProjections, part_property
-from patcher.fusions.methods import NotUnderstoodError, located, methods_with, names_in, trees_of
-from patcher.fusions.proof.calls import passes, touches
-from patcher.fusions.proof.children import summaries
-from patcher.fusions.proof.tracing import Constant, Guards, called_projections, prove
-from patcher.fusions.proof.understanding import compared_names, joining_methods, understand
-from patcher.fusions.proof.values import Summary
+from patcher.fusions.methods import NotUnderstoodError, located, method_to_rewrite, names_in, trees_of
 from patcher.fusions.rewrite import compile_subclass, rewritten
+from patcher.fusions.sharing import Form, digest_of, forms_of
 from patcher.layouts.layouts import Layout, Rows
 from patcher.patterns import inside
 
-#: class -> (family, what is joined, what its objects say of themselves) -> how to fuse them, or why not; and
-#: projections -> the attributes that its methods compare
-_plans: weakref.WeakKeyDictionary[type[nn.Module], dict[Any, Any]] = weakref.WeakKeyDictionary()
-
 
 class Projections(Fusion):
-    """A family that joins `nn.Linear` children which provably receive the same input."""
+    """A family that joins `nn.Linear` children which are given the same tensor.
+
+    >>> class UpAndGate(Projections):
+    ...     joined_name = "up_gate"
+    ...     def groups(self, names):
+    ...         yield from [("up", "gate")] if {"up", "gate"} <= set(names) else []
+    >>> UpAndGate().is_fusable(nn.Linear(2, 2))
+    False
+
+    Whether they are is asked when they are called, so what is looked at beforehand is only whether something between
+    the calls writes into that tensor: see `patcher.fusions.sharing`.
+    """
 
     #: the name of the joined projection
     joined_name: ClassVar[str] = ""
-
-    #: whether a module is left alone of which another method calls some of the projections: such a call
-    #: would be right, and compute all of them
-    only_together: ClassVar[bool] = False
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """The names, among those of a module's children, that play the roles of this family together."""
@@ -48,10 +45,10 @@ class Projections(Fusion):
     # What the engine asks for.
 
     def is_fusable(self, module: nn.Module) -> bool:
-        return self._decide(module)[0] is not None
+        return self._decide(module, None)[0] is not None
 
     def refusal(self, module: nn.Module) -> str:
-        return self._decide(module)[1]
+        return self._decide(module, None)[1]
 
     def layouts(self, module: nn.Module) -> Iterator[Layout]:
         joined = self._joined(module)
@@ -62,33 +59,40 @@ class Projections(Fusion):
         if not joined.biased and getattr(module, joined.projections[0]).bias is not None:
             yield Rows(tuple(f"{name}.bias" for name in joined.projections), f"{joined.name}.bias")
 
-    def recipe(self, module: nn.Module) -> tuple[Joined, Guards]:
-        plan, reason = self._decide(module)
+    def recipe(self, module: nn.Module) -> tuple[Joined, tuple[Form, ...]]:
+        plan, reason = self._decide(module, None)
         if plan is None:
             raise InvalidPatcherError(f"{self.name} can't fuse {type(module).__qualname__}: {reason}.")
         return plan
 
     def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
-        """The class for modules whose projections all have a bias, or all have none."""
-        called = {name for method in methods_with(original_cls, lambda node: True) for name in names_in(method.node)}
-        for group in self.groups(sorted(called)):
-            joined = Joined(group, self._free_name(called))
-            return fused_class(self, original_cls, (joined, understand(original_cls, group, {})))
-        raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+        """The class for modules whose projections all have a bias, or all have none, and that call no other child
+        between them.
+        """
+        bare = original_cls.__new__(original_cls)
+        nn.Module.__init__(bare)
+        called = {name for tree in trees_of(original_cls).values() for name in names_in(tree)}
+        group = next(iter(self.groups(sorted(called))), None)
+        if group is None:
+            raise InvalidPatcherError(f"{self.name} finds no projections in {original_cls.__qualname__}.")
+        return fused_class(self, original_cls, (Joined(group, self._free_name(called)), forms_of(bare, group, None)))
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
         """The class with its methods rewritten.
 
         Raises:
-            NotUnderstoodError: the projections don't provably share their input.
+            NotUnderstoodError: its code isn't what it was when the recipe was made.
         """
-        joined, guards = recipe
+        joined, forms = recipe
         sources = []
-        for method in joining_methods(original_cls, joined.projections):
+        for form in forms:
+            method = method_to_rewrite(original_cls, form.method)
+            if digest_of(method) != form.digest:
+                raise NotUnderstoodError(
+                    f"{original_cls.__qualname__}.{form.method} has other code here than where this was fused"
+                )
             try:
-                proof = prove(original_cls, method, joined.projections, guards)
-                if proof.inputs:
-                    sources.append((method, rewritten(method, joined, proof, guards)))
+                sources.append((method, rewritten(method, joined, form)))
             except NotUnderstoodError as error:
                 raise located(error, method) from error
         listed = f"{', '.join(joined.projections[:-1])} and {joined.projections[-1]}"
@@ -104,24 +108,17 @@ class Projections(Fusion):
             setattr(cls, name, part_property(joined, number))
         return cls
 
-    def is_asked(self, path: str, module: nn.Module) -> bool:
-        return self._group_of(module) is not None
-
-    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
         group = self._group_of(module)
-        assert group is not None
+        if group is None:
+            return None
         if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
-            return reason
-        plan, reason = self._decide(module)
-        if plan is None:
-            return reason
-        if self.only_together and (reason := _called_alone(type(module), group)):
-            return reason
-        modules = surroundings.modules
-        return touches(modules, path, group) or passes(modules, path, plan[1]) or None
-
-    def is_told(self, path: str, module: nn.Module) -> bool:
-        return True
+            return Decision(refusal=reason)
+        caller = Caller(surroundings.modules, path)
+        plan, reason = self._decide(module, caller)
+        if reason := reason or caller.uses_as_modules(group):
+            return Decision(refusal=reason)
+        return Decision(tuple(self.layouts(module)), plan)
 
     # How.
 
@@ -139,7 +136,7 @@ class Projections(Fusion):
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
         return Joined(group, self._free_name(module._modules), () if len(biased) == len(group) else biased)
 
-    def _decide(self, module: nn.Module) -> tuple[tuple[Joined, Guards] | None, str]:
+    def _decide(self, module: nn.Module, caller: Caller | None) -> tuple[tuple[Joined, tuple[Form, ...]] | None, str]:
         """How to fuse a module, or why not."""
         joined = self._joined(module)
         if joined is None:
@@ -149,78 +146,22 @@ class Projections(Fusion):
             return None, reason
         if "forward" in vars(module):
             return None, "its forward was replaced on the object"
-        identities = tuple(name for name, child in module._modules.items() if type(child) is nn.Identity)
-        attributes = tuple(sorted(self._state(module, group).items()))
-        return self._plan(type(module), joined, attributes, identities, summaries(module))
-
-    def _state(self, module: nn.Module, group: tuple[str, ...]) -> dict[str, Constant]:
-        """What a module says of itself, as far as it may decide which way its forward goes."""
-        original = type(module)
-        plans = _plans.setdefault(original, {})
-        if group not in plans:
-            try:
-                plans[group] = compared_names(original, group)
-            except NotUnderstoodError:
-                plans[group] = frozenset()
-        return {
-            name: value
-            for name, value in vars(module).items()
-            if name != "training"
-            and (
-                value is None
-                or isinstance(value, bool)
-                # Of these a module has many, and layers differ in them.
-                or (
-                    name in plans[group]
-                    and (isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)))
-                )
-            )
-        }
+        try:
+            plan = joined, forms_of(module, group, caller)
+            fused_class(self, type(module), plan)
+        except NotUnderstoodError as error:
+            return None, str(error)
+        return plan, ""
 
     def _group_of(self, module: nn.Module) -> tuple[str, ...] | None:
         """The children that play this family's roles: those that are alike, before those of which one is a Linear."""
-        children = module._modules.items()
-        return _group(self, tuple(module._modules), tuple(isinstance(child, nn.Linear) for _, child in children))
-
-    def _plan(
-        self,
-        original: type[nn.Module],
-        joined: Joined,
-        attributes: tuple[tuple[str, Constant], ...],
-        identities: tuple[str, ...],
-        children: tuple[tuple[str, Summary], ...],
-    ) -> tuple[tuple[Joined, Guards] | None, str]:
-        key = (type(self), joined, attributes, identities, children)
-        plans = _plans.setdefault(original, {})
-        if key not in plans:
-            try:
-                guards = understand(original, joined.projections, dict(attributes), identities, children)
-                fused_class(self, original, (joined, guards))
-                plans[key] = (joined, guards), ""
-            except NotUnderstoodError as error:
-                plans[key] = None, str(error)
-        plan: tuple[tuple[Joined, Guards] | None, str] = plans[key]
-        return plan
-
-
-@lru_cache(maxsize=4096)
-def _group(family: Projections, names: tuple[str, ...], are_linear: tuple[bool, ...]) -> tuple[str, ...] | None:
-    linear = dict(zip(names, are_linear, strict=True))
-    groups = list(family.groups(names))
-    for enough in (all, any):
-        for group in groups:
-            if enough(linear[name] for name in group):
-                return group
-    return None
-
-
-def _called_alone(cls: type[nn.Module], group: tuple[str, ...]) -> str:
-    """Which method calls some of the projections without the others, "" if none does."""
-    for method, tree in trees_of(cls).items():
-        called = called_projections(tree, group)
-        if 0 < len(called) < len(group):
-            return f"{method}() calls {', '.join(sorted(called))} alone, and would compute all of {', '.join(group)}"
-    return ""
+        linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
+        groups = list(self.groups(linear)) if any(linear.values()) else []
+        for enough in (all, any):
+            for group in groups:
+                if enough(linear[name] for name in group):
+                    return group
+        return None
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

@@ -11,6 +11,13 @@ q_proj_output, k_proj_output, v_proj_output = self.qkv_proj(hidden_states).split
 query_states = q_proj_output.view(shape)
 ```
 
+or, where the calls are asked one by one what they are given,
+
+```text
+shared = self.shared_input()
+query_states = shared("q_proj", hidden_states).view(shape)
+```
+
 Comments and formatting stay. The code runs in the namespace of the module that it comes from, so it sees what that
 module's own code sees, now and later.
 """
@@ -19,16 +26,17 @@ from __future__ import annotations
 import __future__
 
 import ast
+import linecache
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import Method, NotUnderstoodError, names_in, self_of
-from patcher.fusions.proof.tracing import Guards, Proof
+from patcher.fusions.sharing import Form, called_parts
 from patcher.source.call_sites import positional_parameters
 from patcher.source.indentation import indented
 from patcher.source.synthetic import module_of_text
@@ -37,44 +45,48 @@ from patcher.source.synthetic import module_of_text
 HOME = "patcher.fusions.rewritten"
 
 
-def rewritten(method: Method, joined: Joined, proof: Proof, guards: Guards) -> str:
-    """The source of the method with the calls of each shared input joined.
+def rewritten(method: Method, joined: Joined, form: Form) -> str:
+    """The source of the method with the calls of its projections joined.
 
     Raises:
         NotUnderstoodError: it can't be written down safely.
     """
-    taken = names_in(method.node)
-    outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
-    this = self_of(method.node, "self")
+    taken, this = names_in(method.node), self_of(method.node, "self")
     source = method.source.encode().split(b"\n")  # ast counts columns in bytes
-    #: (line, column) of the start, the same of the end, and what stands between them afterwards
-    edits: list[tuple[int, int, int, int, str]] = []
-    shared_inputs = sorted(proof.inputs, key=lambda shared: shared.anchor.lineno)
-    for one, other in pairwise(shared_inputs):  # their outputs go by the same names
-        if any(call.lineno >= other.anchor.lineno for call in one.calls):
-            raise NotUnderstoodError("the calls of two inputs alternate", other.anchor.lineno)
-    for shared in shared_inputs:
-        line = f"{', '.join(outputs.values())} = {this}.{joined.name}({ast.unparse(shared.argument)})"
-        lines = [f"{line}.split({this}.{joined.sizes}, dim=-1)"]
+    every = called_parts(method.node, joined.projections)
+    calls = [every[number] for number in form.calls]
+    if form.is_split:
+        outputs = {name: _free(f"{name}_output", taken) for name in joined.projections}
+        statement = _statement_of(method.node, calls[0])
+        line, column = statement.lineno, statement.col_offset
+        given = ast.unparse(calls[0].args[0])
+        lines = [f"{', '.join(outputs.values())} = {this}.{joined.name}({given}).split({this}.{joined.sizes}, dim=-1)"]
         for name in joined.biased:  # the type is that of the product: under autocast it isn't that of the bias
             lines.append(f"{outputs[name]} = {outputs[name]} + {this}.{name}_bias.to({outputs[name]}.dtype)")
-        start, column = shared.anchor.lineno, shared.anchor.col_offset
-        indent = source[start - 1][:column].decode()
-        covered = range(start, (shared.anchor.end_lineno or start) + 1)
-        others = (node for node in ast.walk(method.node) if isinstance(node, ast.stmt) and node is not shared.anchor)
-        if indent.strip() or any(node.lineno in covered for node in others):
-            raise NotUnderstoodError("two statements share a line", start)
-        edits.append((start, column, start, column, "".join(f"{line}\n{indent}" for line in lines)))
-        for call, name in shared.calls.items():
-            end = call.end_lineno or call.lineno, call.end_col_offset or call.col_offset
-            # Pieces of a split must not be written into, a projection's result may be: each call gives a new one.
-            result = f"{outputs[name]}.clone()" if name in proof.written else outputs[name]
-            edits.append((call.lineno, call.col_offset, *end, result))
-    if guards:
-        edits.append(_check_of(guards, method, source, this))
-    for first, column, last, end_column, text in sorted(edits, reverse=True):  # so that places before stay right
+        indent = source[line - 1][:column].decode()
+        if indent.strip():
+            raise NotUnderstoodError("two statements share a line", line)
+        edits = [(line, column, line, column, "".join(f"{each}\n{indent}" for each in lines))]
+    else:
+        shared = _free("shared", taken)
+        outputs = {name: f'{shared}("{name}", {{}})' for name in joined.projections}
+        edits = [_first_line(method, source, f"{shared} = {this}.shared_input()\n")]
+    for call in calls:
+        name = call.func.attr  # type: ignore[attr-defined]
+        result = outputs[name].format(ast.unparse(call.args[0])) + (".clone()" if form.is_copied else "")
+        edits.append((call.lineno, call.col_offset, call.end_lineno or 0, call.end_col_offset or 0, result))
+    if form.checked:
+        edits.append(_first_line(method, source, _check_of(form, method, this, _indent_of(method, source))))
+    edits.sort(key=lambda edit: edit[:2])  # stable, so that what comes in front of one line keeps its order
+    for first, column, last, end_column, text in reversed(edits):
         source[first - 1 : last] = [source[first - 1][:column] + text.encode() + source[last - 1][end_column:]]
     return b"\n".join(source).decode()
+
+
+def _statement_of(function: ast.FunctionDef, call: ast.Call) -> ast.stmt:
+    """The innermost statement that has a call in it."""
+    holding = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and call in ast.walk(node)]
+    return max(holding, key=lambda node: (node.lineno, node.col_offset))
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -84,20 +96,28 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) -> tuple[int, int, int, int, str]:
-    """The edit that leaves a call that isn't as assumed to the original; the joined projection gives the parts.
-
-    It comes behind the docstring, before the comments above the first statement.
-    """
+def _indent_of(method: Method, source: list[bytes]) -> str:
     first = method.node.body[0]
     indent = source[first.lineno - 1][: first.col_offset].decode()
-    conditions = [f"{name} is not None" for name in guards.none]
-    conditions += [f"{name} is not {guards.same[0]}" for name in guards.same[1:]]
-    conditions += [
-        f"{this}.{name} is not {value}" if value is None or isinstance(value, bool) else f"{this}.{name} != {value!r}"
-        for name, value in guards.attributes
-    ]
-    conditions += [f'type({this}.{name}).__name__ != "Identity"' for name in guards.identities]
+    if indent.strip():
+        raise NotUnderstoodError("two statements share a line", first.lineno)
+    return indent
+
+
+def _first_line(method: Method, source: list[bytes], text: str) -> tuple[int, int, int, int, str]:
+    """The edit that puts lines behind the docstring, before the comments above the first statement."""
+    indent, first = _indent_of(method, source), method.node.body[0]
+    if ast.get_docstring(method.node) is not None:
+        line = (first.end_lineno or first.lineno) + 1
+    else:
+        line = first.lineno
+        while not source[line - 2].split(b"#")[0].strip():
+            line -= 1
+    return line, 0, line, 0, "".join(f"{indent}{each}" for each in text.splitlines(keepends=True))
+
+
+def _check_of(form: Form, method: Method, this: str, indent: str) -> str:
+    """The lines that leave a call whose arguments aren't what they are annotated with to the original."""
     arguments = method.node.args
     passed = [argument.arg for argument in positional_parameters(method.node)[1:]]
     if arguments.vararg is not None:
@@ -105,14 +125,8 @@ def _check_of(guards: Guards, method: Method, source: list[bytes], this: str) ->
     passed += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         passed.append(f"**{arguments.kwarg.arg}")
-    original = f"{indent}{indent}return super().{method.name}({', '.join(passed)})\n"
-    if ast.get_docstring(method.node) is not None:
-        line = (first.end_lineno or first.lineno) + 1
-    else:
-        line = first.lineno
-        while not source[line - 2].split(b"#")[0].strip():
-            line -= 1
-    return line, 0, line, 0, f"{indent}if {' or '.join(conditions)}:\n{original}"
+    conditions = form.checked[0] if len(form.checked) == 1 else " and ".join(f"({each})" for each in form.checked)
+    return f"if not ({conditions}):\n{indent}return super().{method.name}({', '.join(passed)})\n"
 
 
 def compile_subclass(
@@ -146,13 +160,22 @@ def compile_subclass(
     cls: type[Any] = scope[name]
     cls.__module__ = module.__name__
     cls._rewritten = MappingProxyType(sources)
-    setattr(module, name, cls)
-    # `sys.modules[cls.__module__]` has what it has for the class that the methods come from.
-    module.__getattr__ = partial(_name_of, namespace, full)  # type: ignore[method-assign]
+    cls._made_from = {each.name: (each.function, each.function.__code__) for each, _ in methods}
+    # `sys.modules[cls.__module__]` has what it has for the class that the methods come from. It holds neither for good.
+    module.__getattr__ = partial(_name_of, namespace, weakref.ref(cls), full)  # type: ignore[method-assign]
+    weakref.finalize(cls, _forget, full, module.__file__ or "").atexit = False
     return cls
 
 
-def _name_of(namespace: Mapping[str, Any], module: str, name: str) -> Any:
+def _forget(module: str, file: str) -> None:
+    sys.modules.pop(module, None)
+    linecache.cache.pop(file, None)
+
+
+def _name_of(namespace: Mapping[str, Any], made: weakref.ref[type[Any]], module: str, name: str) -> Any:
+    cls = made()
+    if cls is not None and name == cls.__name__:
+        return cls
     if name.startswith("__") or name not in namespace:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return namespace[name]

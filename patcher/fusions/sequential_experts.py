@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from torch import nn
 
 from patcher.errors import InvalidPatcherError
-from patcher.fusions import FusedModule, Fusion, NotUnderstoodError, Surroundings, compile_subclass, fused_class_of
+from patcher.fusions import (
+    Decision,
+    FusedModule,
+    Fusion,
+    NotUnderstoodError,
+    Surroundings,
+    compile_subclass,
+    fused_class_of,
+)
 from patcher.fusions.experts.forwards import rewritten_forward
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.loops import ExpertLoop
@@ -92,15 +100,14 @@ class SequentialExperts(Fusion):
         """
         return _compile(original_cls, dict(recipe), self.all_tokens)
 
-    def is_asked(self, path: str, module: nn.Module) -> bool:
-        return bool(_weights_of(module))
-
-    def obstacle(self, path: str, module: nn.Module, surroundings: Surroundings) -> str | None:
-        return self.refusal(module) or surroundings.sharing(path, module, "the module") or None
-
-    def is_told(self, path: str, module: nn.Module) -> bool:
-        """Many modules with parameters of three dimensions have tables of positions."""
-        return "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        if not _weights_of(module):
+            return None
+        if reason := self.refusal(module) or surroundings.sharing(path, module, "the module"):
+            # Many modules with parameters of three dimensions have tables of positions.
+            is_told = "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower()
+            return Decision(refusal=reason, is_told=is_told)
+        return Decision(tuple(self.layouts(module)), self.recipe(module))
 
 
 def _weights_of(module: nn.Module) -> dict[str, str]:

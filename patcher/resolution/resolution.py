@@ -28,7 +28,7 @@ from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized,
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.finding import discover
-from patcher.fusions.fused_module import fused_class_of, takes_modules
+from patcher.fusions.fused_module import fused_class, original_of, takes_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe
@@ -224,7 +224,7 @@ def resolve_standing(
         refused_by[named] = found.refused
         by_fusion[named] = tuple(found.matches)
         for path, module in found.matches.items():
-            fused[path] = fused_class_of(fusion, module)
+            fused[path] = fused_class(fusion, original_of(module), found.recipes[path])
             layouts[path] = found.layouts[path]
         if found.matches:
             transforms += fusion.make_transforms(model.config, MappingProxyType(dict(found.matches)))

@@ -1,0 +1,145 @@
+"""How the module around another one calls it, and what it uses of its children: by its source, as far as that tells."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from patcher.fusions.methods import trees_of
+from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
+
+#: What a part of a joined projection still has.
+_HELD = frozenset({"weight", "bias", "in_features", "out_features"})
+
+
+class Caller:
+    """The module whose forward calls the one at `path`: lists call nothing."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], path: str) -> None:
+        self.modules = modules
+        self.path = path.rpartition(".")[0]
+        while self.path and type(modules.get(self.path)) is nn.ModuleList:
+            self.path = self.path.rpartition(".")[0]
+        self.module = modules.get(self.path) if path else None
+        self.name, _, number = path[len(self.path) :].strip(".").partition(".")
+        self.is_listed = bool(number)
+        self.parameters = _parameters(modules[path]) if path in modules else []
+
+    @property
+    def classes(self) -> tuple[Any, ...]:
+        """What of the modules around decides how the module is called: their classes, by the names of their children."""
+        parts = self.path.split(".") if self.path else []
+        around = [".".join(parts[:number]) for number in range(len(parts) + 1)] if self.module is not None else []
+        names = [re.sub(r"\d+", "0", part) for part in parts]
+        return self.name, self.is_listed, tuple(type(self.modules.get(path)) for path in around), tuple(names)
+
+    def calls(self) -> Iterator[tuple[dict[str, ast.expr], ast.Call, ast.FunctionDef]]:
+        """The arguments of each call by the names of the parameters, the call, and the method it is in."""
+        for tree in trees_of(type(self.module)).values() if self.module is not None else ():
+            for call in calls_of_child(tree, self.name, self.is_listed):
+                yield _given(call, self.parameters), call, tree
+
+    def passes(self, parameter: str, *, is_certain: bool = False) -> str:
+        """What it passes for a parameter that is None by default, "" if nothing that is known to be anything else.
+
+        Args:
+            is_certain: whether what isn't known to pass nothing counts as well.
+        """
+        calls = list(self.calls())
+        if is_certain and not calls:
+            return "nothing shows how it is called"
+        for given, call, tree in calls:
+            match given.get(parameter):
+                case None if is_certain and _may_pass(call, tree, parameter):
+                    return f"nothing shows that {type(self.module).__name__} doesn't pass {parameter}"
+                case None | ast.Constant(value=None):
+                    continue
+                case ast.Name(id=name) if name in _optional(tree, call):
+                    # It passes on what it is given: whether that is anything, what is around it says.
+                    if not Caller(self.modules, self.path).passes(name, is_certain=True):
+                        continue
+            return f"{type(self.module).__name__} passes {parameter}={ast.unparse(given[parameter])}"
+        return ""
+
+    def same(self, parameters: tuple[str, ...]) -> bool:
+        """Whether each call passes one variable for all of these parameters, and there is a call."""
+        passed = [[given.get(each) for each in parameters] for given, _, _ in self.calls()]
+        return bool(passed) and all(
+            isinstance(first, ast.Name) and all(isinstance(each, ast.Name) and each.id == first.id for each in rest)
+            for first, *rest in passed
+        )
+
+    def uses_as_modules(self, group: tuple[str, ...]) -> str:
+        """Which children of the module it uses as modules of their own, "" if none."""
+        found: dict[str, list[str]] = {}
+        for method, tree in trees_of(type(self.module)).items() if self.module is not None else ():
+            held: list[ast.expr] = []
+            for node in ast.walk(tree):  # a node comes before those inside of it
+                match node:
+                    case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == self.name:
+                        if attr in group and node not in held:
+                            found.setdefault(f"{type(self.module).__name__}.{method}()", []).append(ast.unparse(node))
+                    case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
+                        held.append(inner)
+                    case ast.Call(func=inner):
+                        held.append(inner)
+        uses = dict.fromkeys(text for texts in found.values() for text in texts)
+        if not uses:
+            return ""
+        return f"{' and '.join(found)} takes {', '.join(uses)}, which must stay modules of their own for that"
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    code = inspect.unwrap(type(module).forward).__code__
+    return list(code.co_varnames[1 : code.co_argcount])
+
+
+def _given(call: ast.Call, parameters: list[str]) -> dict[str, ast.expr]:
+    given: dict[str, ast.expr] = {}
+    for parameter, argument in zip(parameters, call.args, strict=False):
+        if isinstance(argument, ast.Starred):
+            break
+        given[parameter] = argument
+    return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+
+
+def _may_pass(call: ast.Call, caller: ast.FunctionDef, parameter: str) -> bool:
+    """Whether a call may pass a parameter in arguments that its source doesn't name."""
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return True
+    # What the caller has a name for isn't among the others that it was given.
+    return any(each.arg is None for each in call.keywords) and parameter not in parameters_of(caller)
+
+
+def _optional(function: ast.FunctionDef, call: ast.Call) -> set[str]:
+    """The parameters of a method that are None by default and aren't assigned before a call, unless they are None."""
+    loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
+    again = {id(node) for loop in loops if call in ast.walk(loop) for node in ast.walk(loop)}
+    assigned = {node.id for node in _assigned_in(function) if node.lineno <= call.lineno or id(node) in again}
+    return set(none_by_default(function)) - assigned
+
+
+def _assigned_in(node: ast.AST) -> Iterator[ast.Name]:
+    """Where names are assigned, but for those that are only where they aren't None."""
+    if isinstance(node, ast.Name):
+        if isinstance(node.ctx, ast.Store):
+            yield node
+        return
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If):
+        match node.test:
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                yield from (one for child in node.body for one in _assigned_in(child) if one.id != name)
+                children = list(node.orelse)
+    for child in children:
+        yield from _assigned_in(child)
+
+
+def parameters_of(function: ast.FunctionDef) -> list[str]:
+    """The names of all parameters but the first."""
+    return [each.arg for each in (*positional_parameters(function), *function.args.kwonlyargs)][1:]

@@ -1,0 +1,38 @@
+"""Projections that are rows of one layer, asked at run time whether they are given one tensor.
+
+The layer is called for the first input. A projection that is given that very tensor gets its rows of the product, and
+one that is given another is computed by itself: so neither branches nor cross attention change what comes out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from patcher.fusions.joined import Joined
+
+
+class SharedInput:
+    """One call of a forward: it lives as long as the frame, so nothing of it stays on the module."""
+
+    def __init__(self, module: nn.Module, joined: Joined) -> None:
+        self._module, self._joined = module, joined
+        self._input: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        """What the projection `name` computes of features (..., in): (..., out)."""
+        module, joined = self._module, self._joined
+        if self._input is None:
+            self._input = features
+            self._parts = getattr(module, joined.name)(features).split(getattr(module, joined.sizes), dim=-1)
+        if features is not self._input:
+            alone: torch.Tensor = getattr(module, name)(features)
+            return alone
+        part = self._parts[joined.projections.index(name)]
+        bias: torch.Tensor | None = getattr(module, f"{name}_bias", None) if name in joined.biased else None
+        # The type is that of the product: under autocast it isn't that of the bias.
+        return part if bias is None else part + bias.to(part.dtype)

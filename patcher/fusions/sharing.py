@@ -1,0 +1,649 @@
+"""How a class calls projections of one input: which methods are rewritten, and how.
+
+Where all calls of a method have one variable for an argument, one call of the joined layer and a split take their
+place. Elsewhere the rewritten method asks at run time, call by call, whether the argument is the very tensor that the
+first one had: see `patcher.fusions.shared_input`. Either is right if nothing between the first call and the last one
+writes into that tensor, which is all that the source is read for.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from patcher.fusions.callers import Caller, parameters_of
+from patcher.fusions.methods import (
+    Method,
+    NotUnderstoodError,
+    functions_of,
+    is_importable,
+    located,
+    looks,
+    method_to_rewrite,
+    self_of,
+    still_found,
+    trees_of,
+)
+from patcher.fusions.purity import FRESH, PLAIN, Body, check, positions, problem_of, shown
+from patcher.source.call_sites import none_by_default
+
+_HELD = frozenset({"weight", "bias", "in_features", "out_features"})
+_LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
+_LOOPS = ast.For | ast.While
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one method is rewritten.
+
+    Attributes:
+        calls: which of the calls of its projections, in the order of the source, are rewritten.
+        is_split: whether one call and a split take the place of the calls; otherwise they are asked at run time.
+        is_copied: whether each part is a copy, because it may be written into or given away.
+        checked: what has to hold when the method is called, as source; the original method runs otherwise.
+        digest: of the source, so that a class that is made again somewhere else is made of the same.
+    """
+
+    method: str
+    calls: tuple[int, ...]
+    is_split: bool
+    is_copied: bool
+    checked: tuple[str, ...]
+    digest: str
+
+
+def digest_of(method: Method) -> str:
+    return hashlib.sha256(ast.dump(method.node).encode()).hexdigest()[:16]
+
+
+def called_parts(tree: ast.AST, group: Iterable[str], this: str = "") -> list[ast.Call]:
+    """The calls of these children in a method, in the order in which they are written."""
+    this = this or (self_of(tree) if isinstance(tree, ast.FunctionDef) else "")
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in group
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == this
+    ]
+    return sorted(found, key=positions)
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """What was found out about modules of a class, as long as all that was looked at is what it was."""
+
+    key: Any
+    looks: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+    forms: tuple[Form, ...]
+    reason: str
+
+    def holds_for(self, module: nn.Module, key: Any) -> bool:
+        return (
+            self.key == key
+            and all(vars(module).get(name) == value for name, value in self.constants)
+            and still_found(self.looks)
+        )
+
+
+_lock = threading.RLock()
+_answers: weakref.WeakKeyDictionary[type[nn.Module], list[_Answer]] = weakref.WeakKeyDictionary()
+
+
+def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -> tuple[Form, ...]:
+    """How the methods of a module are rewritten that call several of its projections.
+
+    Args:
+        caller: the module around it, where that is known.
+
+    Raises:
+        NotUnderstoodError: why they can't be, with the line.
+    """
+    cls = type(module)
+    key = group, _structure(module, group), caller.classes if caller is not None else None
+    with _lock:
+        known = _answers.setdefault(cls, []) if is_importable(cls) else []
+        answer = next((each for each in known if each.holds_for(module, key)), None)
+        if answer is None:
+            answer = _answered(module, group, caller, key)
+            known[:] = [each for each in known if each.key != key or still_found(each.looks)]
+            known.append(answer)
+    if answer.reason:
+        raise NotUnderstoodError(answer.reason)
+    return answer.forms
+
+
+def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
+    forms, reason, constants = (), "", dict[str, Any]()
+    looks.found = []
+    try:
+        forms = _forms_of(module, group, caller, constants)
+    except NotUnderstoodError as error:
+        reason = str(error)
+    finally:
+        found, looks.found = looks.found, None
+    return _Answer(key, tuple(found), tuple(constants.items()), forms, reason)
+
+
+def _structure(module: nn.Module | None, group: Iterable[str] = ()) -> Any:
+    """What of a module decides what its code does, but for the values of its attributes."""
+    if module is None:
+        return None
+    attributes = tuple(
+        (name, value if callable(value) or name in ("inplace", "max_norm") else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    )
+    held = tuple((name, value is None) for name, value in (*module._parameters.items(), *module._buffers.items()))
+    children = tuple((name, None if name in group else _structure(each)) for name, each in module._modules.items())
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return type(module), has_hooks, attributes, held, children
+
+
+def _forms_of(
+    module: nn.Module, group: tuple[str, ...], caller: Caller | None, constants: dict[str, Any]
+) -> tuple[Form, ...]:
+    cls = type(module)
+    trees = trees_of(cls)
+    methods = {name for name, tree in trees.items() if {_name(call) for call in called_parts(tree, group)} == {*group}}
+    if not methods:
+        for name in functions_of(cls).keys() - trees.keys():
+            method_to_rewrite(cls, name)  # the source of which can't be read, and that may be why
+        raise NotUnderstoodError(f"no method of {cls.__name__} calls {', '.join(group)} together")
+    forms = []
+    for name in sorted(methods):
+        method = method_to_rewrite(cls, name)
+        try:
+            calls = _Calls(method, module, group, caller, constants)
+            if calls.are_all_called:
+                forms.append(calls.form())
+        except NotUnderstoodError as error:
+            raise located(error, method) from error
+    for name, tree in trees.items():
+        _check_uses(tree, group, name, cls)
+    if not forms:
+        raise NotUnderstoodError(f"{', '.join(group)} are never called together")
+    return tuple(forms)
+
+
+def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls: type[nn.Module]) -> None:
+    """Raise for a use of a projection that isn't a call, or a look at its weight."""
+    held: list[ast.expr] = []
+    for node in ast.walk(tree):  # a node comes before those inside of it
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self_of(tree) and attr in group:
+                if not isinstance(node.ctx, ast.Load):
+                    raise NotUnderstoodError(f"{cls.__name__}.{method}: {attr} is assigned")
+                if node not in held:
+                    raise NotUnderstoodError(f"{cls.__name__}.{method} takes {attr} as a module of its own")
+            case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
+                held.append(inner)
+            case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                held.append(inner)
+            case ast.Call(func=inner):
+                held.append(inner)
+
+
+class _Calls:
+    """The calls of one method."""
+
+    def __init__(
+        self,
+        method: Method,
+        module: nn.Module,
+        group: tuple[str, ...],
+        caller: Caller | None,
+        constants: dict[str, Any],
+    ) -> None:
+        self.method, self.module, self.group, self.caller = method, module, group, caller
+        self.constants = constants
+        self.around = dict(_parents(method.node))
+        self.watched: frozenset[str] = frozenset()
+        self.body = self._body()
+        self._reached = set(self._branches_that_run())
+        self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
+        self.are_all_called = {_name(call) for call in self.calls} == {*group}
+        for call in self.calls if self.are_all_called else ():
+            self._check_call(call)
+        if self.are_all_called:
+            self.watched = self.body.reaching(_argument(call).id for call in self.calls)
+        self.body = self._body()
+
+    def _body(self, trusted: Iterable[str] = (), *, is_lenient: bool = False) -> Body:
+        return Body(
+            self.method,
+            self.module,
+            watched=frozenset() if is_lenient else self.watched,
+            parts=frozenset(self.group),
+            trusted=frozenset(trusted),
+            is_lenient=is_lenient,
+            constants=self.constants,
+        )
+
+    def form(self) -> Form:
+        first, last = self.calls[0], self.calls[-1]
+        roots = self._shared_roots()
+        is_split = self._is_straight()
+        region = list(self._between(first, last, is_split=is_split))
+        checked = self._checked(region)
+        self._check_later(last)
+        self._check_assigned(region, roots, is_split=is_split)
+        conditions = [*(text for text, node in self._ruled_out if self._matters(node, roots)), *checked]
+        every = called_parts(self.method.node, self.group)
+        return Form(
+            self.method.name,
+            calls=tuple(number for number, call in enumerate(every) if call in self.calls),
+            is_split=is_split,
+            is_copied=self._is_written(),
+            checked=tuple(dict.fromkeys(conditions)),
+            digest=digest_of(self.method),
+        )
+
+    def _checked(self, region: list[ast.AST]) -> list[str]:
+        """What the rewritten method has to check of its parameters, for nothing to write between the calls.
+
+        Raises:
+            NotUnderstoodError: something may write there, whatever they are.
+        """
+        try:
+            check(self.body, region)
+        except NotUnderstoodError:
+            names = [name for name in parameters_of(self.method.node) if self.body.annotated(name)[1]]
+            names = [name for name in names if name not in self.watched]
+            if not names:
+                raise
+            check(self._body(names), region)
+            for name in list(names):  # those without which it isn't known
+                try:
+                    check(self._body(set(names) - {name}), region)
+                    names.remove(name)
+                except NotUnderstoodError:
+                    continue
+            self.body = self._body(names)
+            return [self.body.annotated(name)[1] for name in names]
+        return []
+
+    def _check_assigned(self, region: list[ast.AST], roots: set[str], *, is_split: bool) -> None:
+        """Raise where a variable has another value when a later call is made."""
+        for call in self.calls[1:]:
+            name = _argument(call).id
+            if name not in roots and not is_split:
+                continue
+            for node in region:
+                if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._is_again(node)):
+                    raise NotUnderstoodError(f"{name} is assigned between the calls", node.lineno)  # type: ignore[attr-defined]
+
+    def _is_again(self, node: ast.AST) -> bool:
+        """Whether a statement is in a loop that has calls, but isn't the one that computes the first."""
+        loops = [each for each in self._ancestors(node) if isinstance(each, _LOOPS)]
+        return any(each in self._ancestors(call) for each in loops for call in self.calls)
+
+    # --- which branches run ------------------------------------------------------------------------------------------
+
+    def _branches_that_run(self) -> Iterator[ast.AST]:
+        """The nodes of the method without the branches that what the module says of itself rules out."""
+        self._ruled_out: list[tuple[str, ast.AST]] = []
+        self._decided: list[ast.AST] = []
+        pending: list[ast.AST] = [self.method.node]
+        while pending:
+            node = pending.pop()
+            yield node
+            children = list(ast.iter_child_nodes(node))
+            if isinstance(node, ast.If | ast.IfExp):
+                try:
+                    holds = bool(self.body.constant(node.test))
+                except (ValueError, TypeError):
+                    pending += children
+                    continue
+                text = ast.unparse(node.test)
+                text = text if holds else f"not ({text})"
+                chosen, others = (
+                    each if isinstance(each, list) else [each]
+                    for each in ((node.body, node.orelse) if holds else (node.orelse, node.body))
+                )
+                self._decided.append(node)
+                self._ruled_out += [(text, each) for each in others]
+                children = [node.test, *chosen]
+            pending += children
+
+    def _matters(self, branch: ast.AST, roots: set[str]) -> bool:
+        """Whether it would make a difference if a branch ran after all."""
+        first, last = positions(self.calls[0]), positions(self.calls[-1])
+        if called_parts(branch, self.group, self_of(self.method.node)):
+            return True
+        start, end = positions(branch)
+        names = {_argument(call).id for call in self.calls} | roots
+        is_between = first[0] < end and start < last[1]
+        return is_between or (start < last[1] and any(_assigned_by(node) & names for node in ast.walk(branch)))
+
+    # --- what they are given -----------------------------------------------------------------------------------------
+
+    def _check_call(self, call: ast.Call) -> None:
+        name = _name(call)
+        if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+            raise NotUnderstoodError(f"{name} is called with more than one input", call.lineno)
+        if not isinstance(call.args[0], ast.Name):
+            raise NotUnderstoodError(f"the input of {name} is {shown(call.args[0])!r}, not a variable", call.lineno)
+        node: ast.AST = call
+        while (node := self.around[node]) is not self.method.node:
+            if isinstance(node, _LATER | _COMPREHENSIONS):
+                raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", call.lineno)
+
+    def _shared_roots(self) -> set[str]:
+        """The variables whose value all projections may be given.
+
+        Raises:
+            NotUnderstoodError: there is none, or the caller passes another input for some of them.
+        """
+        node = self.method.node
+        of_parts: dict[str, set[str]] = {}
+        for call in self.calls:
+            of_parts.setdefault(_name(call), set()).update(self._roots(call))
+        shared = set.intersection(*of_parts.values())
+        every = set().union(*of_parts.values())
+        texts = ", ".join(f"{name} {' or '.join(sorted(roots))}" for name, roots in of_parts.items())
+        parameters, optional = parameters_of(node), none_by_default(node)
+        for name in sorted(every - shared) if shared or self.caller is None else sorted(every & set(optional)):
+            if name not in optional:
+                raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
+            if self.caller is not None and (what := self.caller.passes(name)):
+                raise NotUnderstoodError(f"cross attention: {what}")
+        if shared:
+            return shared
+        if every <= set(parameters):
+            if self.caller is not None and self.caller.same(tuple(sorted(every))):
+                return every
+            raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
+        raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
+
+    def _roots(self, call: ast.Call) -> set[str]:
+        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.
+
+        A variable that is assigned something else as well isn't what another one got from it before.
+        """
+        argument, found, seen = _argument(call).id, set(), set()
+        pending, parameters = [argument], parameters_of(self.method.node)
+        while pending:
+            name = pending.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            values = self._values_before(call, name)
+            names = [_names_of(value, self._reached) for value in values]
+            keeps = any(name in several for several in names if several)  # `x = x if ... else y`
+            is_given = name in parameters and (keeps or not self._is_replaced(call, name))
+            if not values or None in names or is_given:
+                found.add(argument if name != argument and values else name)
+            pending += [each for several in names for each in several or ()]
+        return found
+
+    def _values_before(self, call: ast.Call, name: str) -> list[ast.expr | None]:
+        """What a variable may have been assigned when a call is made, in the order of the source."""
+        loops = [each for each in self._ancestors(call) if isinstance(each, _LOOPS)]
+        found: list[tuple[Any, ast.AST]] = []
+        for node in self._reached:
+            if name not in _assigned_by(node):
+                continue
+            is_again = any(loop in self._ancestors(node) for loop in loops)
+            if is_again or positions(node)[1] <= positions(call)[0]:
+                found.append((positions(node)[1], node))
+        found.sort(key=lambda item: item[0])
+        values: list[ast.expr | None] = []
+        for _, node in found:
+            if self._always_runs(node):
+                values.clear()
+            values.append(_value_of(node))
+        return values
+
+    def _is_replaced(self, call: ast.Call, name: str) -> bool:
+        """Whether a parameter has certainly been assigned when a call is made."""
+        assigning = [node for node in self._reached if name in _assigned_by(node) and self._always_runs(node)]
+        return any(positions(node)[1] <= positions(call)[0] for node in assigning)
+
+    def _always_runs(self, node: ast.AST) -> bool:
+        """Whether a statement runs whenever the method comes to its end: no branch or loop is around it."""
+        ruled = {id(outer) for outer in self._decided}
+        return isinstance(node, ast.stmt) and all(
+            each is self.method.node or id(each) in ruled for each in self._ancestors(node)
+        )
+
+    # --- what is between them ----------------------------------------------------------------------------------------
+
+    def _between(self, first: ast.Call, last: ast.Call, *, is_split: bool) -> Iterator[ast.AST]:
+        """What may run after the first call and before the last one.
+
+        By place; and all of a loop that has calls, which run again: but a split in it is computed again as well.
+        """
+        start, end = positions(first)[1], positions(last)[1]
+        again = set(self._ancestors(first)) if is_split else set()
+        for call in self.calls:
+            for node in self._ancestors(call):
+                if isinstance(node, _LOOPS) and node not in again:
+                    start, end = min(start, positions(node)[0]), max(end, positions(node)[1])
+        containing = set(self._ancestors(last))
+        for node in self._reached:
+            if node is self.method.node or not hasattr(node, "end_lineno") or node in self.calls:
+                continue
+            if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
+                raise NotUnderstoodError(f"a '{type(node).__name__.lower()}' has some of the calls", node.lineno)
+            # An expression takes effect where it ends; one that holds the last call does so after it.
+            if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
+                yield node
+
+    def _holds_all_or_none(self, node: ast.AST) -> bool:
+        inside = [call for call in self.calls if node in self._ancestors(call)]
+        return len(inside) in (0, len(self.calls))
+
+    def _ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        while node is not self.method.node:
+            node = self.around[node]
+            yield node
+
+    def _check_later(self, last: ast.Call) -> None:
+        """Raise for functions that are made before the last call: they may run between."""
+        for node in ast.walk(self.method.node):
+            if isinstance(node, _LATER) and node is not self.method.node and positions(node)[0] < positions(last)[1]:
+                if isinstance(node, ast.GeneratorExp) and not any(
+                    problem_of(self.body, each) for each in ast.walk(node) if each is not node
+                ):
+                    continue
+                raise NotUnderstoodError(f"{shown(node)!r} may run between the calls", node.lineno)
+
+    # --- how they are written ----------------------------------------------------------------------------------------
+
+    def _statement(self, node: ast.AST) -> ast.stmt:
+        while not isinstance(node, ast.stmt):
+            node = self.around[node]
+        return node
+
+    def _is_in_one_block(self) -> bool:
+        """Whether the calls are in statements of one block, or deeper in those after the first."""
+        block = self.around[self._statement(self.calls[0])]
+        return all(block in self._ancestors(call) for call in self.calls)
+
+    def _is_straight(self) -> bool:
+        """Whether one call before the statement of the first one computes what all calls do."""
+        first, statement = self.calls[0], self._statement(self.calls[0])
+        if len({_name(call) for call in self.calls}) < len(self.calls):
+            return False
+        if len({_argument(call).id for call in self.calls}) > 1 or not self._is_in_one_block():
+            return False
+        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr):
+            return False  # in the head of another one
+        start = positions(statement)[0]
+        if self.method.source.encode().split(b"\n")[start[0] - 1][: start[1]].strip():
+            return False  # behind another one in the line
+        inner: ast.AST = first
+        for node in self._ancestors(first):
+            if node is statement:
+                break
+            if isinstance(node, ast.IfExp) and inner is not node.test:
+                return False
+            if isinstance(node, ast.BoolOp) and inner is not node.values[0]:
+                return False
+            inner = node
+        before = [
+            node
+            for node in ast.walk(statement)
+            if hasattr(node, "end_lineno") and positions(node)[1] <= positions(first)[0]
+        ]
+        return not any(isinstance(node, ast.NamedExpr) or problem_of(self.body, node) for node in before)
+
+    # --- what becomes of them ----------------------------------------------------------------------------------------
+
+    def _is_written(self) -> bool:
+        """Whether a part may be written into after it was computed, or leaves the method."""
+        self._parts: set[str] = set()
+        self._containers: set[str] = set()
+        self.body = self._body(is_lenient=True)
+        while True:  # names that hold a part, or a view of one
+            before = len(self._parts)
+            for node in ast.walk(self.method.node):
+                match node:
+                    case ast.Assign(value=value) if self._is_part(value):
+                        names = {each.id for to in node.targets for each in ast.walk(to) if _is_stored(each)}
+                        self._parts |= names
+                        if isinstance(value, ast.Tuple | ast.List | ast.BinOp):
+                            self._containers |= names
+                    case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value) if self._is_part(value):
+                        self._parts |= {each.id for each in ast.walk(node.target) if _is_stored(each)}
+                    case ast.For(iter=value) | ast.comprehension(iter=value) if self._is_part(value):
+                        self._parts |= {each.id for each in ast.walk(node.target) if _is_stored(each)}
+            if len(self._parts) == before:
+                break
+        return any(self._gives_away(node) for node in ast.walk(self.method.node) if node is not self.method.node)
+
+    def _is_part(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Name(id=name):
+                return name in self._parts
+            case ast.Constant() | ast.Compare():
+                return False
+            case ast.BinOp(left=left, right=right):  # of tensors it is new, of lists it holds what they do
+                held = [each for each in (left, right) if isinstance(each, ast.Tuple | ast.List)]
+                held += [each for each in (left, right) if isinstance(each, ast.Name) and each.id in self._containers]
+                return any(map(self._is_part, held))
+            case ast.Call() if node in self.calls:
+                return True
+            case ast.Call():
+                return self.body.kind(node) not in (PLAIN, FRESH) and any(map(self._is_part, _given_to(node)))
+            case ast.Attribute(value=inner):
+                return self._is_part(inner) and self.body.kind(node) != PLAIN
+        return any(map(self._is_part, ast.iter_child_nodes(node)))
+
+    def _gives_away(self, node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Name(id="eval" | "exec" | "locals")):
+                return True
+            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "vars"), args=[value, *_]):
+                return self._is_part(value)
+            case ast.Call(func=ast.Attribute(attr="view", value=value), args=[size]) if ast.unparse(size) == "-1":
+                return self._is_part(value)  # only what is contiguous has such a view
+            case ast.Call() if node not in self.calls:
+                return any(map(self._is_part, _given_to(node))) and bool(problem_of(self.body, node))
+            case ast.AugAssign(target=target):
+                return self._is_part(target)
+            case ast.Assign(targets=targets, value=value):
+                if any(isinstance(each, ast.Subscript) and self._is_part(each.value) for each in targets):
+                    return True
+                kept = any(isinstance(each, ast.Subscript | ast.Attribute) for each in targets)
+                return kept and self._is_part(value)
+            case ast.Match(subject=value) | ast.withitem(context_expr=value):
+                return self._is_part(value)
+            case ast.Return(value=ast.expr() as value):
+                return any(map(self._is_part, _returned(value)))
+            case ast.Lambda() | ast.FunctionDef() | ast.ClassDef() | ast.GeneratorExp():
+                return any(isinstance(each, ast.Name) and each.id in self._parts for each in ast.walk(node))
+        return False
+
+
+def _given_to(call: ast.Call) -> Iterator[ast.AST]:
+    yield from call.args
+    yield from (each.value for each in call.keywords)
+    if isinstance(call.func, ast.Attribute):
+        yield call.func.value
+
+
+def _returned(node: ast.expr) -> Iterator[ast.expr]:
+    match node:
+        case ast.Tuple(elts=inner) | ast.List(elts=inner):
+            for each in inner:
+                yield from _returned(each)
+        case ast.Dict(values=inner):
+            for each in inner:
+                yield from _returned(each)
+        case _:
+            yield node
+
+
+def _is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _name(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr
+
+
+def _argument(call: ast.Call) -> Any:
+    return call.args[0]
+
+
+def _parents(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            yield child, node
+
+
+def _assigned_by(node: ast.AST) -> set[str]:
+    """The names that a node itself assigns."""
+    targets: list[ast.AST] = []
+    match node:
+        case ast.Assign():
+            targets = list(node.targets)
+        case ast.AnnAssign(value=ast.expr()) | ast.AugAssign() | ast.NamedExpr() | ast.For() | ast.comprehension():
+            targets = [node.target]
+        case ast.Delete():
+            targets = list(node.targets)
+        case ast.With():
+            targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
+    return {
+        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name) and _is_bound(each)
+    }
+
+
+def _is_bound(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def _value_of(node: ast.AST) -> ast.expr | None:
+    """What a node assigns to one variable; None if to several, or what isn't an expression of its own."""
+    match node:
+        case ast.Assign(targets=[ast.Name()], value=value) | ast.AnnAssign(target=ast.Name(), value=value):
+            return value
+    return None
+
+
+def _names_of(value: ast.expr | None, reached: set[ast.AST]) -> list[str] | None:
+    """The variables that an expression chooses among, None if it is anything else."""
+    match value:
+        case ast.Name(id=name):
+            return [name]
+        case ast.IfExp(body=body, orelse=orelse):
+            parts = [_names_of(each, reached) for each in (body, orelse) if each in reached]
+        case ast.BoolOp(values=values):
+            parts = [_names_of(each, reached) for each in values]
+        case _:
+            return None
+    return None if None in parts else [name for part in parts for name in part or ()]
