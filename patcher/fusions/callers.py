@@ -1,4 +1,4 @@
-"""How the module around another one calls it, and what it uses of its children: by its source, as far as that tells."""
+"""How the module around another one calls it, and what it uses of its children, as far as its source tells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Caller:
 
     @property
     def classes(self) -> tuple[Any, ...]:
-        """What of the modules around decides how the module is called: their classes, by the names of their children."""
+        """What of the modules around decides how the module is called: their classes, and their names."""
         parts = self.path.split(".") if self.path else []
         around = [".".join(parts[:number]) for number in range(len(parts) + 1)] if self.module is not None else []
         names = [re.sub(r"\d+", "0", part) for part in parts]

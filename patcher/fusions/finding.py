@@ -17,7 +17,7 @@ from patcher.patterns import matches_path
 
 @dataclass(frozen=True)
 class Findings:
-    """What a fusion has found in a model: path -> module, its layouts, its recipe, and path -> why a module is left alone.
+    """What a fusion has found: path -> module, its layouts, its recipe, and path -> why a module is left alone.
 
     Where it has found nothing else, every module that was looked at is told.
     """

@@ -162,7 +162,7 @@ def _steps(code: CodeType) -> list[tuple[str, Any]]:
     ]
     places = {each.offset: number for number, each in enumerate(kept)}
     after = {each.offset: next((places[at] for at in places if at >= each.offset), -1) for each in instructions}
-    steps = []
+    steps: list[tuple[str, Any]] = []
     for each in kept:
         name = "LOAD_ATTR" if each.opname == "LOAD_METHOD" else each.opname
         if each.opcode in dis.hasjabs or each.opcode in dis.hasjrel:

@@ -1,4 +1,4 @@
-"""Linear layers of one module that are given one tensor, joined: what `qkv`, `gate_up` and `siblings` have in common."""
+"""Linear layers of a module that are given one tensor, joined: what `qkv`, `gate_up` and `siblings` share."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ from patcher.fusions.methods import (
     unwrapped,
 )
 
-#: What a value is known to be: a tensor or several of them; one that isn't in the memory that is watched; a number, a shape, a
-#: container of these; a cache of transformers; anything. Functions: one of transformers' for attention, which gives new
-#: tensors; one that writes into nothing.
+#: What a value is known to be: a tensor or several of them; one that isn't in the memory that is watched; a number, a
+#: shape, a container of these; a cache of transformers; anything. Functions: one of transformers' for attention, which
+#: gives new tensors; one that writes into nothing.
 TENSOR, FRESH, PLAIN, CACHE, UNKNOWN = "tensor", "fresh", "plain", "cache", "unknown"
 ATTENTION, READING = "attention", "reading"
 #: `**kwargs`, whose own methods are known, and nothing of what it holds.
@@ -50,7 +50,8 @@ _MAKING = frozenset(
     "arange cat concat stack zeros ones full empty zeros_like ones_like full_like empty_like rand randn rand_like "
     "randn_like linspace eye tensor outer where clone new_zeros new_ones new_empty new_full new_tensor "
     "scaled_dot_product_attention linear one_hot conv1d conv2d conv3d layer_norm rms_norm normalize "
-    "silu gelu sigmoid tanh softmax softplus matmul bmm mul add sub div pow rsqrt sqrt mean sum exp cos sin neg".split()
+    "silu gelu sigmoid tanh softmax softplus matmul bmm mul add sub div pow rsqrt sqrt mean sum exp cos sin "
+    "neg".split()
 )
 _MORE_OF_TORCH = _MAKING | frozenset(
     "einsum interpolate meshgrid broadcast_tensors as_tensor is_tensor finfo iinfo Size device".split()
@@ -69,6 +70,7 @@ _BUILTINS = frozenset(
     "len isinstance issubclass int float bool str abs round id hasattr range min max sum tuple list dict set zip "
     "enumerate reversed getattr any all divmod print repr super".split()
 )
+_PLAIN_BUILTINS = frozenset("len isinstance int float bool str hasattr range".split())
 #: Layers of torch that write into nothing that they are given, unless they are told to by these settings.
 _LAYERS: frozenset[type[nn.Module]] = frozenset(
     getattr(nn, name)
@@ -214,9 +216,9 @@ class Body:
             case ast.FunctionDef() | ast.ClassDef() if node is not self.method.node:
                 self._add(node.name, lambda: UNKNOWN)
             case ast.withitem(optional_vars=ast.expr()):
-                for name in ast.walk(node.optional_vars):
-                    if isinstance(name, ast.Name):
-                        self._add(name.id, lambda: UNKNOWN)
+                for each in ast.walk(node.optional_vars or node):
+                    if isinstance(each, ast.Name):
+                        self._add(each.id, lambda: UNKNOWN)
 
     def _add(self, name: str | None, kind: Callable[[], str]) -> None:
         self._assigned.setdefault(name or "", []).append(kind)
@@ -227,8 +229,8 @@ class Body:
                 if self._is_container(value):
                     self._containers.add(name)
                 self._add(name, lambda: self.kind(value))
-            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
-                for one, other in zip(target.elts, value.elts, strict=True):  # type: ignore[attr-defined]
+            case ((ast.Tuple() | ast.List()), (ast.Tuple() | ast.List())) if len(target.elts) == len(value.elts):
+                for one, other in zip(target.elts, value.elts, strict=True):
                     self._bind(one, other)
             case ((ast.Tuple() | ast.List()), _):
                 self._unpacked.append(value)
@@ -388,7 +390,8 @@ class Body:
             nodes = (node for tree in trees_of(type(self.module)).values() for node in ast.walk(tree))  # type: ignore[arg-type]
             stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
             self.known[key] = frozenset(node.attr for node in stored)
-        return self.known[key]  # type: ignore[return-value]
+        found: frozenset[str] = self.known[key]
+        return found
 
     def _own(self, name: str) -> Any:
         """What the module has under a name, without running anything; None if that isn't known."""
@@ -415,7 +418,7 @@ class Body:
     def call(self, node: ast.Call) -> tuple[str, str]:
         """What a call gives, and why it may write into a tensor; "" if it doesn't."""
         if any(keyword.arg == "out" for keyword in node.keywords):
-            return UNKNOWN, "which writes into 'out'"
+            return UNKNOWN, "it writes into 'out'"
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.this and self.module is not None:
                 return self._call_of_own(node, attr)
@@ -446,23 +449,23 @@ class Body:
                 return PLAIN, ""
             is_known = hasattr(torch.Tensor, name) and name not in _CHANGING and not name.startswith("_")
             if not is_known or (name.endswith("_") and kind != FRESH):
-                return UNKNOWN, "which may write in place"
+                return UNKNOWN, "it may write in place"
             return FRESH if name in _MAKING else self._of_arguments(node, kind), ""
         if kind == CACHE and name not in _CHANGING and not name.startswith("_"):
             if name.endswith("_") and _KEPT in self.known:
-                return UNKNOWN, "which may write in place"
+                return UNKNOWN, "it may write in place"
             if self._of_arguments(node, FRESH) not in (FRESH, ""):
                 self.known[_KEPT] = ""  # what is kept may be what is watched
                 return TENSOR, ""
             return CACHE, ""
         if name.endswith("_") or name in _CHANGING:
-            return UNKNOWN, "which may write in place"
+            return UNKNOWN, "it may write in place"
         if kind == _HOLDING:
             return UNKNOWN, ""
         if kind == PLAIN:
             arguments = [*node.args, *(each.value for each in node.keywords)]
             keeps = any(self.kind(each) != PLAIN for each in arguments)
-            return UNKNOWN, "which may keep what it is given" if keeps else ""
+            return UNKNOWN, "it may keep what it is given" if keeps else ""
         if kind == UNKNOWN and self.is_lenient and hasattr(torch.Tensor, name) and name not in _CHANGING:
             return TENSOR, ""
         return UNKNOWN if kind else "", f"what {ast.unparse(owner)!r} is isn't known"
@@ -488,7 +491,7 @@ class Body:
         mro = type(self.module).__mro__
         owner = next((cls for cls in mro if vars(cls).get(self.method.name) is self.method.function), None)
         if owner is None:
-            return UNKNOWN, "whose base isn't known"
+            return UNKNOWN, "the base isn't known"
         base = next((cls for cls in mro[mro.index(owner) + 1 :] if name in vars(cls)), None)
         if base in _LAYERS and name == "forward":
             settings = [each for each in _WRITING_SETTINGS if getattr(self.module, each, None)]
@@ -506,7 +509,7 @@ class Body:
                 return UNKNOWN, f"{cls.__name__} has {setting}={getattr(module, setting)!r}"
             return self._of_arguments(node, FRESH) if cls in _VIEWS else FRESH, ""
         if cls is nn.Sequential:
-            return _join_calls(self._call_of_module(each, node) for each in module)
+            return _join_calls(self._call_of_module(each, node) for each in module._modules.values() if each)
         return self._following(unwrapped(looks.at(member, cls, "forward")), node, module)
 
     def _call_of(self, found: Any, node: ast.Call) -> tuple[str, str]:
@@ -535,7 +538,7 @@ class Body:
         if name == "getattr":
             return UNKNOWN, ""
         if any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
-            return UNKNOWN, "which runs a function"
+            return UNKNOWN, "it runs a function"
         return (
             PLAIN if name in ("len", "isinstance", "int", "float", "bool", "str", "hasattr", "range") else UNKNOWN
         ), ""
@@ -551,7 +554,7 @@ class Body:
         ):
             return UNKNOWN, f"torch's {name} may change what it is given"
         owner = getattr(torch, name, None), getattr(nn.functional, name, None), getattr(torch.linalg, name, None)
-        if found not in owner or name in ("embedding", "embedding_bag", "batch_norm"):
+        if isinstance(found, type) or found not in owner or name in ("embedding", "embedding_bag", "batch_norm"):
             return UNKNOWN, f"torch's {name} may change what it is given"
         try:
             parameters = list(inspect.signature(found).parameters)
@@ -563,7 +566,7 @@ class Body:
             if any(isinstance(each, ast.Starred) for each in node.args) or not all(
                 isinstance(each, ast.Constant) and each.value is False for each in given
             ):
-                return UNKNOWN, "which may write in place"
+                return UNKNOWN, "it may write in place"
         if name in _PLAIN_RESULTS or name in ("is_tensor", "finfo", "iinfo"):
             return PLAIN, ""
         return FRESH if name in _MAKING else self._of_arguments(node, FRESH), ""
@@ -594,12 +597,12 @@ class Body:
         method = read_function(function)
         key = function, tuple(sorted(given.items())), id(module)
         if key not in self.known:
-            self.known[key] = NotUnderstoodError("which calls itself")
+            self.known[key] = NotUnderstoodError("it calls itself")
             try:
                 self.known[key] = self._result_of(method, module, given)
             except NotUnderstoodError as error:
                 self.known[key] = error
-        found = self.known[key]
+        found: str | NotUnderstoodError = self.known[key]
         if isinstance(found, NotUnderstoodError):
             raise found
         return found
@@ -706,7 +709,7 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 
 
 def problem_of(body: Body, node: ast.AST) -> str:
-    if node is not None and (what := _HIDDEN.get(type(node))) is not None:
+    if (what := _HIDDEN.get(type(node))) is not None:
         return f"{what} that isn't followed"
     match node:
         case ast.Call():
@@ -715,16 +718,16 @@ def problem_of(body: Body, node: ast.AST) -> str:
         case ast.AugAssign(target=ast.Name()):
             if body.kind(node.target) in (PLAIN, FRESH):
                 return ""
-            return f"{shown(node)!r}, which may write in place"
+            return f"{shown(node)!r} (it may write in place)"
         case ast.AugAssign():
-            return f"{shown(node)!r}, which writes in place"
+            return f"{shown(node)!r} (it writes in place)"
         case ast.Subscript(ctx=ast.Store(), value=inner) if body.kind(inner) not in (PLAIN, FRESH, CACHE):
             return f"{shown(node)!r} is assigned"
         case ast.Assign(value=value) if any(isinstance(each, ast.Subscript) for each in node.targets):
             return (
                 ""
                 if body.kind(value) == PLAIN or all(map(body.is_fresh, node.targets))
-                else f"{shown(node)!r}, which keeps a value"
+                else f"{shown(node)!r} (it keeps a value)"
             )
         case ast.Attribute(ctx=ast.Store()):
             return f"{shown(node)!r} is assigned"

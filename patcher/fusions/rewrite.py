@@ -161,7 +161,7 @@ def compile_subclass(
     cls.__module__ = module.__name__
     cls._rewritten = MappingProxyType(sources)
     cls._made_from = {each.name: (each.function, each.function.__code__) for each, _ in methods}
-    # `sys.modules[cls.__module__]` has what it has for the class that the methods come from. It holds neither for good.
+    # `sys.modules[cls.__module__]` has what it has for the class that the methods come from; it keeps neither alive.
     module.__getattr__ = partial(_name_of, namespace, weakref.ref(cls), full)  # type: ignore[method-assign]
     weakref.finalize(cls, _forget, full, module.__file__ or "").atexit = False
     return cls

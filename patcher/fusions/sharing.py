@@ -125,7 +125,8 @@ def forms_of(module: nn.Module, group: tuple[str, ...], caller: Caller | None) -
 
 
 def _answered(module: nn.Module, group: tuple[str, ...], caller: Caller | None, key: Any) -> _Answer:
-    forms, reason, constants = (), "", dict[str, Any]()
+    forms: tuple[Form, ...] = ()
+    reason, constants = "", dict[str, Any]()
     looks.found = []
     try:
         forms = _forms_of(module, group, caller, constants)
@@ -236,7 +237,10 @@ class _Calls:
         roots = self._shared_roots()
         is_split = self._is_straight()
         region = list(self._between(first, last, is_split=is_split))
-        checked = self._checked(region)
+        try:
+            checked = self._checked(region)
+        except NotUnderstoodError as error:
+            raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
         self._check_later(last)
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [*(text for text, node in self._ruled_out if self._matters(node, roots)), *checked]
@@ -282,7 +286,7 @@ class _Calls:
                 continue
             for node in region:
                 if name in _assigned_by(node) and (positions(node)[1] <= positions(call)[0] or self._is_again(node)):
-                    raise NotUnderstoodError(f"{name} is assigned between the calls", node.lineno)  # type: ignore[attr-defined]
+                    raise NotUnderstoodError(f"{name} is assigned between the projections", node.lineno)  # type: ignore[attr-defined]
 
     def _is_again(self, node: ast.AST) -> bool:
         """Whether a statement is in a loop that has calls, but isn't the one that computes the first."""
@@ -436,7 +440,10 @@ class _Calls:
             if node is self.method.node or not hasattr(node, "end_lineno") or node in self.calls:
                 continue
             if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
-                raise NotUnderstoodError(f"a '{type(node).__name__.lower()}' has some of the calls", node.lineno)
+                raise NotUnderstoodError(
+                    f"a '{type(node).__name__.lower()}' has some of the projections in it, and others are outside",
+                    node.lineno,
+                )
             # An expression takes effect where it ends; one that holds the last call does so after it.
             if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
                 yield node
@@ -458,7 +465,7 @@ class _Calls:
                     problem_of(self.body, each) for each in ast.walk(node) if each is not node
                 ):
                     continue
-                raise NotUnderstoodError(f"{shown(node)!r} may run between the calls", node.lineno)
+                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", node.lineno)
 
     # --- how they are written ----------------------------------------------------------------------------------------
 
@@ -512,14 +519,14 @@ class _Calls:
             for node in ast.walk(self.method.node):
                 match node:
                     case ast.Assign(value=value) if self._is_part(value):
-                        names = {each.id for to in node.targets for each in ast.walk(to) if _is_stored(each)}
+                        names = _stored_in(*node.targets)
                         self._parts |= names
                         if isinstance(value, ast.Tuple | ast.List | ast.BinOp):
                             self._containers |= names
                     case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value) if self._is_part(value):
-                        self._parts |= {each.id for each in ast.walk(node.target) if _is_stored(each)}
+                        self._parts |= _stored_in(node.target)
                     case ast.For(iter=value) | ast.comprehension(iter=value) if self._is_part(value):
-                        self._parts |= {each.id for each in ast.walk(node.target) if _is_stored(each)}
+                        self._parts |= _stored_in(node.target)
             if len(self._parts) == before:
                 break
         return any(self._gives_away(node) for node in ast.walk(self.method.node) if node is not self.method.node)
@@ -531,9 +538,11 @@ class _Calls:
             case ast.Constant() | ast.Compare():
                 return False
             case ast.BinOp(left=left, right=right):  # of tensors it is new, of lists it holds what they do
-                held = [each for each in (left, right) if isinstance(each, ast.Tuple | ast.List)]
-                held += [each for each in (left, right) if isinstance(each, ast.Name) and each.id in self._containers]
-                return any(map(self._is_part, held))
+                return any(
+                    self._is_part(each)
+                    for each in (left, right)
+                    if isinstance(each, ast.Tuple | ast.List) or getattr(each, "id", "") in self._containers
+                )
             case ast.Call() if node in self.calls:
                 return True
             case ast.Call():
@@ -587,8 +596,9 @@ def _returned(node: ast.expr) -> Iterator[ast.expr]:
             yield node
 
 
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _stored_in(*targets: ast.AST) -> set[str]:
+    names = (each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+    return {each.id for each in names if isinstance(each.ctx, ast.Store)}
 
 
 def _name(call: ast.Call) -> str:
@@ -618,13 +628,8 @@ def _assigned_by(node: ast.AST) -> set[str]:
             targets = list(node.targets)
         case ast.With():
             targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
-    return {
-        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name) and _is_bound(each)
-    }
-
-
-def _is_bound(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store | ast.Del)
+    names = (each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+    return {each.id for each in names if isinstance(each.ctx, ast.Store | ast.Del)}
 
 
 def _value_of(node: ast.AST) -> ast.expr | None:
