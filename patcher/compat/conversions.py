@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel, conversion_mapping, modeling_utils
 from transformers.core_model_loading import (
-    ConversionOps,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -17,7 +15,7 @@ from transformers.core_model_loading import (
     dot_natural_key as dot_natural_key,
     rename_source_key,
 )
-from transformers.integrations import deepspeed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled as is_deepspeed_zero3_enabled
 
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick
@@ -68,16 +66,6 @@ def target_patterns(transform: WeightTransform) -> list[str]:
     return list(transform._original_target_patterns)
 
 
-def all_patterns(transform: WeightTransform) -> set[str]:
-    """Source and target patterns, as they were written and as they are matched."""
-    return {
-        *transform._original_source_patterns,
-        *transform._original_target_patterns,
-        *transform.source_patterns,
-        *transform.target_patterns,
-    }
-
-
 def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None = None) -> Any:
     """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs.
 
@@ -100,11 +88,6 @@ def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None
     copy._was_used = False
     copy.quantization_operation = None
     return copy
-
-
-def is_stock_operation(operation: ConversionOps) -> bool:
-    """Whether transformers itself brings the operation."""
-    return type(operation).__module__.startswith("transformers.")
 
 
 def was_used(transform: WeightTransform) -> bool:
@@ -166,23 +149,9 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
     return dict(_stock_revert(model, state_dict))
 
 
-def adapted_to_quantizer(
-    quantizer: Any, conversions: list[WeightTransform], model: PreTrainedModel
-) -> list[WeightTransform]:
-    """The conversions as a quantizer, if there is one, adapts them."""
-    if quantizer is None:
-        return conversions
-    adapt = quantizer.update_weight_conversions
-    takes_model = "model" in inspect.signature(adapt).parameters  # since 5.19
-    adapted: list[WeightTransform] = adapt(conversions, model) if takes_model else adapt(conversions)
-    return adapted
-
-
 def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
     """The conversions that transformers reverses when it saves a model that was not loaded."""
-    return [
-        conversion for conversion in stock_conversions(model, legacy=False) if not isinstance(conversion, PrefixChange)
-    ]
+    return [each for each in stock_conversions(model, legacy=False) if not isinstance(each, PrefixChange)]
 
 
 def set_used_conversions(model: PreTrainedModel, mapping: Iterable[WeightTransform], used: list[Any]) -> None:
@@ -207,16 +176,6 @@ def forget_used_conversions(model: PreTrainedModel) -> None:
 def has_used_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
     return vars(model).get("_weight_conversions") is not None
-
-
-def partitions_parameters() -> bool:
-    """Whether DeepSpeed ZeRO-3 is on, for which a load goes a way of its own."""
-    return bool(deepspeed.is_deepspeed_zero3_enabled())  # type: ignore[no-untyped-call]
-
-
-def reads_gguf_by_name(quantizer: Any) -> bool:
-    """Whether what reads a GGUF file gives tensors with the names and values of the stock model."""
-    return not quantizer.supported  # what it has conversions for it calls so
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:

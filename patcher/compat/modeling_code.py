@@ -42,15 +42,12 @@ class PickledClass:
         """The class, of what was pickled for it."""
         return value.cls if isinstance(value, PickledClass) else value
 
-    def __reduce__(self) -> Any:
-        return _made_again, vars(self.cls)[RECIPE]
+    def __reduce__(self) -> Any:  # read as the class itself
+        make, *args = vars(self.cls)[RECIPE]
+        return make, tuple(args)
 
     def __deepcopy__(self, memo: Any) -> PickledClass:
         return self
-
-
-def _made_again(make: Callable[..., Any], *args: Any) -> PickledClass:
-    return PickledClass(make(*args))
 
 
 class Rebound(type):

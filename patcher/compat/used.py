@@ -6,6 +6,7 @@ wrong weights.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -32,14 +33,9 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (WeightTransform, "_was_used", ()),
 )
 
-_checked = False
 
-
+@cache
 def check() -> None:
     """Raise a `PatcherError` that names the library and its release if one is missing. Looks only once."""
-    global _checked
-    if _checked:
-        return
     for owner, name, parameters in USED:
         require(owner, name, parameters)
-    _checked = True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import all_patterns
+from patcher.compat.conversions import source_patterns, target_patterns
 from patcher.expressions import Expressions
 from patcher.layouts.transforms import conversions_of
 
@@ -63,7 +63,8 @@ def select_conversions(
     kept: list[WeightTransform] = []
     dropped: list[tuple[WeightTransform, str]] = []
     for conversion in stock:
-        patterns = all_patterns(conversion) if filters else ()
+        written = (*source_patterns(conversion), *target_patterns(conversion)) if filters else ()
+        patterns = {*written, *conversion.source_patterns, *conversion.target_patterns} if filters else ()
         if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters.found_in(text)):
             dropped += [(conversion, each) for each in hits]
         else:

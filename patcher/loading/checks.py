@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import named_modules, named_parameters, tied_keys
+from patcher.compat.models import named_modules, named_parameters, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.errors import PatchedWeightsError, PatcherError, warn
 from patcher.expressions import Expressions
@@ -131,7 +131,7 @@ def check_weights(
     # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
     is_converted = any(map(converts, patchers))
     parameters: set[str] = set()
-    absent = {key for key in missing | set(mismatched) if is_converted or under_replaced(key)} - tied_keys(model)
+    absent = {key for key in missing | set(mismatched) if is_converted or under_replaced(key)} - ties(model).keys()
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in named_parameters(model)}
         absent &= parameters

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert
-from patcher.compat.models import initial_values, named_parameters, tied_keys
+from patcher.compat.models import initial_values, named_parameters, ties
 from patcher.construction.lock import construction_lock
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.carried import fused_modules
@@ -83,7 +83,7 @@ def complete(
         is_read: whether the checkpoint will be read; otherwise shapes are enough.
     """
     reverted = stock_conversions_from_scratch(stock)
-    tied = tied_keys(stock)
+    tied = ties(stock)
     parameters = {name: value for name, value in named_parameters(stock) if name not in tied}
     whole = {name: value.data for name, value in parameters.items()}
     expected = _as_in(checkpoint, stock, stock_revert(stock, whole, reverted))

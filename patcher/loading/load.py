@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
+from patcher.compat.conversions import distributed_checkpoint, is_deepspeed_zero3_enabled
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
@@ -120,7 +120,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     Raises:
         InvalidPatcherError: with what can be done instead.
     """
-    if entries and partitions_parameters():
+    if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
             "A patcher was asked for while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
