@@ -22,34 +22,6 @@ def unrebound(made: T) -> T:
     return found
 
 
-#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
-RECIPE = "_patcher_recipe"
-
-
-class PickledClass:
-    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    @staticmethod
-    def of(cls: Any) -> Any:
-        """What to pickle for a class: the class itself, if every process has it."""
-        return PickledClass(cls) if RECIPE in vars(cls) else cls
-
-    @staticmethod
-    def read(value: Any) -> Any:
-        """The class, of what was pickled for it."""
-        return value.cls if isinstance(value, PickledClass) else value
-
-    def __reduce__(self) -> Any:  # read as the class itself
-        make, *args = vars(self.cls)[RECIPE]
-        return make, tuple(args)
-
-    def __deepcopy__(self, memo: Any) -> PickledClass:
-        return self
-
-
 class Rebound(type):
     """The class of classes with other globals: what calling them makes.
 

@@ -202,7 +202,7 @@ def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedMod
 def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The model class that an Auto class has for a config."""
     mapping: Any = getattr(auto_class, "_model_mapping", {})
-    found: Any = mapping[type(config)] if type(config) in mapping else None
+    found: Any = mapping.get(type(config), None)  # noqa: SIM910 - no dict
     listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
     return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
 
@@ -247,7 +247,7 @@ def forget_no_split_names(model: PreTrainedModel, replaced: Iterable[tuple[type,
 
 
 def implementation(model: PreTrainedModel, of: str) -> str | None:
-    """Which implementation of "attn" (sdpa, eager, ...) or "experts" (grouped_mm, ...) the model has chosen, if any."""
+    """What a model has chosen to compute "attn" with (sdpa, eager, ...), or "experts" (grouped_mm, ...); or None."""
     chosen: str | None = getattr(model.config, f"_{of}_implementation", None)
     return chosen
 
@@ -267,26 +267,6 @@ def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:
 
 def forget_initialized(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_is_hf_initialized", None)
-
-
-@torch.no_grad()
-def initial_values(
-    model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
-    wanted = set(names)
-    for path, module in named_modules(model):
-        # A module may initialise what its parts have.
-        if not any(name.startswith(inside(path)) for name in wanted):
-            mark_initialized(module)
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if inside(path) + name in wanted and tensor is not None:
-                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
-            elif tensor is not None:
-                mark_initialized(tensor)
-    model.initialize_weights()  # type: ignore[no-untyped-call]
-    return {name: model.get_parameter(name).data for name in wanted}
 
 
 def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:

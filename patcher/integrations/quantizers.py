@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from patcher.compat.conversions import should_convert_module
 from patcher.compat.models import named_modules
-from patcher.compat.quantizers import should_convert_module
 from patcher.expressions import matches
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
