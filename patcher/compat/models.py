@@ -202,7 +202,7 @@ def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedMod
 def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The model class that an Auto class has for a config."""
     mapping: Any = getattr(auto_class, "_model_mapping", {})
-    found: Any = mapping.get(type(config), None)  # noqa: SIM910 - no dict
+    found: Any = mapping.get(type(config), None)
     listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
     return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
 
