@@ -60,6 +60,12 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a message about a name that isn't one of those that are known, or what else it says."""
+    close = nearest(name, known, 1) if len(name) < 100 else []
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 #: What activation checkpointing and FullyShardedDataParallel call a module that they are around: names in state dicts
 #: are without it.
 _LEFT_OUT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
