@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NoReturn
@@ -178,37 +178,6 @@ def _as_in_re(expression: str) -> str:
         return token
 
     return _QUANTIFIER_OR_SET.sub(escaped, expression)
-
-
-class Expressions:
-    """Several expressions, to be searched at once.
-
-    >>> list(Expressions(["q_proj$", "k_proj", r"layers\\.\\d"]).found_in("layers.0.q_proj"))
-    ['q_proj$', 'layers\\\\.\\\\d']
-    """
-
-    def __init__(self, expressions: Iterable[str]) -> None:
-        self._all = tuple(dict.fromkeys(expressions))
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def found_in(self, text: str) -> Iterator[str]:
-        """The expressions that are found in a text, in their order.
-
-        Raises:
-            InvalidPatcherError: the search took too long.
-        """
-        return (expression for expression in self._all if search(expression, text))
-
-    def found_among(self, texts: Iterable[str]) -> set[str]:
-        """The expressions that are found in one of several texts."""
-        listed = list(texts)
-        return {expression for expression in self._all if any(search(expression, text) for text in listed)}
-
-    def is_any_in(self, text: str) -> bool:
-        """Whether one of them is found in a text."""
-        return next(self.found_in(text), None) is not None
 
 
 def cut(text: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import source_patterns, target_patterns
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.layouts.transforms import conversions_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def select_conversions(
         replaced: path -> class of the modules that are replaced.
     """
     patchers = list(patchers)
-    filters = Expressions(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
+    filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
     added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += brought(replaced)
     added += [Added(transform, is_anchored=True) for transform in fusion_transforms]
@@ -65,7 +65,7 @@ def select_conversions(
     for conversion in stock:
         written = (*source_patterns(conversion), *target_patterns(conversion)) if filters else ()
         patterns = {*written, *conversion.source_patterns, *conversion.target_patterns} if filters else ()
-        if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters.found_in(text)):
+        if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters if search(each, text)):
             dropped += [(conversion, each) for each in hits]
         else:
             kept.append(conversion)

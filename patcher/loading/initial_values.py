@@ -36,7 +36,7 @@ from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.layouts.sharded import one_piece, split_like
 from patcher.patterns import inside
 
@@ -78,11 +78,11 @@ class ParameterTraits:
 
         That one is the first that an expression names, or else the first.
         """
-        result, named = set(missing), Expressions(expressions)
+        result, named = set(missing), list(expressions)
         for keys in self.shared:
             result.difference_update(keys)
             if missing.issuperset(keys):
-                result.add(next(filter(named.is_any_in, keys), keys[0]))
+                result.add(next((key for key in keys if any(search(each, key) for each in named)), keys[0]))
         return result
 
     def with_aliases(self, names: Iterable[str]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from patcher.construction.in_force import InForce, Matched, in_force_for, tell_b
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
@@ -285,7 +285,7 @@ def _declared_as_new(construction: Construction, model: PreTrainedModel) -> Matc
     if not asked:
         return Matched()
     names = frozenset(state_tensors(model))
-    found = Expressions(text for _, text in asked).found_among(names)
+    found = {text for _, text in asked if any(search(text, name) for name in names)}
     return Matched(frozenset((entry, "new_weights", text) for entry, text in asked if text in found), parameters=names)
 
 
