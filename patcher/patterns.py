@@ -208,14 +208,8 @@ def _segments(pattern: str) -> tuple[_Segment, ...]:
         return ()
     if not pattern:
         raise InvalidPatcherError(f"the empty path is ambiguous; write {ROOT!r} for the model itself, '**' for all.")
-    texts, in_braces = [""], False
-    for each in pattern:
-        in_braces = each == "{" or (in_braces and each != "}")
-        if each == "." and not in_braces:
-            texts.append("")
-        else:
-            texts[-1] += each
-    return tuple(_segment(pattern, text) for text in texts)
+    texts = re.sub(r"\{[^}]*", lambda braces: braces[0].replace(".", "\0"), pattern).split(".")
+    return tuple(_segment(pattern, text.replace("\0", ".")) for text in texts)
 
 
 def _segment(pattern: str, text: str) -> _Segment:
