@@ -96,9 +96,7 @@ def matches(expression: str, text: str) -> bool:
     Raises:
         InvalidPatcherError: the search took too long.
     """
-    flags = re.match(r"(?:\(\?[aiLmsux]+\))?", expression)
-    head = flags[0] if flags else ""
-    return search(rf"{head}\A(?:{expression.removeprefix(head)})\Z", text)
+    return compiled(expression).search(text, "fullmatch") is not None
 
 
 @lru_cache(maxsize=1 << 15)
@@ -127,19 +125,19 @@ class _Expression:
         """As of what `re` compiles."""
         return re.compile(self.pattern).groupindex
 
-    def search(self, text: str) -> Any:
+    def search(self, text: str, how: str = "search") -> Any:
         if self._quick is not None and len(text) <= _SHORT:
-            return self._quick.search(text)
-        return self._limited_search(text)
+            return getattr(self._quick, how)(text)
+        return self._limited_search(text, how)
 
-    def _limited_search(self, text: str) -> Any:
+    def _limited_search(self, text: str, how: str = "search") -> Any:
         if self._limited is None:
             self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
         wall, cpu = time.perf_counter(), time.thread_time()
         if wall - self._since > _MINUTE:  # in a process that goes on for days, pauses of the machine would add up
             self._since, self.spent = wall, 0.0
         try:
-            found = self._limited.search(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
+            found = getattr(self._limited, how)(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
         except TimeoutError:
             self.spent = SEARCH_SECONDS
             self._give_up(text)
