@@ -90,7 +90,5 @@ def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:
 
 def registered(registry: Any) -> list[Any]:
     """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: of the process, and of the object."""
-    found: dict[Any, Any] = {}
-    for name in ("_global_mapping", "_local_mapping"):
-        found |= getattr(registry, name, {})
-    return list(found.values())
+    of_process, of_object = (getattr(registry, name, {}) for name in ("_global_mapping", "_local_mapping"))
+    return list({**of_process, **of_object}.values())

@@ -123,7 +123,8 @@ def find(place: str, *parameters: str) -> tuple[Any, str]:
 
 
 _seams: dict[Callable[..., Any], Seam] = {}
-_installed: set[Seam] = set()  # or to be so as soon as their modules are imported
+_installed: set[Seam] = set()
+_awaited: set[Seam] = set()
 
 
 def seam(place: str, *parameters: str, follow: bool = False) -> Callable[[F], F]:
@@ -147,12 +148,15 @@ def install(seams: Iterable[Seam]) -> None:
     Raises:
         PatcherError: one is gone.
     """
-    new = [each for each in seams if each not in _installed]
-    for each in filter(lambda each: is_imported(each.module), new):
+    ready = [each for each in seams if each not in _installed and is_imported(each.module)]
+    for each in ready:
         each.find()
-    for each in new:
+    for each in ready:
+        each.install()
         _installed.add(each)
-        when_imported(each.module, lambda _, own=each: own.install())  # type: ignore[misc]
+    for each in set(seams) - _installed - _awaited:  # by the next call, if its import is in progress now
+        _awaited.add(each)
+        when_imported(each.module, lambda _, own=each: install((own,)))  # type: ignore[misc]
 
 
 def not_called(name: str) -> PatcherError:
