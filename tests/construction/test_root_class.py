@@ -221,6 +221,16 @@ def test_modules_are_kept_in_fp32_as_the_replaced_class_says(llama: Path, monkey
     }
 
 
+def test_a_replaced_root_is_used_as_its_class_says(llama: Path) -> None:
+    """Whatever `PreTrainedModel` has for its subclasses to change, also what a later release brings."""
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaForCausalLM": OwnLlama}))
+    assert not isinstance(model, LlamaForCausalLM)
+    for name in ("_can_compile_fullgraph", "_supports_attention_backend", "supports_gradient_checkpointing"):
+        assert getattr(OwnLlama, name) == getattr(PreTrainedModel, name)
+        assert getattr(model, name) == getattr(LlamaForCausalLM, name) != getattr(OwnLlama, name)
+    assert not {"config_class", "_auto_class", "model_tags"} & vars(model).keys()
+
+
 def test_a_replacement_has_the_last_word_on_what_is_kept_in_fp32(llama: Path) -> None:
     patcher = Patcher({"LlamaForCausalLM": Fp32Llama})
     model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16, patcher=patcher)
