@@ -32,17 +32,12 @@ Init = TypeVar("Init", bound=Callable[..., None])
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def _check_parameters(given: Iterable[str]) -> None:
-    for name in given:
-        if name not in FIELDS:
-            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
-            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
-
-
 def _naming_its_parameters(init: Init) -> Init:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _check_parameters(kwargs)
+        for name in (name for name in kwargs if name not in FIELDS):
+            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
+            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
         init(self, *args, **kwargs)
 
     return __init__  # type: ignore[return-value]
@@ -204,7 +199,6 @@ class Patcher:
         Raises:
             InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
         """
-        _check_parameters(changes)
         return Patcher(**{**self._given(), **changes})
 
     def __or__(self, other: Patcher) -> Patcher:
