@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, NoReturn
@@ -96,9 +96,7 @@ def matches(expression: str, text: str) -> bool:
     Raises:
         InvalidPatcherError: the search took too long.
     """
-    flags = re.match(r"(?:\(\?[aiLmsux]+\))?", expression)
-    head = flags[0] if flags else ""
-    return search(rf"{head}\A(?:{expression.removeprefix(head)})\Z", text)
+    return compiled(expression).search(text, "fullmatch") is not None
 
 
 @lru_cache(maxsize=1 << 15)
@@ -127,19 +125,19 @@ class _Expression:
         """As of what `re` compiles."""
         return re.compile(self.pattern).groupindex
 
-    def search(self, text: str) -> Any:
+    def search(self, text: str, how: str = "search") -> Any:
         if self._quick is not None and len(text) <= _SHORT:
-            return self._quick.search(text)
-        return self._limited_search(text)
+            return getattr(self._quick, how)(text)
+        return self._limited_search(text, how)
 
-    def _limited_search(self, text: str) -> Any:
+    def _limited_search(self, text: str, how: str = "search") -> Any:
         if self._limited is None:
             self._limited = regex.compile(_as_in_re(self.pattern), regex.VERSION0, cache_pattern=False)
         wall, cpu = time.perf_counter(), time.thread_time()
         if wall - self._since > _MINUTE:  # in a process that goes on for days, pauses of the machine would add up
             self._since, self.spent = wall, 0.0
         try:
-            found = self._limited.search(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
+            found = getattr(self._limited, how)(text, timeout=max(SEARCH_SECONDS - self.spent, _AT_ONCE))
         except TimeoutError:
             self.spent = SEARCH_SECONDS
             self._give_up(text)
@@ -178,37 +176,6 @@ def _as_in_re(expression: str) -> str:
         return token
 
     return _QUANTIFIER_OR_SET.sub(escaped, expression)
-
-
-class Expressions:
-    """Several expressions, to be searched at once.
-
-    >>> list(Expressions(["q_proj$", "k_proj", r"layers\\.\\d"]).found_in("layers.0.q_proj"))
-    ['q_proj$', 'layers\\\\.\\\\d']
-    """
-
-    def __init__(self, expressions: Iterable[str]) -> None:
-        self._all = tuple(dict.fromkeys(expressions))
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def found_in(self, text: str) -> Iterator[str]:
-        """The expressions that are found in a text, in their order.
-
-        Raises:
-            InvalidPatcherError: the search took too long.
-        """
-        return (expression for expression in self._all if search(expression, text))
-
-    def found_among(self, texts: Iterable[str]) -> set[str]:
-        """The expressions that are found in one of several texts."""
-        listed = list(texts)
-        return {expression for expression in self._all if any(search(expression, text) for text in listed)}
-
-    def is_any_in(self, text: str) -> bool:
-        """Whether one of them is found in a text."""
-        return next(self.found_in(text), None) is not None
 
 
 def cut(text: str) -> str:

@@ -60,6 +60,12 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     return [by_folded[match] for match in difflib.get_close_matches(name.casefold(), by_folded, n=count, cutoff=0.5)]
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a message about a name that isn't one of those that are known, or what else it says."""
+    close = nearest(name, known, 1) if len(name) < 100 else []
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 #: What activation checkpointing and FullyShardedDataParallel call a module that they are around: names in state dicts
 #: are without it.
 _LEFT_OUT = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -202,14 +208,8 @@ def _segments(pattern: str) -> tuple[_Segment, ...]:
         return ()
     if not pattern:
         raise InvalidPatcherError(f"the empty path is ambiguous; write {ROOT!r} for the model itself, '**' for all.")
-    texts, in_braces = [""], False
-    for each in pattern:
-        in_braces = each == "{" or (in_braces and each != "}")
-        if each == "." and not in_braces:
-            texts.append("")
-        else:
-            texts[-1] += each
-    return tuple(_segment(pattern, text) for text in texts)
+    texts = re.sub(r"\{[^}]*", lambda braces: braces[0].replace(".", "\0"), pattern).split(".")
+    return tuple(_segment(pattern, text.replace("\0", ".")) for text in texts)
 
 
 def _segment(pattern: str, text: str) -> _Segment:

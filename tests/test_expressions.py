@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, UnmatchedPatchError, expressions
-from patcher.compat.quantizers import names_setting
 from patcher.expressions import checked_expression, compiled, matches, search
+from patcher.integrations.quantizers import names_setting
 from tests.support.sampling import sampled
 from tests.support.tiny import save_tiny, tiny_llama_config
 

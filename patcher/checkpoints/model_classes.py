@@ -24,10 +24,10 @@ PLACES = frozenset(
     "cache_dir code_revision force_download local_files_only proxies revision subfolder token trust_remote_code "
     "variant".split()
 )
-#: Auto classes, in this order: what a config without `architectures` is most likely used for.
 #: How configs call the numbers of what is built one by one, and more than any model has.
 _IS_COUNT = re.compile("layer|depth|block|expert|stage")
 _MOST_LAYERS = 10_000
+#: Auto classes, in this order: what a config without `architectures` is most likely used for.
 _TASKS = "ImageTextToText CausalLM Seq2SeqLM MaskedLM SpeechSeq2Seq ImageClassification".split()
 
 

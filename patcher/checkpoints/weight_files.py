@@ -9,12 +9,7 @@ import re
 VARIANT = "patcher"
 
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_SHARD = r"(-\d{5}-of-\d{5})?"
-_DEFAULT = re.compile(
-    rf"model{_SHARD}\.safetensors|model\.safetensors\.index\.json"
-    rf"|pytorch_model{_SHARD}\.bin|pytorch_model\.bin\.index\.json"
-)
-_LAYOUT = re.compile(rf"model\.{VARIANT}{_SHARD}\.safetensors|model\.safetensors\.index\.{VARIANT}\.json")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.(?:safetensors|bin)\Z)")
 
 
 def whole_names(variant: str | None = None, use_safetensors: bool | None = None) -> list[str]:
@@ -29,7 +24,7 @@ def whole_names(variant: str | None = None, use_safetensors: bool | None = None)
 
 def is_default(name: str) -> bool:
     """Whether a file is one that transformers looks for, or a shard of it, where no variant is asked for."""
-    return _DEFAULT.fullmatch(name) is not None
+    return _SHARD.sub("", name) in _NAMES
 
 
 def is_layout(name: str) -> bool:
@@ -38,4 +33,4 @@ def is_layout(name: str) -> bool:
     >>> is_layout("model.patcher-00001-of-00002.safetensors"), is_layout("model.safetensors")
     (True, False)
     """
-    return _LAYOUT.fullmatch(name) is not None
+    return _SHARD.sub("", name) in whole_names(VARIANT, use_safetensors=True)

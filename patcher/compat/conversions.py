@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel, conversion_mapping, modeling_utils
 from transformers.core_model_loading import (
-    ConversionOps,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -17,7 +15,9 @@ from transformers.core_model_loading import (
     dot_natural_key as dot_natural_key,
     rename_source_key,
 )
-from transformers.integrations import deepspeed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled as is_deepspeed_zero3_enabled
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module as should_convert_module
 
 from patcher.compat.models import ModelView, as_stock
 from patcher.expressions import compiled, is_quick
@@ -42,20 +42,16 @@ _RUNTIME_SLOTS = frozenset(
 )
 
 
-def _slots(cls: type) -> list[str]:
-    names: list[str] = []
-    for base in reversed(cls.__mro__):
-        own = base.__dict__.get("__slots__", ())
-        names += [own] if isinstance(own, str) else list(own)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _values(transform: WeightTransform) -> dict[str, Any]:
+    """Its attributes, in slots or not."""
+    state: Any = object.__getstate__(transform)
+    plain, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(slots or {}), **(plain or {})}
 
 
 def transform_settings(transform: WeightTransform) -> dict[str, Any]:
     """All that makes a transform what it is: its patterns as they were written, its scope, its operations."""
-    names = [name for name in _slots(type(transform)) if name not in _RUNTIME_SLOTS]
-    settings = {name: getattr(transform, name) for name in names if hasattr(transform, name)}
-    settings.update(getattr(transform, "__dict__", {}))
-    return settings
+    return {name: value for name, value in _values(transform).items() if name not in _RUNTIME_SLOTS}
 
 
 def source_patterns(transform: WeightTransform) -> list[str]:
@@ -68,43 +64,17 @@ def target_patterns(transform: WeightTransform) -> list[str]:
     return list(transform._original_target_patterns)
 
 
-def all_patterns(transform: WeightTransform) -> set[str]:
-    """Source and target patterns, as they were written and as they are matched."""
-    return {
-        *transform._original_source_patterns,
-        *transform._original_target_patterns,
-        *transform.source_patterns,
-        *transform.target_patterns,
-    }
-
-
-def copy_transform(transform: WeightTransform, cls: type[WeightTransform] | None = None) -> Any:
-    """An unused copy, of class `cls` if one is given: a transform collects tensors and flags while it runs.
-
-    What may take long to match has a limit of time then.
-    """
-    kind = type(transform) if cls is None else cls
-    copy = kind.__new__(kind)
-    for name in _slots(type(transform)):
-        if hasattr(transform, name):
-            value = getattr(transform, name)
-            if name in ("collected_tensors", "layer_targets"):
-                value = type(value)(value.default_factory)
-            else:
-                value = deepcopy(value)
-            object.__setattr__(copy, name, value)
-    if hasattr(transform, "__dict__"):
-        copy.__dict__.update(deepcopy(transform.__dict__))
+def copy_transform(transform: WeightTransform) -> Any:
+    """An unused copy, in which what may take long to match has a limit of time."""
+    copy = type(transform).__new__(type(transform))
+    for name, value in _values(transform).items():
+        is_collected = name in ("collected_tensors", "layer_targets")
+        object.__setattr__(copy, name, type(value)(value.default_factory) if is_collected else deepcopy(value))
     if not all(map(is_quick, transform.source_patterns)):  # of which the compiled ones are the alternatives
         copy.compiled_sources = compiled(transform.compiled_sources.pattern)  # type: ignore[assignment]
     copy._was_used = False
     copy.quantization_operation = None
     return copy
-
-
-def is_stock_operation(operation: ConversionOps) -> bool:
-    """Whether transformers itself brings the operation."""
-    return type(operation).__module__.startswith("transformers.")
 
 
 def was_used(transform: WeightTransform) -> bool:
@@ -166,31 +136,20 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
     return dict(_stock_revert(model, state_dict))
 
 
-def adapted_to_quantizer(
-    quantizer: Any, conversions: list[WeightTransform], model: PreTrainedModel
-) -> list[WeightTransform]:
-    """The conversions as a quantizer, if there is one, adapts them."""
-    if quantizer is None:
-        return conversions
-    adapt = quantizer.update_weight_conversions
-    takes_model = "model" in inspect.signature(adapt).parameters  # since 5.19
-    adapted: list[WeightTransform] = adapt(conversions, model) if takes_model else adapt(conversions)
-    return adapted
-
-
 def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
     """The conversions that transformers reverses when it saves a model that was not loaded."""
-    return [
-        conversion for conversion in stock_conversions(model, legacy=False) if not isinstance(conversion, PrefixChange)
-    ]
+    return [each for each in stock_conversions(model, legacy=False) if not isinstance(each, PrefixChange)]
 
 
-def set_used_conversions(model: PreTrainedModel, mapping: Iterable[WeightTransform], used: list[Any]) -> None:
-    """Have transformers remember, for saving, which conversions of its mapping had a part in the model's load."""
-    known = set(map(id, used))
+def set_used_conversions(model: PreTrainedModel, mapping: Iterable[WeightTransform], used: list[Any] | None) -> None:
+    """Have transformers remember, for saving, which conversions of its mapping had a part in the model's load.
+
+    With None the model is saved as one that was made without a checkpoint.
+    """
+    known = set(map(id, used or ()))
     for transform in mapping:
         transform._was_used = id(transform) in known
-    model.__dict__["_weight_conversions"] = list(used)
+    model.__dict__["_weight_conversions"] = used if used is None else list(used)
 
 
 def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:
@@ -199,24 +158,22 @@ def used_conversions(model: PreTrainedModel) -> list[WeightTransform]:
     return stock_conversions_from_scratch(model) if found is None else found
 
 
-def forget_used_conversions(model: PreTrainedModel) -> None:
-    """Have a model be saved as one that was made without a checkpoint."""
-    model.__dict__.pop("_weight_conversions", None)
-
-
 def has_used_conversions(model: PreTrainedModel) -> bool:
     """Whether transformers remembers the conversions of the model's load: some quantizers have it forget them."""
     return vars(model).get("_weight_conversions") is not None
 
 
-def partitions_parameters() -> bool:
-    """Whether DeepSpeed ZeRO-3 is on, for which a load goes a way of its own."""
-    return bool(deepspeed.is_deepspeed_zero3_enabled())  # type: ignore[no-untyped-call]
+def is_prequantized(quantizer: Any) -> bool:
+    """Whether a load meets the parts of weights that are quantized already, rather than tensors of their shapes."""
+    if quantizer is None or not quantizer.pre_quantized:
+        return False
+    # Where it has no conversions for the model, it reads under the names of the stock model.
+    return not isinstance(quantizer, GgufHfQuantizer) or bool(quantizer.supported)
 
 
-def reads_gguf_by_name(quantizer: Any) -> bool:
-    """Whether what reads a GGUF file gives tensors with the names and values of the stock model."""
-    return not quantizer.supported  # what it has conversions for it calls so
+def keeps_quantized(quantizer: Any) -> bool:
+    """Whether what is quantized in a checkpoint is so in the model as well."""
+    return is_prequantized(quantizer) and not getattr(quantizer.quantization_config, "dequantize", False)
 
 
 def distributed_checkpoint(path: Any, options: Mapping[str, Any]) -> bool:

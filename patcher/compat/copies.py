@@ -23,11 +23,3 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has made something of a module itself."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-def drop_values(model: nn.Module) -> None:
-    """Move the parameters of a model to the meta device: buffers and all else stay."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

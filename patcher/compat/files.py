@@ -19,8 +19,6 @@ def has_file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any]
         options: the keyword arguments of `from_pretrained`, some of which say where the file is.
     """
     below = f"{options['subfolder']}/{name}" if options.get("subfolder") else name
-    if os.path.isdir(path):  # noqa: PTH112 - quicker, and every load asks
-        return os.path.isfile(os.path.join(path, below))  # noqa: PTH113, PTH118
     return bool(_has_file(path, below, **{key: options[key] for key in _WHERE if options.get(key) is not None}))
 
 

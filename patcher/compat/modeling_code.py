@@ -22,37 +22,6 @@ def unrebound(made: T) -> T:
     return found
 
 
-#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
-RECIPE = "_patcher_recipe"
-
-
-class PickledClass:
-    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    @staticmethod
-    def of(cls: Any) -> Any:
-        """What to pickle for a class: the class itself, if every process has it."""
-        return PickledClass(cls) if RECIPE in vars(cls) else cls
-
-    @staticmethod
-    def read(value: Any) -> Any:
-        """The class, of what was pickled for it."""
-        return value.cls if isinstance(value, PickledClass) else value
-
-    def __reduce__(self) -> Any:
-        return _made_again, vars(self.cls)[RECIPE]
-
-    def __deepcopy__(self, memo: Any) -> PickledClass:
-        return self
-
-
-def _made_again(make: Callable[..., Any], *args: Any) -> PickledClass:
-    return PickledClass(make(*args))
-
-
 class Rebound(type):
     """The class of classes with other globals: what calling them makes.
 
@@ -121,7 +90,5 @@ def chosen_in(registry: Any, config: Any) -> tuple[str, str] | None:
 
 def registered(registry: Any) -> list[Any]:
     """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: of the process, and of the object."""
-    found: dict[Any, Any] = {}
-    for name in ("_global_mapping", "_local_mapping"):
-        found |= getattr(registry, name, {})
-    return list(found.values())
+    of_process, of_object = (getattr(registry, name, {}) for name in ("_global_mapping", "_local_mapping"))
+    return list({**of_process, **of_object}.values())

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import (
     get_device as get_device,
-    load_offloaded_parameter,
-    offload_weight,
+    load_offloaded_parameter as load_offloaded_parameter,
+    offload_weight as offload_weight,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
     str_to_torch_dtype as str_to_torch_dtype,
 )
-from transformers.utils.generic import TransformersKwargs
+from transformers.utils.generic import TransformersKwargs as TransformersKwargs
 
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.parallel import unsplit_class
@@ -32,27 +31,9 @@ from patcher.patterns import inside
 #: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
 EXPERTS_HOME = "transformers.integrations.moe"
 
-#: Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
-#: its own takes them from the class that it replaces.
-LOADING_ATTRIBUTES = (
-    "_tied_weights_keys",
-    "_keep_in_fp32_modules",
-    "_keep_in_fp32_modules_strict",
-    "_no_split_modules",
-    "_skip_keys_device_placement",
-    "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_save",
-    "_can_record_outputs",
-    "_supports_sdpa",
-    "_supports_flash_attn",
-    "_supports_flex_attn",
-    "_supports_attention_backend",
-    "base_model_prefix",
-    "main_input_name",
-    "input_modalities",
-    "supports_gradient_checkpointing",
-)
+
+#: What of `PreTrainedModel` says something of one class, and not of what it loads.
+_OF_ONE_CLASS = ("config_class", "_auto_class", "model_tags")
 
 #: Whether a program is exported. Releases of torch before 2.7 don't tell it from one that is compiled.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
@@ -121,12 +102,6 @@ def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
     module.__dict__[ORIGINAL] = unrebound(original)
 
 
-def unmark_original_class(module: nn.Module) -> None:
-    """Forget it for a module that is of that class again."""
-    if module.__dict__.get(ORIGINAL) is unrebound(type(module)):
-        del module.__dict__[ORIGINAL]
-
-
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without patchers: neither replaced nor fused, its functions those of its file."""
     return original_class(module) or unrebound(type(module))
@@ -148,21 +123,17 @@ def as_stock(model: Any) -> Any:
     Those that `fully_shard` has split have a class of another name, too.
     """
 
-    def shown_class(module: nn.Module) -> type[nn.Module]:
-        return module.__dict__.get(ORIGINAL) or unsplit_class(module)
+    shown: dict[int, Any] = {}
+    for _, module in named_modules(model):
+        if isinstance(module, PreTrainedModel):
+            cls = original_class(module) or unsplit_class(module)
+            if cls is not type(module):
+                shown[id(module)] = _seen_as(module, cls)
 
-    def is_replaced(module: nn.Module) -> bool:
-        return isinstance(module, PreTrainedModel) and shown_class(module) is not type(module)
+    def named(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, shown.get(id(module), module)) for name, module in model.named_modules(*args, **kwargs))
 
-    def shown_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        for name, module in model.named_modules(*args, **kwargs):
-            shown = module
-            if is_replaced(module):
-                shown = _seen_as(module, shown_class(module))
-            yield name, shown
-
-    replaced = any(is_replaced(module) for _, module in named_modules(model))
-    return ModelView(model, named_modules=shown_modules) if replaced else model
+    return ModelView(model, named_modules=named) if shown else model
 
 
 def named_as(model: Any, model_class: type[nn.Module]) -> Any:
@@ -180,12 +151,6 @@ def _seen_as(model: nn.Module, cls: type[nn.Module]) -> Any:
     return shown
 
 
-def read_offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
-    """A parameter that the device map has put on the disk."""
-    found: torch.Tensor = load_offloaded_parameter(model, name)
-    return found
-
-
 def has_adapters(model: Any) -> bool:
     """Whether adapters were loaded into a model, of which transformers then saves nothing else."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
@@ -194,17 +159,6 @@ def has_adapters(model: Any) -> bool:
 def ties(model: PreTrainedModel) -> dict[str, str]:
     """Parameter -> the one that it is tied to, so that it doesn't come from a checkpoint."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def is_saved_as_offloaded(model: Any) -> bool:
-    """Whether transformers saves a model as one of which some weights may be on the disk: shard by shard."""
-    places = getattr(model, "hf_device_map", {}).values()
-    return "cpu" in places or "disk" in places
-
-
-def tied_keys(model: PreTrainedModel) -> set[str]:
-    """The parameters that are tied to another one."""
-    return set(ties(model))
 
 
 def settle_keys(model: PreTrainedModel, info: Any) -> None:
@@ -248,34 +202,9 @@ def remote_class(reference: str, repo: str, **places: Any) -> type[PreTrainedMod
 def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The model class that an Auto class has for a config."""
     mapping: Any = getattr(auto_class, "_model_mapping", {})
-    if type(config) not in mapping:
-        return None
-    found = mapping[type(config)]
-    listed: list[type[PreTrainedModel]] = list(found) if isinstance(found, tuple) else [found]
-    named = [cls for cls in listed if cls.__name__ in (config.architectures or ())]
-    return (named or listed)[0]
-
-
-def attention_implementation(model: PreTrainedModel) -> str | None:
-    """Which implementation of attention the model has chosen: sdpa, eager, ..."""
-    chosen: str | None = model.config._attn_implementation
-    return chosen
-
-
-def experts_implementation(model: PreTrainedModel) -> str | None:
-    """Which implementation of experts the model has chosen: grouped_mm, eager, ...; None where it has none."""
-    chosen: str | None = getattr(model.config, "_experts_implementation", None)
-    return chosen
-
-
-def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
-    model.config._experts_implementation = name
-
-
-def tie_partners(model: PreTrainedModel) -> set[str]:
-    """The parameters that take part in a tie: those that are tied, and those that they are tied to."""
-    found = ties(model)
-    return {*found, *found.values()}
+    found: Any = mapping.get(type(config), None)
+    listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
+    return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
 
 
 def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:
@@ -287,12 +216,16 @@ def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:
 
 
 def inherit_loading_attributes(model: nn.Module, original: type[nn.Module]) -> None:
-    """Give a replaced model, on the instance, what its class lacks and the class that it replaces says."""
+    """Give a replaced model, on the instance, what its class lacks and the class that it replaces says.
+
+    That is how it is loaded, saved and generates: the values that `PreTrainedModel` has for its subclasses to change.
+    """
     replacement = type(model)
     if issubclass(replacement, original) or not issubclass(original, PreTrainedModel):
         return
-    for name in LOADING_ATTRIBUTES:
-        default = getattr(PreTrainedModel, name, None)
+    for name, default in vars(PreTrainedModel).items():
+        if name.startswith("__") or name in _OF_ONE_CLASS or callable(default) or hasattr(default, "__get__"):
+            continue
         mine, theirs = getattr(replacement, name, default), getattr(original, name, default)
         if mine is default and theirs is not default and not isinstance(theirs, property):
             model.__dict__[name] = deepcopy(theirs)
@@ -313,6 +246,16 @@ def forget_no_split_names(model: PreTrainedModel, replaced: Iterable[tuple[type,
         model._no_split_modules = type(listed)(name for name in listed if name not in names)
 
 
+def implementation(model: PreTrainedModel, of: str) -> str | None:
+    """What a model has chosen to compute "attn" with (sdpa, eager, ...), or "experts" (grouped_mm, ...); or None."""
+    chosen: str | None = getattr(model.config, f"_{of}_implementation", None)
+    return chosen
+
+
+def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
+    model.config._experts_implementation = name
+
+
 def mark_initialized(tensor: Any) -> None:
     """Keep transformers' initialisation away from a tensor that has its value, or from a module's own part in it."""
     tensor._is_hf_initialized = True
@@ -326,38 +269,7 @@ def forget_initialized(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_is_hf_initialized", None)
 
 
-@torch.no_grad()
-def initial_values(
-    model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
-    wanted = set(names)
-    for path, module in named_modules(model):
-        # A module may initialise what its parts have.
-        if not any(name.startswith(inside(path)) for name in wanted):
-            mark_initialized(module)
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if inside(path) + name in wanted and tensor is not None:
-                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
-            elif tensor is not None:
-                mark_initialized(tensor)
-    model.initialize_weights()  # type: ignore[no-untyped-call]
-    return {name: model.get_parameter(name).data for name in wanted}
-
-
 def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:
     """Let transformers know which names of a module are others of one parameter, so that it saves it once."""
     if not isinstance(module, PreTrainedModel) and getattr(module, "_tied_weights_keys", None) is None:
         module.__dict__["_tied_weights_keys"] = dict(names)
-
-
-def offload(tensor: torch.Tensor, key: str, folder: Any, index: dict[str, Any]) -> None:
-    """Write a tensor to where the load keeps what the device map puts on the disk."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    offload_weight(tensor, key, folder, index)
-
-
-def keyword_annotations() -> dict[str, str]:
-    """The keyword arguments that models take besides those in the signatures of their `forward`, with their types."""
-    return {name: str(annotation) for name, annotation in TransformersKwargs.__annotations__.items()}

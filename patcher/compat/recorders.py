@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -31,38 +32,18 @@ def output_recorders(model: PreTrainedModel) -> list[tuple[str, output_capturing
     return recorders
 
 
-def is_recorded(recorder: output_capturing.OutputRecorder, module: nn.Module, path: str) -> bool:
-    """Whether transformers finds the module by its class, or by the end of its path."""
-    target: type[nn.Module] | None = recorder.target_class  # None where the path decides
-    return (target is not None and isinstance(module, target)) or (
-        recorder.class_name is not None and path.endswith(recorder.class_name)
-    )
-
-
-def is_recorded_at(recorder: output_capturing.OutputRecorder, path: str) -> bool:
-    """Whether the recorder is for modules at such a path."""
-    return recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f"{path}."
-
-
 def mark_recorded(model: PreTrainedModel) -> None:
     """Let transformers know that the hooks are installed."""
     model._output_capturing_hooks_installed = True  # type: ignore[assignment]
 
 
-class _Bearer:
-    """Takes a hook as a module does. A real one, made while `torch.compile` looks on, would break its graph."""
-
-    hook: Any = None
-
-    def register_forward_hook(self, hook: Any) -> None:
-        self.hook = hook
-
-
 def output_hook(key: str, index: int, capture_initial_hidden_state: bool) -> Any:
     """The forward hook with which transformers records an output."""
-    bearer: Any = _Bearer()
+    taken: list[Any] = []
+    # No module: one that is made while `torch.compile` looks on would break its graph.
+    bearer: Any = SimpleNamespace(register_forward_hook=taken.append)
     output_capturing.install_output_capuring_hook(bearer, key, index, capture_initial_hidden_state)
-    return bearer.hook
+    return taken[0]
 
 
 def record_replacements(model: nn.Module, replacement_of: Callable[[str], type[nn.Module] | None]) -> None:

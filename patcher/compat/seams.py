@@ -12,6 +12,7 @@ checked when it is installed, so that a release without it is named in one sente
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -53,28 +54,72 @@ class Seam:
         return self.place.partition(":")[2]
 
     def find(self) -> tuple[Any, str]:
-        """Its owner, and its name there.
-
-        Raises:
-            PatcherError: it is gone, or lacks one of the parameters; the message names the release of the library.
-        """
-        *path, name = self.name.split(".")
-        owner: Any = sys.modules[self.module]
-        for part in path:
-            owner = getattr(owner, part, None)
-        require(owner, name, self.parameters, self.place.replace(":", "."))
-        return owner, name
+        """Its owner, and its name there."""
+        return find(self.place, *self.parameters)
 
     def install(self) -> None:
         """Have the function called in its place."""
         owner, name = self.find()
         stock = inspect.getattr_static(owner, name)
         function = stock.__func__ if isinstance(stock, classmethod | staticmethod) else stock
-        wrapped = functools.wraps(function)(_bound(self.function, function))
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return self.function(function, *args, **kwargs)
+
         setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
         for each in list(sys.modules.values()) if self.follow else ():
             if getattr(each, "__dict__", {}).get(name) is stock:
                 setattr(each, name, wrapped)
+
+
+#: What is called or read of transformers besides its documented names and the seams, with the parameters.
+USED = (
+    ("transformers.quantizers.base:HfQuantizer.param_needs_quantization", "model", "param_name"),
+    (
+        "transformers.utils.output_capturing:install_output_capuring_hook",
+        *("module", "key", "index", "capture_initial_hidden_state"),
+    ),
+    ("transformers.utils.output_capturing:_CAN_RECORD_REGISTRY",),
+    ("transformers.distributed.tensor_parallel:replace_layer_number_by_wildcard", "name"),
+    ("transformers.modeling_utils:PreTrainedModel.mark_tied_weights_as_initialized", "loading_info"),
+    ("transformers.modeling_utils:PreTrainedModel.tie_weights", "missing_keys", "recompute_mapping"),
+    ("transformers.modeling_utils:PreTrainedModel._adjust_missing_and_unexpected_keys", "loading_info"),
+    ("transformers.core_model_loading:WeightTransform.rename_source_key", "source_key"),
+    (
+        "transformers.core_model_loading:WeightTransform.add_tensor",
+        *("target_key", "source_key", "source_pattern", "future"),
+    ),
+    ("transformers.core_model_loading:WeightTransform.reverse_transform",),
+    ("transformers.core_model_loading:WeightTransform._original_source_patterns",),
+    ("transformers.core_model_loading:WeightTransform._was_used",),
+)
+
+
+def check_used() -> None:
+    """Raise a `PatcherError` that names the library and its release if something of `USED` is missing."""
+    for place, *parameters in USED:
+        find(place, *parameters)
+
+
+def find(place: str, *parameters: str) -> tuple[Any, str]:
+    """The owner of what is at a place, and its name there.
+
+    Raises:
+        PatcherError: it is gone, or lacks one of the parameters; the message names the release of the library.
+    """
+    module, _, names = place.partition(":")
+    *path, name = names.split(".")
+    owner: Any = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part, None)
+    found, called, library = getattr(owner, name, None), f"{module}.{names}", module.partition(".")[0]
+    if found is None:
+        raise unknown_release(library, f"{called} is gone")
+    known = inspect.signature(found).parameters if parameters else {}
+    if missing := [each for each in parameters if each not in known]:
+        raise unknown_release(library, f"{called} has no parameter {', '.join(missing)}")
+    return owner, name
 
 
 _seams: dict[Callable[..., Any], Seam] = {}
@@ -109,29 +154,11 @@ def install(seams: Iterable[Seam]) -> None:
     for each in ready:
         each.install()
         _installed.add(each)
-    for each in set(seams) - _installed - _awaited:
+    for each in set(seams) - _installed - _awaited:  # by the next call, if its import is in progress now
         _awaited.add(each)
         when_imported(each.module, lambda _, own=each: install((own,)))  # type: ignore[misc]
-
-
-def require(owner: Any, name: str, parameters: Iterable[str], place: str = "") -> None:
-    """Raise a `PatcherError` where something of a library isn't as this package knows it."""
-    place = place or f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-    found = getattr(owner, name, None)
-    if found is None:
-        raise unknown_release(place.partition(".")[0], f"{place} is gone")
-    known = inspect.signature(found).parameters if parameters else {}
-    if missing := [each for each in parameters if each not in known]:
-        raise unknown_release(place.partition(".")[0], f"{place} has no parameter {', '.join(missing)}")
 
 
 def not_called(name: str) -> PatcherError:
     """The error for a seam of transformers that is there, and that it hasn't called: `PreTrainedModel.post_init`."""
     return unknown_release("transformers", f"{name} is not called where a model is loaded, or saved")
-
-
-def _bound(function: Callable[..., Any], stock: Stock) -> Callable[..., Any]:
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return function(stock, *args, **kwargs)
-
-    return hooked

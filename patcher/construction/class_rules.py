@@ -11,7 +11,7 @@ from torch import nn
 from patcher.compat.modeling_code import module_subclasses
 from patcher.construction.in_force import InForce, Matched
 from patcher.errors import PatchConflictError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
 
 
@@ -33,7 +33,7 @@ class ClassRules:
         self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
-        self._expressions = Expressions(key for key, loose in dict.fromkeys(keys) if loose or is_expression(key))
+        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
     def match(self, cls: type[nn.Module]) -> Match | None:
@@ -74,7 +74,7 @@ class ClassRules:
         return module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
 
     def _is_meant(self, name: str) -> bool:
-        return name in self._exact or self._expressions.is_any_in(name)
+        return name in self._exact or any(search(key, name) for key in self._expressions)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""

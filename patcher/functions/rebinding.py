@@ -17,12 +17,13 @@ import weakref
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from patcher.compat.modeling_code import REBOUND, RECIPE, PickledClass, Rebound, unrebound
+from patcher.compat.modeling_code import REBOUND, Rebound, unrebound
 from patcher.construction.init_hooks import own_members
 from patcher.errors import PatchConstructionError
 from patcher.functions.calls import CallGraph, Use, closure_of, functions_in, is_followed, with_functions
 from patcher.functions.references import references_of
 from patcher.functions.rules import FunctionRules, Layers, named_object
+from patcher.layouts.carried import RECIPE, PickledClass
 
 lock = threading.RLock()
 #: mappings -> what was made for them, as long as a class of it lives

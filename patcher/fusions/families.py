@@ -12,7 +12,6 @@ It is imported when its name is asked for. In a `config.json` its package stands
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -72,9 +71,8 @@ def is_our_own(fusion: Any) -> bool:
 
 def name_in_config(name: str) -> str:
     """The name of a family as a `config.json` has it: with the package that registers it, if that isn't this one."""
-    if name in FAMILIES:
-        return name
-    return f"{_package_of(_family_entry(name))}/{name}"
+    entry = _entry(name) if name not in FAMILIES else None
+    return f"{_package_of(entry)}/{name}" if entry is not None else name
 
 
 def named_in_config(text: str) -> str:
@@ -88,17 +86,17 @@ def named_in_config(text: str) -> str:
     if not _PACKAGE.fullmatch(package) or not _PACKAGE.fullmatch(name) or name in FAMILIES:
         _family(text)  # without a package, or nothing that is meant so
         return text
-    if not _registered_as(name):
+    if (entry := _entry(name)) is None:
         raise InvalidPatcherError(
             f"fusions: {name!r} is a family of fusions of the package {package!r}, which is not installed here: it "
             f"registers nothing of that name under the entry point group {GROUP!r}. Install it: pip install {package}"
         )
-    if canonicalize_name(found := _package_of(_family_entry(name))) != canonicalize_name(package):
+    if canonicalize_name(found := _package_of(entry)) != canonicalize_name(package):
         raise InvalidPatcherError(
             f"fusions: {name!r} is a family of the package {package!r} there, and here it is one of {found!r}. "
             f"Uninstall {found}, and install {package}."
         )
-    _family(name)
+    _loaded(entry)
     return name
 
 
@@ -122,19 +120,8 @@ def fusions_configured(name: Any, value: Any) -> list[str | Fusion]:
 
 
 def _family(name: Any) -> type[Fusion]:
-    if isinstance(name, str):
-        if name in FAMILIES and (others := _registered().get(name)):
-            packages = " and ".join(_told(entry) for entry in others)
-            cls = FAMILIES[name].rpartition(":")[2]
-            raise PatchConflictError(
-                f"fusions: {name!r} is a family of patcher, and {packages} register{'s' * (len(others) == 1)} another "
-                f"one of that name. Pass an object of the one that is meant: patcher.fusions.{cls}() or that of the "
-                "package; or uninstall the package."
-            )
-        if name in FAMILIES:
-            return _own_family(name)
-        if _registered_as(name):
-            return _family_of_package(name)
+    if isinstance(name, str) and (entry := _entry(name)) is not None:
+        return _loaded(entry)
     known = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
     if not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
@@ -148,12 +135,6 @@ def _family(name: Any) -> type[Fusion]:
             "package has its name once that is installed"
         )
     raise InvalidPatcherError(f"fusions: {name!r} is no fusion; {hint}.")
-
-
-def _own_family(name: str) -> type[Fusion]:
-    home, _, cls = FAMILIES[name].partition(":")
-    family: type[Fusion] = getattr(importlib.import_module(home), cls)
-    return family
 
 
 # --- of packages -----------------------------------------------------------------------------------------------------
@@ -179,18 +160,32 @@ def _registered_as(name: str) -> tuple[EntryPoint, ...]:
     return _registered().get(name, ())
 
 
-def _family_entry(name: str) -> EntryPoint:
-    entry, *others = _registered()[name]
-    if others:
+def _entry(name: str) -> EntryPoint | None:
+    """What a name stands for, if it stands for something; it isn't imported."""
+    if name in FAMILIES:
+        if others := _registered().get(name):
+            packages = " and ".join(map(_told, others))
+            cls = FAMILIES[name].rpartition(":")[2]
+            raise PatchConflictError(
+                f"fusions: {name!r} is a family of patcher, and {packages} register{'s' * (len(others) == 1)} another "
+                f"one of that name. Pass an object of the one that is meant: patcher.fusions.{cls}() or that of the "
+                "package; or uninstall the package."
+            )
+        return EntryPoint(name, FAMILIES[name], GROUP)
+    entries = _registered_as(name)
+    if len(entries) > 1:
         raise PatchConflictError(
-            f"fusions: {name!r} is registered by several packages, {' and '.join(map(_told, (entry, *others)))}. "
+            f"fusions: {name!r} is registered by several packages, {' and '.join(map(_told, entries))}. "
             "Uninstall all but one of them, or pass an object of the family that is meant."
         )
-    return entry
+    return entries[0] if entries else None
 
 
-def _family_of_package(name: str) -> type[Fusion]:
-    entry = _family_entry(name)
+def _loaded(entry: EntryPoint) -> type[Fusion]:
+    name = entry.name
+    if name in FAMILIES:
+        ours: type[Fusion] = entry.load()
+        return ours
     try:
         family = entry.load()
     except Exception as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.models import named_modules, named_parameters, tie_partners
+from patcher.compat.models import named_modules, named_parameters, ties
 from patcher.fusions.base import Decision, Fusion
 from patcher.layouts.layouts import Layout, named_parameter
 from patcher.patterns import matches_path
@@ -36,7 +36,7 @@ class Surroundings:
         self.modules = dict(named_modules(model))
         self._times = Counter(id(module) for module in self.modules.values())
         self._owners = Counter(id(parameter) for _, parameter in named_parameters(model))
-        self._tied = tie_partners(model)
+        self._tied = {*ties(model), *ties(model).values()}
 
     def is_shared(self, module: nn.Module) -> bool:
         """Whether the module is at several places of the model."""

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
-from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
 from patcher.fusions.methods import is_importable, member
-from patcher.layouts.carried import ModuleLayouts
+from patcher.layouts.carried import ModuleLayouts, PickledClass
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
 from patcher.layouts.transforms import is_alone

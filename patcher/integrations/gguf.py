@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from patcher.compat.conversions import reads_gguf_by_name
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.loading.hooks.loads import current_load
@@ -25,7 +24,7 @@ def get_state_dict(stock: Stock, self: Any, checkpoint_file: Any, model: Any, *a
     """
     load = current_load()
     if type(load) is Constructed:
-        if reads_gguf_by_name(self):
+        if not self.supported:  # what it has conversions for it calls so
             model = skeleton(load.record.model_class, model.config)
         elif any(map(brings_conversions, load.in_force)):
             raise InvalidPatcherError(

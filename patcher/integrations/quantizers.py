@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from patcher.compat.conversions import should_convert_module
 from patcher.compat.models import named_modules
-from patcher.compat.quantizers import is_named, names_setting, settings_by_name, skipped_names, words_of
+from patcher.expressions import matches
 from patcher.loading.integration import Integration, register
 from patcher.loading.load import Selected
 from patcher.loading.stock_view import check_no_part_is_named, layer_name, parts_of
@@ -20,8 +22,11 @@ def check_names(load: Selected, quantizer: Any) -> None:
     """
     if quantizer is None or not (parts := parts_of(load)):
         return
-    skipped, settings = skipped_names(quantizer), settings_by_name(quantizer)
-    words = "" if skipped is not None or settings else words_of(quantizer)
+    config: Any = quantizer.quantization_config
+    skipped: Iterable[str] | None = getattr(quantizer, "modules_to_not_convert", None)  # None: it keeps no such list
+    # What torchao's `FqnToConfig` has for single layers, by name or expression.
+    settings: Mapping[str, Any] = getattr(getattr(config, "quant_type", None), "fqn_to_config", None) or {}
+    words = "" if skipped is not None or settings else repr(config.to_dict())
     modules = {path for path, _ in named_modules(load.model)}
     of_made = {layer_name(name).rpartition(".")[2] for made in parts.values() for name in made}
 
@@ -32,7 +37,8 @@ def check_names(load: Selected, quantizer: Any) -> None:
             word = (name if owner in modules and name in parts else owner).rpartition(".")[2]
             is_word = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", words) is not None
             return {word} if is_word and not (name in parts and word in of_made) else set()
-        found = {key for key in skipped or () if is_named(key, owner) or is_named(key, name)}
+        named = (owner, name)
+        found = {key for key in skipped or () if not all(should_convert_module(each, [key]) for each in named)}
         return found | {key for key in settings if names_setting(key, owner, name)}
 
     siblings: dict[tuple[str, ...], dict[str, set[str]]] = {}
@@ -47,6 +53,13 @@ def check_names(load: Selected, quantizer: Any) -> None:
         if not all(keys - about_parts for keys in about_made):
             named += [name for name, keys in of_parts.items() if keys]
     check_no_part_is_named("quantization_config", named, parts)
+
+
+def names_setting(key: str, layer: str, parameter: str) -> bool:
+    """Whether a key of these settings names a layer, or its parameter; the default names none."""
+    if key.startswith("re:"):
+        return any(matches(key[3:], name) for name in (parameter, layer))
+    return key in (parameter, layer)
 
 
 register(Integration("quantizers", on_routed=check_names))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, tied_keys
+from patcher.compat.models import ModelView, named_modules, named_parameters, state_tensors, ties
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import PatchedWeightsError
 from patcher.loading.integration import Integration, register
@@ -59,7 +59,7 @@ def _layouts_of_names(model: PreTrainedModel) -> list[list[str]]:
     layouts = [[*own], [*stock_view(model).tensors]]
     with suppress(PatchedWeightsError):  # of weights that can't be restored, so they are in no checkpoint either
         layouts.insert(0, [*saved_state_dict(model, {name: value.to("meta") for name, value in own.items()})])
-    tied = tied_keys(model)
+    tied = ties(model)
     return [[name for name in names if name not in tied] for names in layouts]
 
 

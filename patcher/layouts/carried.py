@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patcher.compat.modeling_code import PickledClass
 from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
@@ -25,6 +24,34 @@ from patcher.patterns import in_state_dict, inside
 
 #: On such a module: its `ModuleLayouts`.
 CARRIED = "_patcher_layouts"
+
+
+#: On a class that was made for one process: the function, and its arguments, by which another process makes it.
+RECIPE = "_patcher_recipe"
+
+
+class PickledClass:
+    """A class in a pickle, by its recipe: cloudpickle and dill write down any other, with all that it refers to."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+
+    @staticmethod
+    def of(cls: Any) -> Any:
+        """What to pickle for a class: the class itself, if every process has it."""
+        return PickledClass(cls) if RECIPE in vars(cls) else cls
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """The class, of what was pickled for it."""
+        return value.cls if isinstance(value, PickledClass) else value
+
+    def __reduce__(self) -> Any:  # read as the class itself
+        make, *args = vars(self.cls)[RECIPE]
+        return make, tuple(args)
+
+    def __deepcopy__(self, memo: Any) -> PickledClass:
+        return self
 
 
 @dataclass(frozen=True)

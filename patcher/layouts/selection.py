@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.core_model_loading import WeightTransform
 
-from patcher.compat.conversions import all_patterns
-from patcher.expressions import Expressions
+from patcher.compat.conversions import source_patterns, target_patterns
+from patcher.expressions import search
 from patcher.layouts.transforms import conversions_of
 
 if TYPE_CHECKING:
@@ -56,15 +56,16 @@ def select_conversions(
         replaced: path -> class of the modules that are replaced.
     """
     patchers = list(patchers)
-    filters = Expressions(text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns)
+    filters = [text for patcher in patchers for text in patcher.filtered_weight_conversion_patterns]
     added = [Added(transform) for patcher in patchers for transform in patcher.extra_weight_conversions]
     added += brought(replaced)
     added += [Added(transform, is_anchored=True) for transform in fusion_transforms]
     kept: list[WeightTransform] = []
     dropped: list[tuple[WeightTransform, str]] = []
     for conversion in stock:
-        patterns = all_patterns(conversion) if filters else ()
-        if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters.found_in(text)):
+        written = (*source_patterns(conversion), *target_patterns(conversion)) if filters else ()
+        patterns = {*written, *conversion.source_patterns, *conversion.target_patterns} if filters else ()
+        if hits := dict.fromkeys(each for text in sorted(patterns) for each in filters if search(each, text)):
             dropped += [(conversion, each) for each in hits]
         else:
             kept.append(conversion)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightTransform
 
-from patcher.compat.conversions import is_stock_operation, source_patterns, target_patterns, transform_settings
+from patcher.compat.conversions import source_patterns, target_patterns, transform_settings
 from patcher.layouts.layouts import Layout
 
 
@@ -59,7 +59,7 @@ def is_concatenation(transform: Any) -> bool:
 def has_known_operations(transform: WeightTransform) -> bool:
     """Whether all its operations are of transformers or this package: they go by names and shapes, not by values."""
     return all(
-        is_stock_operation(operation) or type(operation).__module__.startswith("patcher.")
+        type(operation).__module__.startswith(("transformers.", "patcher."))
         for operation in getattr(transform, "operations", ())
     )
 

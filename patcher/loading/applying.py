@@ -12,12 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import (
-    forget_used_conversions,
     has_used_conversions,
     set_used_conversions,
     used_conversions,
 )
-from patcher.compat.copies import drop_values
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import ORIGINAL, forget_no_split_names, kept_in_fp32, named_modules, stock_class
 from patcher.construction.class_rules import ClassRules
@@ -88,7 +86,7 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
         weights = _checkpoint(model, paths)
         with entering(Block(tuple(_without_what_is_undone(each, record) for each in entries))):
             base, _ = _loaded(model, weights)
-        drop_values(base)
+        _drop_values(base)
         stock, missing = _loaded(model, weights, patcher=Patcher())
         _check_found(missing, paths)
         converted = [(own, names) for names, own in converted_names(model)]
@@ -158,10 +156,10 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 
 def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel, PatchRecord]:
     """A model of transformers with the replacements of a patcher, and the record of the load that made these."""
-    forget_used_conversions(model)  # a key_mapping of its load would give the weights other names
+    set_used_conversions(model, (), None)  # a key_mapping of its load would give the weights other names
     weights = _checkpoint(model, ())
     base, missing = _loaded(model, weights, patcher=Patcher())
-    drop_values(base)
+    _drop_values(base)
     _check_replaceable(patcher, model, base)  # before a load says what is missing
     only = patcher.replace(fusions=(), function_mapping={}, transformers="", fingerprints={})
     made, _ = _loaded(model, weights, patcher=only)
@@ -171,6 +169,14 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     model = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights)).run(paths)
     set_used_conversions(model, (), used_conversions(made))
     return model, record
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Move the parameters of a model to the meta device: buffers and all else stay."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _check_replaceable(patcher: Patcher, model: PreTrainedModel, base: PreTrainedModel) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patcher.compat.models import named_modules, named_parameters, tied_keys
+from patcher.compat.models import named_modules, named_parameters, ties
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, Matched
 from patcher.errors import PatchedWeightsError, PatcherError, warn
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.layouts.selection import converts
 from patcher.layouts.sources import shape_of
 from patcher.loading.matches import check_matches, folded, ordered
@@ -125,13 +125,13 @@ def check_weights(
         return everywhere or any(name.startswith(prefixes) for name in (key, prefix + key, key.removeprefix(prefix)))
 
     def declared(keys: Iterable[str], name: str) -> tuple[str, ...]:
-        expressions = Expressions(text for patcher in patchers for text in getattr(patcher, name))
-        return ordered(key for key in keys if expressions.is_any_in(key))
+        expressions = [text for patcher in patchers for text in getattr(patcher, name)]
+        return ordered(key for key in keys if any(search(text, key) for text in expressions))
 
     # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
     is_converted = any(map(converts, patchers))
     parameters: set[str] = set()
-    absent = {key for key in missing | set(mismatched) if is_converted or under_replaced(key)} - tied_keys(model)
+    absent = {key for key in missing | set(mismatched) if is_converted or under_replaced(key)} - ties(model).keys()
     if absent:  # persistent buffers keep what was computed, so only parameters count
         parameters = {name for name, _ in named_parameters(model)}
         absent &= parameters

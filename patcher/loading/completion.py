@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import dot_natural_key, stock_conversions_from_scratch, stock_revert
-from patcher.compat.models import initial_values, named_parameters, tied_keys
+from patcher.compat.models import mark_initialized, named_modules, named_parameters, ties
 from patcher.construction.lock import construction_lock
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.carried import fused_modules
@@ -83,7 +84,7 @@ def complete(
         is_read: whether the checkpoint will be read; otherwise shapes are enough.
     """
     reverted = stock_conversions_from_scratch(stock)
-    tied = tied_keys(stock)
+    tied = ties(stock)
     parameters = {name: value for name, value in named_parameters(stock) if name not in tied}
     whole = {name: value.data for name, value in parameters.items()}
     expected = _as_in(checkpoint, stock, stock_revert(stock, whole, reverted))
@@ -125,7 +126,7 @@ def complete(
     if is_read:
         with construction_lock.held_for(type(stock).__name__):
             needed = _parameters_of(wanted, checkpoint, stock, whole, reverted)
-            made = initial_values(stock, needed, dtype)
+            made = _initial_values(stock, needed, dtype)
         values = _as_in(checkpoint, stock, stock_revert(stock, made, reverted))
     gone = {own[routing.renamed(key)] for key in wanted if key in shapes}
     kept = {key: value for key, value in checkpoint.items() if key not in gone}
@@ -134,6 +135,26 @@ def complete(
         tuple(sorted(lacking, key=dot_natural_key)),
         tuple(wanted),
     )
+
+
+@torch.no_grad()
+def _initial_values(
+    model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
+    wanted = set(names)
+    for path, module in named_modules(model):
+        # A module may initialise what its parts have.
+        if not any(name.startswith(inside(path)) for name in wanted):
+            mark_initialized(module)
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if inside(path) + name in wanted and tensor is not None:
+                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
+            elif tensor is not None:
+                mark_initialized(tensor)
+    model.initialize_weights()  # type: ignore[no-untyped-call]
+    return {name: model.get_parameter(name).data for name in wanted}
 
 
 def _places(model: PreTrainedModel) -> dict[str, Hashable]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,15 +28,15 @@ from patcher.compat.models import (
     local_torch_dtype,
     mark_initialized,
     named_parameters,
-    offload,
-    tied_keys,
+    offload_weight,
+    ties,
 )
 from patcher.construction.construction import Built, Construction, Placed
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.layouts.sharded import one_piece, split_like
 from patcher.patterns import inside
 
@@ -56,7 +57,7 @@ class ParameterTraits:
     def of(cls, model: PreTrainedModel, outermost: Placed) -> ParameterTraits:
         """What is to be seen in modules as they were built. Shared names are declared, so that they can be saved."""
         shared, frozen = [], set()
-        tied = tied_keys(model)
+        tied = ties(model).keys()
         for path, built in outermost:
             names: dict[int, list[str]] = {}
             for name, parameter in named_parameters(built.module):
@@ -66,7 +67,7 @@ class ParameterTraits:
             several = [group for group in names.values() if len(group) > 1]
             for group in several:
                 keys = tuple(inside(path) + name for name in group)
-                if not tied.intersection(keys):
+                if tied.isdisjoint(keys):
                     shared.append(keys)
             if several:
                 declare_shared(built.module, {name: group[0] for group in several for name in group[1:]})
@@ -77,11 +78,11 @@ class ParameterTraits:
 
         That one is the first that an expression names, or else the first.
         """
-        result, named = set(missing), Expressions(expressions)
+        result, named = set(missing), list(expressions)
         for keys in self.shared:
             result.difference_update(keys)
             if missing.issuperset(keys):
-                result.add(next(filter(named.is_any_in, keys), keys[0]))
+                result.add(next((key for key in keys if any(search(each, key) for each in named)), keys[0]))
         return result
 
     def with_aliases(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ class InitialValues:
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
         # A quantizer may have put others in the place of some.
         self.replaced = [(path, built) for path, built in load.outermost if module_at(model, path) is built.module]
-        self.tied = tied_keys(model)
+        self.tied = ties(model).keys()
         self.absent = self.traits.without_aliases(self.missing) - self.tied
         self.buffers: dict[str, torch.Tensor] = {}
         #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
@@ -214,7 +215,8 @@ class InitialValues:
                 f"{key} is not in the checkpoint, and the device map puts it on the disk: say where, with "
                 "offload_folder=..."
             )
-        offload(value, key, folder, self.disk_index)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        offload_weight(value, key, folder, self.disk_index)
 
     def _share(self, keys: tuple[str, ...]) -> None:
         read = [key for key in keys if key not in self.missing]

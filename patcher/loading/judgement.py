@@ -10,7 +10,7 @@ from patcher.compat.conversions import copy_transform, source_patterns, target_p
 from patcher.compat.models import state_tensors
 from patcher.construction.in_force import InForce, Matched, tell_blocks
 from patcher.errors import PatchedWeightsError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.layouts.conversion import Converted
 from patcher.layouts.selection import converts
 from patcher.layouts.transforms import identity
@@ -115,8 +115,8 @@ def _matched_by_reading(
     for entry in entries:
         keys |= {(entry, "filtered_weight_conversion_patterns", text) for _, text in selected.conversions.dropped}
         keys |= {(entry, "conversions", each) for each in done}
-        dropped = Expressions(entry.patcher.dropped_weights)
-        found = entry.patcher.dropped_weights if selected.runtime_layout else dropped.found_among(names)
+        dropped = entry.patcher.dropped_weights
+        found = [each for each in dropped if selected.runtime_layout or any(search(each, name) for name in names)]
         keys |= {(entry, "dropped_weights", text) for text in found}
     stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
     patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}

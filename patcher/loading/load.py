@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
-from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
+from patcher.compat.conversions import distributed_checkpoint, is_deepspeed_zero3_enabled
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
 from patcher.compat.parallel import sizes
@@ -33,7 +33,7 @@ from patcher.construction.in_force import InForce, Matched, in_force_for, tell_b
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.expressions import Expressions
+from patcher.expressions import search
 from patcher.functions.models import full_name
 from patcher.fusions.base import Fusion
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
@@ -120,7 +120,7 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     Raises:
         InvalidPatcherError: with what can be done instead.
     """
-    if entries and partitions_parameters():
+    if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
             "A patcher was asked for while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
@@ -285,7 +285,7 @@ def _declared_as_new(construction: Construction, model: PreTrainedModel) -> Matc
     if not asked:
         return Matched()
     names = frozenset(state_tensors(model))
-    found = Expressions(text for _, text in asked).found_among(names)
+    found = {text for _, text in asked if any(search(text, name) for name in names)}
     return Matched(frozenset((entry, "new_weights", text) for entry, text in asked if text in found), parameters=names)
 
 

@@ -16,7 +16,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.layouts.transforms import conversions_of, describe, identity
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
-from patcher.spec.patcher import MODULE_MAPPINGS
+from patcher.spec.validation import MODULE_MAPPINGS
 
 #: Of more than so many problems, these are named: each is compared with what the model has.
 _MOST = 10

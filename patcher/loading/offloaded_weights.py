@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patcher.compat.models import read_offloaded
+from patcher.compat.models import load_offloaded_parameter
 from patcher.loading.saving import SavePlan
 from patcher.patterns import layer_of
 
@@ -62,7 +62,7 @@ class _Group:
 
     def values(self, plan: SavePlan) -> dict[str, torch.Tensor]:
         read = {
-            name: read_offloaded(plan.model, name) if tensor.is_meta else tensor
+            name: load_offloaded_parameter(plan.model, name) if tensor.is_meta else tensor
             for name, tensor in self.tensors.items()
         }
         return plan.saved_state_dict(read)

@@ -13,9 +13,14 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.utils import logging
 
-from patcher.compat.conversions import key_renamer, set_used_conversions, stock_conversions
+from patcher.compat.conversions import (
+    is_prequantized,
+    keeps_quantized,
+    key_renamer,
+    set_used_conversions,
+    stock_conversions,
+)
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
-from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
 from patcher.layouts.sources import named_sources, shape_of
 from patcher.layouts.transforms import is_concatenation

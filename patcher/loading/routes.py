@@ -25,7 +25,6 @@ from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
 from patcher.compat.models import ModelView, state_tensors
-from patcher.compat.quantizers import is_of_quantizer
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.carried import Carrier, fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
@@ -323,7 +322,7 @@ class _Router:
     def _convert(self, group: Group, members: dict[str, Named]) -> None:
         """Find what a converter makes of a group, and have it read from that where transformers can't do it alone."""
         by = tuple(dict.fromkeys(added for found in members.values() for added in found.by))
-        of_quantizer = any(map(is_of_quantizer, group.transform.operations))
+        of_quantizer = any(getattr(each, "hf_quantizer", None) is not None for each in group.transform.operations)
         by_name = made_by_name(group.transform, group.first)
         is_ours, is_wanted = bool(by), not self.wanted.isdisjoint(by_name)
         if of_quantizer and not (is_ours or is_wanted):

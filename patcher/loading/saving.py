@@ -14,12 +14,12 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from patcher.compat.conversions import (
     dot_natural_key,
     has_used_conversions,
+    is_prequantized,
     stock_conversions_from_scratch,
     stock_revert,
     used_conversions,
 )
 from patcher.compat.models import ModelView
-from patcher.compat.quantizers import is_prequantized
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated

@@ -22,7 +22,8 @@ from accelerate.hooks import add_hook_to_module  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patcher.compat.models import is_initialized, mark_initialized, named_modules, unmark_original_class
+from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import ORIGINAL, is_initialized, mark_initialized, named_modules
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
@@ -147,7 +148,8 @@ def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:
     if new is module:
         _take_off(module, carried, owners)
         module.__class__ = carried.original or type(module)
-        unmark_original_class(module)
+        if module.__dict__.get(ORIGINAL) is unrebound(type(module)):
+            del module.__dict__[ORIGINAL]
         carry(module, ModuleLayouts(converted=carried.converted) if carried.converted else None)
     return new
 

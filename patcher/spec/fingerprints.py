@@ -91,7 +91,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
         PresetDriftError: with the names of what changed.
     """
     homes = filter(is_modeling_module, list(sys.modules)) if model_class is None else [model_class.__module__]
-    _check_fingerprints(patcher, _pinned(patcher, homes))
+    _check_fingerprints(patcher, homes)
     installed = transformers.__version__
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
         warn(
@@ -113,16 +113,8 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
     Raises:
         PresetDriftError: with the names of what changed.
     """
-    if not patcher.fingerprints:
-        return
-    bases = {base.__module__ for cls in classes for base in cls.__mro__}
-    pinned = _pinned(patcher, {home, *filter(is_modeling_module, bases)})
-    gone: set[str] = set()
-    if all_there:
-        gone = set(patcher.fingerprints) - {name for name, _ in pinned}
-        gone -= {cls.__name__ for cls in module_subclasses(gone.__contains__)}
-        gone -= {name for name, _ in homes_of(gone)}
-    _check_fingerprints(patcher, pinned, gone)
+    bases = {base.__module__ for cls in classes for base in cls.__mro__} if patcher.fingerprints else ()
+    _check_fingerprints(patcher, {home, *filter(is_modeling_module, bases)}, all_there=all_there)
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -144,13 +136,13 @@ def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def _pinned(patcher: Patcher, homes: Iterable[str]) -> list[tuple[str, Any]]:
-    """(pin, class or function) of what modules have by a name to which the patcher is pinned.
+def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bool = False) -> None:
+    """Compare what modules have by a name to which the patcher is pinned with the code that it was pinned to.
 
     Args:
         homes: the modules. What was made in memory, as code generation does, isn't installed code that can drift.
     """
-    found: dict[tuple[str, int], tuple[str, Any]] = {}
+    pinned: dict[tuple[str, int], Any] = {}
     for home in homes if patcher.fingerprints else ():
         names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
         for key in patcher.fingerprints if Path(names.get("__file__") or "").is_file() else ():
@@ -158,31 +150,23 @@ def _pinned(patcher: Patcher, homes: Iterable[str]) -> list[tuple[str, Any]]:
             value = names.get(name)
             is_class = isinstance(value, type) and value.__module__ == home and not module
             if is_class or (isinstance(value, FunctionType) and module in ("", home, value.__module__)):
-                found.setdefault((key, id(value)), (key, value))
-    return list(found.values())
-
-
-def _check_fingerprints(patcher: Patcher, pinned: Iterable[tuple[str, Any]], gone: Iterable[str] = ()) -> None:
-    """Compare what has a pin with the code that it was pinned to.
-
-    Args:
-        pinned: (pin, class or function).
-        gone: the pins of what there isn't.
-    """
-    changed = []
-    for name, thing in sorted(pinned, key=lambda item: (item[1].__module__, item[1].__name__)):
-        pins = patcher.fingerprints[name]
+                pinned[key, id(value)] = value
+    problems = []
+    for (key, _), thing in sorted(pinned.items(), key=lambda item: (item[1].__module__, item[1].__name__)):
         try:
             found = fingerprint(thing)
         except (OSError, SyntaxError) as error:
             found = f"nothing ({error})"
-        if found not in pins:
-            changed.append(f"  {thing.__module__}.{thing.__name__}: pinned {', '.join(pins)}, found {found}")
-    for name in sorted(gone):
-        pins = patcher.fingerprints[name]
-        changed.append(f"  {name}: pinned {', '.join(pins)}, and there is no such class or function")
-    if changed:
-        listed = "\n".join(changed)
+        if found not in patcher.fingerprints[key]:
+            problems.append((f"{thing.__module__}.{thing.__name__}", key, f"found {found}"))
+    gone = patcher.fingerprints.keys() - {key for key, _ in pinned} if all_there else set()
+    gone -= {cls.__name__ for cls in module_subclasses(gone.__contains__)} if gone else set()
+    gone -= {name for name, _ in homes_of(gone)}
+    problems += [(key, key, "and there is no such class or function") for key in sorted(gone)]
+    if problems:
+        listed = "\n".join(
+            f"  {what}: pinned {', '.join(patcher.fingerprints[key])}, {found}" for what, key, found in problems
+        )
         raise PresetDriftError(
             f"The code that the patcher{f' {patcher.name!r}' if patcher.name else ''} was verified on"
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "

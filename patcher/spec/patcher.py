@@ -17,8 +17,9 @@ from patcher.errors import InvalidPatcherError, NoSuchNameError, PatchConflictEr
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
-from patcher.patterns import find_key, nearest
-from patcher.spec import serialization as serializing, validation as arguments
+from patcher.patterns import did_you_mean, find_key
+from patcher.spec import serialization as serializing
+from patcher.spec.validation import FIELDS, MAPPINGS, groups_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,41 +29,15 @@ if TYPE_CHECKING:
     from patcher.resolution.resolution import Resolution
 
 Init = TypeVar("Init", bound=Callable[..., None])
-#: The parameters that map what is replaced to what takes its place.
-MODULE_MAPPINGS = ("class_mapping", "module_mapping")
-MAPPINGS = (*MODULE_MAPPINGS, "function_mapping")
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-#: What each argument is checked by, and made into what is kept of it.
-_KEPT: dict[str, Callable[[str, Any], Any]] = {
-    "class_mapping": arguments.class_mapping,
-    "filtered_weight_conversion_patterns": arguments.expressions,
-    "extra_weight_conversions": arguments.transforms,
-    "module_mapping": arguments.module_mapping,
-    "function_mapping": arguments.function_mapping,
-    "fusions": arguments.fusions,
-    "new_weights": arguments.expressions,
-    "dropped_weights": arguments.expressions,
-    "strict": arguments.typed(bool),
-    "name": arguments.typed(str),
-    "transformers": arguments.specifier,
-    "fingerprints": arguments.fingerprints,
-    "alternatives": arguments.groups,
-}
-
-
-def _check_parameters(given: Iterable[str]) -> None:
-    for name in given:
-        if name not in _KEPT:
-            close = nearest(name, _KEPT)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(_KEPT)}."
-            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
 
 
 def _naming_its_parameters(init: Init) -> Init:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _check_parameters(kwargs)
+        for name in (name for name in kwargs if name not in FIELDS):
+            hint = did_you_mean(name, FIELDS, f"it has {', '.join(FIELDS)}.")
+            raise InvalidPatcherError(f"a Patcher has no parameter {name!r}; {hint}")
         init(self, *args, **kwargs)
 
     return __init__  # type: ignore[return-value]
@@ -159,8 +134,8 @@ class Patcher:
         alternatives: Iterable[Iterable[str]] = (),
     ) -> None:
         given = locals()
-        vars(self).update({name: keep(name, given[name]) for name, keep in _KEPT.items()})
-        vars(self)["alternatives"] = arguments.groups_of(self.class_mapping, self.alternatives)
+        vars(self).update({name: kept(name, given[name]) for name, (kept, _) in FIELDS.items()})
+        vars(self)["alternatives"] = groups_of(self.class_mapping, self.alternatives)
         for name in self.fingerprints:  # names of classes that there are: two expressions must not both match one
             find_key(name, self.class_mapping)
         key = tuple(_comparable(name, value) for name, value in vars(self).items())
@@ -224,7 +199,6 @@ class Patcher:
         Raises:
             InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
         """
-        _check_parameters(changes)
         return Patcher(**{**self._given(), **changes})
 
     def __or__(self, other: Patcher) -> Patcher:
@@ -248,7 +222,6 @@ class Patcher:
                     f"Both patchers replace {key!r}, by {_item_repr(mapping[key])} and by {_item_repr(others[key])}. "
                     f"Combine after taking one away: patcher.replace({field}={{...}})."
                 )
-        names = dict.fromkeys((*self.fingerprints, *other.fingerprints))
         joined: dict[str, Any] = {field: {**getattr(self, field), **getattr(other, field)} for field in MAPPINGS}
         for name in (name for name, parameter in _PARAMETERS.items() if parameter.default == ()):
             joined[name] = (*getattr(self, name), *getattr(other, name))  # the constructor drops what is there twice
@@ -260,7 +233,8 @@ class Patcher:
             name=" | ".join(dict.fromkeys(filter(None, (self.name, other.name)))),
             transformers=str(SpecifierSet(self.transformers) & SpecifierSet(other.transformers)),
             fingerprints={
-                name: [*self.fingerprints.get(name, ()), *other.fingerprints.get(name, ())] for name in names
+                name: [*self.fingerprints.get(name, ()), *other.fingerprints.get(name, ())]
+                for name in {**self.fingerprints, **other.fingerprints}
             },
         )
 

@@ -24,10 +24,12 @@ from typing import Any, TypeVar
 from transformers.core_model_loading import WeightTransform
 
 from patcher.errors import InvalidPatcherError
+from patcher.expressions import cut
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
 from patcher.layouts.transforms import describe
-from patcher.patterns import nearest
+from patcher.patterns import did_you_mean
+from patcher.spec.validation import FIELDS, MAPPINGS
 
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
@@ -36,27 +38,10 @@ SCHEMA = 1
 _LONGEST_TEXT = 10_000
 _MOST_ITEMS = 10_000
 
-#: What belongs to each key: the types of JSON, nested as they are. `_fusion` looks into the objects.
-_TYPES: dict[str, Any] = {
-    "name": str,
-    "filtered_weight_conversion_patterns": list[str],
-    "fusions": list[Any],
-    "new_weights": list[str],
-    "dropped_weights": list[str],
-    "strict": bool,
-    "transformers": str,
-    "fingerprints": dict[str, list[str]],
-    "alternatives": list[list[str]],
-    "class_mapping": dict[str, str],
-    "module_mapping": dict[str, str],
-    "function_mapping": dict[str, str],
-}
 _NO_CONVERSIONS = (
     "can't be written as data. Put it into the `conversion_mapping` of the class that needs it, which has a name, or "
     "pickle the patcher."
 )
-#: What maps to names of classes and functions.
-_NAMING = ("class_mapping", "module_mapping", "function_mapping")
 _What = TypeVar("_What")
 
 
@@ -97,7 +82,8 @@ def _reference(field: str, named: Any) -> str:
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
-    data = {"name": fusion.name, "options": _attributes(fusion)}
+    options = {name: list(item) if isinstance(item, tuple) else item for name, item in vars(fusion).items()}
+    data = {"name": fusion.name, "options": options}
     with suppress(InvalidPatcherError):  # its attributes are no options, or no data
         if _fusion(field, data) == fusion:
             return data
@@ -105,10 +91,6 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
         f"{field}: {fusion!r} can't be written as data, it is no family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."
     )
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    return {name: list(item) if isinstance(item, tuple) else item for name, item in vars(value).items()}
 
 
 def from_dict(
@@ -129,9 +111,9 @@ def from_dict(
         )
     if "extra_weight_conversions" in given:
         raise InvalidPatcherError(f"{what}: a conversion {_NO_CONVERSIONS}")
-    permitted, settings = _permitted(allowed), _object(what, given, _TYPES)
+    permitted, settings = _permitted(allowed), _object(what, given, {name: data for name, (_, data) in FIELDS.items()})
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
-    named = {field: settings[field] for field in _NAMING if field in settings}
+    named = {field: settings[field] for field in MAPPINGS if field in settings}
     for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
         if where not in permitted:
             raise InvalidPatcherError(
@@ -209,7 +191,7 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
     elif type(value) is kind or (kind in _NAMES and isinstance(value, kind)):
         most = _LONGEST_TEXT if kind is str else _MOST_ITEMS
         if kind in _NAMES and len(value) > most:
-            raise InvalidPatcherError(f"{_cut(field)}: {len(value):,} is too long, at most {most:,} make sense.")
+            raise InvalidPatcherError(f"{cut(field)}: {len(value):,} is too long, at most {most:,} make sense.")
         if kind is list:
             return [_typed(field, item, inner[0]) for item in value]
         if kind is not dict:
@@ -218,20 +200,16 @@ def _typed(field: str, value: Any, hint: Any) -> Any:
             named = [(_typed(field, key, str), item) for key, item in value.items()]
             return {key: _typed(f"{field}[{_short(key)}]", item, inner[1]) for key, item in named}
     name = _NAMES.get(kind, kind.__name__ if hint is kind and isinstance(kind, type) else str(hint))
-    raise InvalidPatcherError(f"{_cut(field)}: expected {name}, found {_short(value)}.")
+    raise InvalidPatcherError(f"{cut(field)}: expected {name}, found {_short(value)}.")
 
 
 def _object(field: str, value: Any, shape: Mapping[str, Any]) -> dict[str, Any]:
     """An object whose keys and values are those of the shape; what is missing is missing."""
     data = _typed(field, value, dict[str, Any])
     for key in (key for key in data if key not in shape):
-        raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {_hint(key, shape, 'known: ')}")
+        hint = did_you_mean(key, shape, f"known: {', '.join(shape)}.")
+        raise InvalidPatcherError(f"{field}: unknown key {_short(key)}; {hint}")
     return {key: _typed(f"{field}: {key}", item, shape[key]) for key, item in data.items()}
-
-
-def _hint(name: str, known: Iterable[str], prefix: str) -> str:
-    close = nearest(name, known) if len(name) < 100 else []
-    return f"did you mean {close[0]!r}?" if close else f"{prefix}{', '.join(known)}."
 
 
 def _short(value: Any) -> str:
@@ -239,7 +217,3 @@ def _short(value: Any) -> str:
     if isinstance(value, str | list | dict | bool | float | None) or (isinstance(value, int) and abs(value) < 10**18):
         return reprlib.repr(value)
     return f"a {type(value).__name__}"
-
-
-def _cut(field: str) -> str:
-    return field if len(field) < 200 else f"{field[:200]}..."

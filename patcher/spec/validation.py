@@ -18,7 +18,7 @@ from patcher.expressions import check_number, checked_expression
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import shortest
 from patcher.layouts.transforms import describe, identity
-from patcher.patterns import ROOT, check_path, is_expression, nearest
+from patcher.patterns import ROOT, check_path, did_you_mean, is_expression
 
 T = TypeVar("T")
 
@@ -76,18 +76,14 @@ def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any
                 f"{field}[{key!r}] must be a function, found {function!r} ({kind}); write a function with the "
                 "parameters of the one that it replaces. Classes belong into class_mapping, by the name of the class."
             )
-        _check_hashable(f"{field}[{key!r}]", function)
+        try:
+            hash(function)
+        except TypeError as error:
+            raise InvalidPatcherError(
+                f"{field}[{key!r}]: {function!r} has no hash, so that two patchers with it can't be compared; write a "
+                "function that calls it."
+            ) from error
     return MappingProxyType(dict(mapping))
-
-
-def _check_hashable(what: str, function: Any) -> None:
-    try:
-        hash(function)
-    except TypeError as error:
-        raise InvalidPatcherError(
-            f"{what}: {function!r} has no hash, so that two patchers with it can't be compared; write a function "
-            "that calls it."
-        ) from error
 
 
 def _checked_mapping(field: str, mapping: Any, what: str, instead: str) -> Iterable[tuple[Any, Any]]:
@@ -162,7 +158,7 @@ def _meant(value: Any) -> str:
 
 
 def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
-    listed = [values] if isinstance(values, str) else _listed(field, values, "an expression")
+    listed = _listed(field, values, "an expression", str)
     for value in listed:
         if not isinstance(value, str):
             raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) is no expression; write a string.")
@@ -173,7 +169,10 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def _listed(field: str, values: Any, what: str) -> list[Any]:
+def _listed(field: str, values: Any, what: str, *single: type) -> list[Any]:
+    """Several values, or one of a type of which one may be given by itself."""
+    if isinstance(values, single):
+        return [values]
     if not isinstance(values, Iterable) or isinstance(values, Mapping):
         raise InvalidPatcherError(
             f"{field} takes {what} or a list of them, found {values!r} ({type(values).__name__})."
@@ -182,7 +181,7 @@ def _listed(field: str, values: Any, what: str) -> list[Any]:
 
 
 def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) -> tuple[WeightTransform, ...]:
-    listed = [values] if isinstance(values, WeightTransform) else _listed(field, values, "a weight transform")
+    listed = _listed(field, values, "a weight transform", WeightTransform)
     taken: dict[tuple[Any, ...], WeightTransform] = {}
     result: dict[Any, WeightTransform] = {}
     for value in listed:
@@ -204,8 +203,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
 
 
 def fusions(field: str, values: str | Fusion | Iterable[str | Fusion]) -> tuple[str | Fusion, ...]:
-    listed = [values] if isinstance(values, str | Fusion | type) else _listed(field, values, "a fusion")
-    return tuple(dict.fromkeys(shortest(value) for value in listed))
+    return tuple(dict.fromkeys(map(shortest, _listed(field, values, "a fusion", str, Fusion, type))))
 
 
 def specifier(field: str, value: Any) -> str:
@@ -218,11 +216,9 @@ def specifier(field: str, value: Any) -> str:
 
 
 def fingerprints(field: str, values: Any) -> Mapping[str, tuple[str, ...]]:
-    if not isinstance(values, Mapping):
-        raise InvalidPatcherError(f"{field} must map class names to fingerprints, found {values!r}.")
-    result = {}
-    for key, value in values.items():
-        listed = [value] if isinstance(value, str) else _listed(f"{field}[{key!r}]", value, "a fingerprint")
+    instead, result = 'Patcher(fingerprints={"LlamaMLP": fingerprint(LlamaMLP)})', {}
+    for key, value in _checked_mapping(field, values, "class names to fingerprints", instead):
+        listed = _listed(f"{field}[{key!r}]", value, "a fingerprint", str)
         if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
             raise InvalidPatcherError(f"{field}[{key!r}] must be a text or several, found {value!r}.")
         result[key] = tuple(sorted(set(listed)))
@@ -249,7 +245,28 @@ def groups_of(mapping: Mapping[str, Any], groups: tuple[tuple[str, ...], ...]) -
     A key in no group is required, so that a group which holds it alone says something only beside others that have it.
     """
     for key in (key for group in groups for key in group if key not in mapping):
-        close = nearest(str(key), mapping)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(map(repr, mapping)) or 'none'}."
+        hint = did_you_mean(str(key), mapping, f"it has {', '.join(map(repr, mapping)) or 'none'}.")
         raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")
     return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)
+
+
+#: The parameters of `Patcher`: what checks each, and makes of it what is kept; and what it is as data, in the types of
+#: JSON, nested as they are. None is code.
+FIELDS: dict[str, tuple[Callable[[str, Any], Any], Any]] = {
+    "class_mapping": (class_mapping, dict[str, str]),
+    "filtered_weight_conversion_patterns": (expressions, list[str]),
+    "extra_weight_conversions": (transforms, None),
+    "module_mapping": (module_mapping, dict[str, str]),
+    "function_mapping": (function_mapping, dict[str, str]),
+    "fusions": (fusions, list[Any]),
+    "new_weights": (expressions, list[str]),
+    "dropped_weights": (expressions, list[str]),
+    "strict": (typed(bool), bool),
+    "name": (typed(str), str),
+    "transformers": (specifier, str),
+    "fingerprints": (fingerprints, dict[str, list[str]]),
+    "alternatives": (groups, list[list[str]]),
+}
+#: Those that map what is replaced to what takes its place.
+MODULE_MAPPINGS = ("class_mapping", "module_mapping")
+MAPPINGS = (*MODULE_MAPPINGS, "function_mapping")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patcher.compat.models import keyword_annotations
+from patcher.compat.models import TransformersKwargs
 from patcher.verification.numerics import differences
 from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
 
@@ -75,7 +75,8 @@ def _names(stock: nn.Module, left_out: Container[str] = ()) -> list[tuple[str, s
     found: dict[str, str] = {"return_dict": "bool"}
     for name, parameter in parameters_of(stock).items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            others = keyword_annotations() | {"shift_labels": "torch.LongTensor"}
+            of_all = {key: str(kind) for key, kind in TransformersKwargs.__annotations__.items()}
+            others = of_all | {"shift_labels": "torch.LongTensor"}
             found = {key: kind for key, kind in others.items() if key not in _OF_KERNELS} | found
         elif name not in _LEFT_OUT:
             found[name] = str(parameter.annotation)

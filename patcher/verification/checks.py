@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from patcher.compat.models import attention_implementation
+from patcher.compat.models import implementation
 from patcher.construction.in_force import unpatched
 from patcher.loading.record import record_of
 from patcher.patterns import compress
@@ -186,7 +186,7 @@ class Run:
 
     def _stock_against_stock(self) -> float | None:
         """Relative to the magnitude of the outputs, as tolerances are."""
-        if "attn_implementation" in self.options or attention_implementation(self.pair.stock) != "sdpa":
+        if "attn_implementation" in self.options or implementation(self.pair.stock, "attn") != "sdpa":
             return None
         try:
             self.eager = self._stock(attn_implementation="eager")

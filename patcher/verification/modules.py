@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from patcher.compat.models import attention_implementation, choose_experts_implementation, experts_implementation
+from patcher.compat.models import choose_experts_implementation, implementation
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
 from patcher.verification.layers import few_layers
 from patcher.verification.numerics import floating_tensors, is_floating
@@ -135,7 +135,7 @@ def load_in_half(stock: Callable[[], Any], ours: Callable[[], Any]) -> Pair:
 @contextmanager
 def _eager_attention(model: Any) -> Iterator[bool]:
     """Within, a model that computes attention by sdpa does it as its own code says; whether it is such a model."""
-    is_other = attention_implementation(model) == "sdpa"
+    is_other = implementation(model, "attn") == "sdpa"
     if is_other:
         model.set_attn_implementation("eager")
     try:
@@ -148,7 +148,7 @@ def _eager_attention(model: Any) -> Iterator[bool]:
 @contextmanager
 def _eager_experts(model: Any) -> Iterator[None]:
     """Within, a model computes experts as its own code says: no other way multiplies float64."""
-    before = experts_implementation(model)
+    before = implementation(model, "experts")
     if before is not None:
         choose_experts_implementation(model, "eager")
     try:

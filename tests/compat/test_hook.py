@@ -18,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import InvalidPatcherError, Patcher, PatcherError, report
-from patcher.compat import used
+from patcher.compat import seams
 from patcher.compat.seams import seams_in
-from patcher.compat.used import check
 from tests.support import fresh
 from tests.support.tiny import save_tiny, tiny_llama_config
 
@@ -150,24 +149,34 @@ def test_patcher_must_be_a_patcher(value: object) -> None:
         LlamaForCausalLM._from_config(tiny_llama_config(), patcher=value)
 
 
+MODEL = "transformers.modeling_utils:PreTrainedModel"
+
+
 @pytest.mark.parametrize(
     ("seam", "library", "what"),
     [
-        ((PreTrainedModel, "_no_such_method", ()), transformers, r"PreTrainedModel\._no_such_method is gone"),
-        ((PreTrainedModel, "post_init", ("no_parameter",)), transformers, r"post_init has no parameter no_parameter"),
-        ((accelerate.utils, "no_such_function", ()), accelerate, r"utils\.no_such_function is gone"),
+        (
+            ("transformers.modeling_utils:PreTrainedModel._no_such_method",),
+            transformers,
+            r"PreTrainedModel\._no_such_method is gone",
+        ),
+        (
+            ("transformers.modeling_utils:PreTrainedModel.post_init", "no_parameter"),
+            transformers,
+            r"post_init has no parameter no_parameter",
+        ),
+        (("accelerate.utils:no_such_function",), accelerate, r"utils\.no_such_function is gone"),
     ],
 )
 def test_a_seam_that_is_gone_is_named(
     monkeypatch: pytest.MonkeyPatch, seam: object, library: ModuleType, what: str
 ) -> None:
-    monkeypatch.setattr(used, "_checked", False)
-    monkeypatch.setattr(used, "USED", (seam,))
+    monkeypatch.setattr(seams, "USED", (seam,))
     known = re.escape(f"{library.__name__} {library.__version__}")
     with pytest.raises(
         PatcherError, match=rf"doesn't know {known}: .*{what}\. Install a release of {library.__name__}"
     ):
-        check()
+        seams.check_used()
 
 
 HOOKS = [f"patcher.loading.hooks.{name}" for name in ("making", "recorders", "saves")]

@@ -56,6 +56,18 @@ class OwnLlama(LlamaPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
 
+class BareLlama(PreTrainedModel, GenerationMixin):
+    """The same, and derived from no class of the architecture."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    forward = OwnLlama.forward
+
+
 class NewLlama(SubLlama):
     def __new__(cls, config: Any) -> NewLlama:
         model = super().__new__(cls)
@@ -219,6 +231,15 @@ def test_modules_are_kept_in_fp32_as_the_replaced_class_says(llama: Path, monkey
         "norm": torch.float32,
         "head": torch.bfloat16,
     }
+
+
+def test_a_replaced_root_is_used_as_its_class_says(llama: Path) -> None:
+    """Whatever `PreTrainedModel` has for its subclasses to change, also what a later release brings."""
+    model = LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaForCausalLM": BareLlama}))
+    for name in ("_can_compile_fullgraph", "_supports_attention_backend", "supports_gradient_checkpointing"):
+        assert getattr(BareLlama, name) == getattr(PreTrainedModel, name)
+        assert getattr(model, name) == getattr(LlamaForCausalLM, name) != getattr(BareLlama, name)
+    assert not {"config_class", "_auto_class", "model_tags"} & vars(model).keys()
 
 
 def test_a_replacement_has_the_last_word_on_what_is_kept_in_fp32(llama: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Concatenate, WeightConverter
+from transformers.core_model_loading import WeightRenaming
 
 from patcher import Patcher
+from patcher.layouts.selection import select_conversions
 from tests.support import shared
 from tests.support.replacements import JoinedAttention
 from tests.support.tiny import tiny_llava_config
@@ -39,3 +41,10 @@ def test_a_pattern_takes_no_weights_of_a_namesake(llava: Path, before: str) -> N
         assert torch.equal(mine.self_attn.qkv_proj.weight, torch.cat(parts))
     tower = stock.model.vision_tower.state_dict()
     assert all(torch.equal(value, tower[key]) for key, value in model.model.vision_tower.state_dict().items())
+
+
+@pytest.mark.parametrize("text", [r"\(\?=c", r"\^b", r"^\^\(\?<!x\)a", r"^b\$"])
+def test_a_filter_is_searched_in_patterns_as_written_and_as_matched(text: str) -> None:
+    renaming = WeightRenaming(r"(?<!x)a", r"^b(?=c)$")  # transformers matches `^(?<!x)a`, and makes `b$`
+    found = select_conversions([renaming], [Patcher(filtered_weight_conversion_patterns=text)])
+    assert (found.kept, [each for _, each in found.dropped]) == ((), [text])

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from patcher.compat.parallel import in_plan
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import compress
+
+#: Styles that give each process an equal share of the outputs, and keep it there.
+OUTPUTS = ("colwise", "packed_colwise")
+#: Styles that give each process an equal share of the inputs; the results are summed.
+INPUTS = ("rowwise", "packed_rowwise")
+#: Styles that give each process a share of the outputs, which are gathered then.
+GATHERED = ("colwise_gather_output", "colwise_rep")
+#: The style of a module of experts whose results are summed.
+SUMMED_EXPERTS = "moe_tp_experts"
+
+
+def replaces_plan(config: Any) -> bool:
+    """Whether a plan takes the place of that of the model: one without rules; before 5.19 every one that is given."""
+    return not config.tp_plan or not hasattr(config, "ep_size")
+
+
+def tensor_plan(model: PreTrainedModel, config: Any) -> dict[str, str]:
+    """Module or parameter, with `*` for numbers -> how it is shared, as a load goes by it."""
+    given = config.tp_plan
+    if not isinstance(given, dict):
+        return dict(model.tp_plan or {})
+    return dict(given) if replaces_plan(config) else {**model.tp_plan, **given}
 
 
 @dataclass(frozen=True, eq=False)

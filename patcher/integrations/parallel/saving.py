@@ -10,7 +10,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patcher.compat.parallel import gathers_for_saving
+from patcher.compat.parallel import sizes
 from patcher.layouts.carried import carriers
 from patcher.layouts.sharded import gathered_on_first
 from patcher.loading.record import record_of
@@ -19,7 +19,9 @@ from patcher.loading.record import record_of
 @contextmanager
 def gathered(model: PreTrainedModel, given: dict[str, Any]) -> Iterator[None]:
     """Save whole tensors, from the first process; the others wait until the files are written."""
-    if gathers_for_saving(model) or (record_of(model) is None and not carriers(model)):
+    config: Any = getattr(model.config, "distributed_config", None)
+    is_split_by_stock = config is not None and max(sizes(config)) > 1  # it puts the pieces together itself
+    if is_split_by_stock or (record_of(model) is None and not carriers(model)):
         yield
         return
     state_dict = model.state_dict() if given["state_dict"] is None else given["state_dict"]

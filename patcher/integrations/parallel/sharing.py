@@ -24,25 +24,22 @@ from torch import nn
 
 from patcher.compat.conversions import target_patterns
 from patcher.compat.models import named_modules, state_tensors
-from patcher.compat.parallel import (
-    GATHERED,
-    INPUTS,
-    OUTPUTS,
-    SUMMED_EXPERTS,
-    deals_experts_by_plan,
-    expert_plan,
-    in_plan,
-    replaces_plan,
-    set_plans,
-    sizes,
-    tensor_plan,
-)
+from patcher.compat.parallel import in_plan, set_plans, sizes
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.fusions.experts.listed import ListedExperts
 from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.families import fusion_named
-from patcher.integrations.parallel.plans import Plan, cannot
+from patcher.integrations.parallel.plans import (
+    GATHERED,
+    INPUTS,
+    OUTPUTS,
+    SUMMED_EXPERTS,
+    Plan,
+    cannot,
+    replaces_plan,
+    tensor_plan,
+)
 from patcher.layouts.carried import ModuleLayouts, fused_modules
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
@@ -80,23 +77,24 @@ def follow_plan(load: Selected, quantizer: Any) -> None:
         modules.setdefault(in_plan(path), set()).add(path)
     _check_names(load, config, modules)
     plan = Plan(tensor_plan(load.model, config), count.tensors)
-    experts = Plan(expert_plan(load.model, config), count.experts) if count.experts > 1 else None
+    of_experts = {**(getattr(load.model, "ep_plan", None) or {}), **(getattr(config, "ep_plan", None) or {})}
+    experts = Plan(of_experts, count.experts) if count.experts > 1 else None
+    # Before 5.19 experts were dealt to processes by a plan that takes the place of that of tensor parallelism.
+    are_dealt = bool(getattr(config, "enable_expert_parallel", False)) and not hasattr(config, "ep_size")
     changes = []
     for path, module, carried in fused_modules(load.model):
-        if isinstance(module, ListedExperts) and (
-            deals_experts_by_plan(config) or (experts is not None and experts.below(path))
-        ):
+        if isinstance(module, ListedExperts) and (are_dealt or (experts is not None and experts.below(path))):
             raise cannot([path], "ep_size deals stacks of experts to processes, and these are layers", LEAVE_EXPERTS)
         changes.append(_share(plan, path, module, carried))
     for path in _converted(load):
         _replicate(plan, path)
         if experts is not None:
             experts.drop_below(path)
-    rules, of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
+    rules, rules_of_experts = plan.result(modules), experts.result(modules) if experts is not None else None
     _check_followed(config, rules)
     for change in changes:
         change.apply()
-    set_plans(load.model, rules, of_experts)
+    set_plans(load.model, rules, rules_of_experts)
 
 
 def _check_names(load: Selected, config: Any, modules: Collection[str]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from patcher.compat.seams import install as install_seams, seams_in
-from patcher.compat.used import check
+from patcher.compat.seams import check_used, install as install_seams, seams_in
 from patcher.loading.hooks import loads, making, recorders, saves
 
 #: Taken by whoever installs seams.
@@ -28,7 +27,7 @@ def install_core() -> bool:
     global _installed
     if _installed:
         return False
-    check()
+    check_used()
     install_seams(seams_in(*(each.__name__ for each in (loads, making, recorders, saves))))
     _installed = True
     return True

@@ -7,6 +7,7 @@ context variable.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -17,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.conversions import adapted_to_quantizer, stock_conversions
+from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import as_stock, unreported
 from patcher.compat.seams import Stock, seam
 from patcher.construction.construction import outside_of_construction
@@ -215,7 +216,11 @@ def conversion_mapping(
     for each in integrations():
         each.on_routed(selected, hf_quantizer)
     _LOAD.set(selected)
-    return adapted_to_quantizer(hf_quantizer, conversions, model)
+    if hf_quantizer is None:
+        return conversions
+    adapt = hf_quantizer.update_weight_conversions
+    takes_model = "model" in inspect.signature(adapt).parameters  # since 5.19
+    return adapt(conversions, model) if takes_model else adapt(conversions)
 
 
 @seam("transformers.modeling_utils:convert_and_load_state_dict_in_model", "model", "state_dict", "load_config")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.compat.models import original_class
-from patcher.compat.recorders import is_recorded, is_recorded_at, mark_recorded, output_hook, output_recorders
+from patcher.compat.recorders import mark_recorded, output_hook, output_recorders
 from patcher.compat.seams import Stock, seam
 from patcher.loading.record import record_of
 from patcher.patterns import inside
@@ -51,13 +51,16 @@ def install_output_hooks(stock: Stock, model: PreTrainedModel, prefix: str | Non
         for key, recorder in recorders:
             if any(output == key and path.startswith(inside(outer)) for output, outer in standing):
                 continue  # a part of a replacement, which is recorded in place of the original
-            if _stands_for(module, recorder.target_class):
+            target: type[nn.Module] | None = recorder.target_class  # None where the path decides
+            name, layer = recorder.class_name, recorder.layer_name
+            if _stands_for(module, target):
                 standing.add((key, path))
-            if is_recorded(recorder, module, path):
+            # As transformers finds it: by its class, or by the end of its path.
+            if (target is not None and isinstance(module, target)) or (name is not None and path.endswith(name)):
                 wanted = patched
             else:
-                wanted = _stands_for(module, recorder.target_class) or _asked_for(module, asked.get(key))
-            if wanted and is_recorded_at(recorder, path):
+                wanted = _stands_for(module, target) or _asked_for(module, asked.get(key))
+            if wanted and (layer is None or f".{layer.strip('.')}." in f"{path}."):
                 module.register_forward_hook(RecordOutput(key, recorder.index, recorder.capture_initial_hidden_state))
     if patched:
         mark_recorded(model)

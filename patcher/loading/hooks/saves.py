@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.models import has_adapters, is_saved_as_offloaded, named_as
-from patcher.compat.parallel import is_written_here
+from patcher.compat.models import has_adapters, named_as
 from patcher.compat.seams import Stock, not_called, seam
 from patcher.errors import InvalidPatcherError
 from patcher.fusions.config import names_fusions, with_fusion_names
@@ -81,7 +81,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
             given["self"] = named_as(self, save.plan.model_class)
         result = stock(*arguments.args, **arguments.kwargs)
     is_folder = Path(given["save_directory"]).is_dir()  # transformers only logs that it isn't
-    if given["distributed_checkpoint"] or not is_folder or not is_written_here(given["is_main_process"]):
+    is_writer = given["is_main_process"] and (not distributed.is_initialized() or distributed.get_rank() == 0)
+    if given["distributed_checkpoint"] or not is_folder or not is_writer:
         return result
     if save is not None and not save.is_taken:
         remove_weights(given["save_directory"])
@@ -99,7 +100,7 @@ def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwa
     save.is_taken = True
     if not save.plan.original_format:
         return save.plan.in_runtime_layout(found)
-    if is_saved_as_offloaded(model):
+    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):  # it is saved shard by shard
         return OffloadedCheckpoint(save.plan, found)
     return save.plan.saved_state_dict(found)
 
