@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from patcher.fusions.qkv import QKV as QKV
     from patcher.fusions.rewrite import compile_subclass as compile_subclass
     from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
+    from patcher.fusions.sharing import called_with as called_with
+    from patcher.fusions.siblings import Siblings as Siblings
 
 __all__ = [
     "KV",
@@ -47,7 +49,9 @@ __all__ = [
     "Projections",
     "Rows",
     "SequentialExperts",
+    "Siblings",
     "Surroundings",
+    "called_with",
     "compile_subclass",
     "fused_class_of",
     "more_than_a_weight_and_bias",
@@ -60,6 +64,7 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
     "NotUnderstoodError": "patcher.fusions.methods",
     "Projections": "patcher.fusions.projections",
     "Surroundings": "patcher.fusions.finding",
+    "called_with": "patcher.fusions.sharing",
     "compile_subclass": "patcher.fusions.rewrite",
     "fused_class_of": "patcher.fusions.fused_module",
     "view_of": "patcher.fusions.fused_module",
