@@ -312,8 +312,10 @@ def _text(value: Any) -> str:
 
 
 def _leaves_calls(fused: Any) -> bool:
-    """Whether a rewritten method leaves some calls to the original."""
-    return any(f"super().{method}(" in code for method, code in fused._rewritten.items())
+    """Whether a rewritten method leaves some calls to the original, or to a projection alone."""
+    return any(
+        f"super().{method}(" in code or "self.shared_input()" in code for method, code in fused._rewritten.items()
+    )
 
 
 def _reason(fused: Any) -> str:
@@ -328,10 +330,14 @@ def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
         return {}
     described.add_import(RUNTIME, names=["joined_part"])
     listed = f'{_names(joined.projections)}, "{joined.name}"'
-    return {
+    parts = {
         name: f'@property\ndef {name}(self):\n    return joined_part(self, "{name}", {listed})\n'
         for name in joined.projections
     }
+    if any("self.shared_input()" in code for code in fused._rewritten.values()):
+        described.add_import(RUNTIME, names=["shared_input"])
+        parts["shared_input"] = f"def shared_input(self):\n    return shared_input(self, {listed})\n"
+    return parts
 
 
 def _is_used(original: type[nn.Module], fused: Any) -> bool:

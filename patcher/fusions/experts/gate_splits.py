@@ -16,7 +16,7 @@ from types import FunctionType
 
 from torch import nn
 
-from patcher.fusions.methods import NotUnderstoodError, read_method, self_of
+from patcher.fusions.methods import NotUnderstoodError, read_function, self_of
 from patcher.source.call_sites import positional_parameters
 
 
@@ -44,7 +44,7 @@ def methods_of(cls: type[nn.Module]) -> Methods:
         function = inspect.unwrap(inspect.getattr_static(cls, name, None))
         if not isinstance(function, FunctionType):
             raise NotUnderstoodError(f"{name} is no method with a source")
-        return read_method(function.__name__, function).node
+        return read_function(function.__name__, function).node
 
     return method
 

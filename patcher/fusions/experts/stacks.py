@@ -32,7 +32,7 @@ from patcher.compat.models import EXPERTS_HOME
 from patcher.fusions.experts.gate_splits import Methods
 from patcher.fusions.experts.loops import attribute_of
 from patcher.fusions.experts.products import ByExperts
-from patcher.fusions.methods import Method, NotUnderstoodError, read_method, self_of
+from patcher.fusions.methods import Method, NotUnderstoodError, read_function, self_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def forward_of(cls: type[nn.Module]) -> Method:
         function = found.__wrapped__
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise NotUnderstoodError("forward is wrapped by something that its source doesn't show")
-    method = read_method("forward", function)
+    method = read_function(function)
     if method.node.decorator_list:
         raise NotUnderstoodError("forward is decorated", 1)
     if any(name != "__class__" for name in function.__code__.co_freevars):
