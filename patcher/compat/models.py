@@ -326,26 +326,6 @@ def forget_initialized(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_is_hf_initialized", None)
 
 
-@torch.no_grad()
-def initial_values(
-    model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """What transformers initialises parameters of a model with, which is on meta, as it does for missing ones."""
-    wanted = set(names)
-    for path, module in named_modules(model):
-        # A module may initialise what its parts have.
-        if not any(name.startswith(inside(path)) for name in wanted):
-            mark_initialized(module)
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if inside(path) + name in wanted and tensor is not None:
-                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                module._parameters[name] = nn.Parameter(torch.empty(tensor.shape, dtype=kind, device="cpu"))
-            elif tensor is not None:
-                mark_initialized(tensor)
-    model.initialize_weights()  # type: ignore[no-untyped-call]
-    return {name: model.get_parameter(name).data for name in wanted}
-
-
 def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:
     """Let transformers know which names of a module are others of one parameter, so that it saves it once."""
     if not isinstance(module, PreTrainedModel) and getattr(module, "_tied_weights_keys", None) is None:

@@ -13,11 +13,11 @@ from patcher.errors import PatchedWeightsError
 from patcher.expressions import Expressions
 from patcher.layouts.conversion import Converted
 from patcher.layouts.selection import converts
-from patcher.layouts.transforms import identity
+from patcher.layouts.transforms import identity, is_concatenation
 from patcher.loading.checks import Diagnostics, check_weights, failed_text
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.matches import idle_source
-from patcher.loading.routes import Routing
+from patcher.loading.routes import Routing, joined_wrong
 
 
 def judge(
@@ -55,6 +55,8 @@ def judge(
         classes = not entry.patcher.strict  # otherwise what the model doesn't have was said when it was built
         diagnostics = diagnostics.adding_matches([entry], matched, selected.model_class.__name__, classes=classes)
     expressions = [text for entry in selected.in_force for text in entry.patcher.new_weights]
+    if routing.made_of or any(is_concatenation(each.transform) for each in selected.conversions.added):
+        diagnostics = diagnostics.adding(joined_wrong(routing, stock_routing(), Expressions(expressions)), strict=True)
     found = check_weights(
         selected.model,
         selected.record.replaced,

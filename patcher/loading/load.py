@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
@@ -310,13 +309,10 @@ class Selected(Constructed):
 
     Attributes:
         key_mapping: what the call renames before anything else.
-        initialized: the keys that were given initial values, the shape that the checkpoint has there, None where it
-            lacks them, and their own.
     """
 
     conversions: SelectedConversions
     key_mapping: Mapping[str, str] | None = None
-    initialized: Mapping[str, tuple[torch.Size | None, torch.Size]] = field(default_factory=dict)
 
 
 def select(

@@ -5,29 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
-from transformers.utils import logging
 
 from patcher.compat.conversions import key_renamer, set_used_conversions, stock_conversions
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
 from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
-from patcher.layouts.sources import named_sources, shape_of
-from patcher.layouts.transforms import is_concatenation
-from patcher.loading.completion import complete
+from patcher.layouts.sources import named_sources
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.quantized_checkpoints import check_quantized
 from patcher.loading.routes import Conversions, Routing, route, share
-from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
-
-logger = logging.get_logger(__name__)
 
 
 class ExpectedInfo:
@@ -77,14 +71,11 @@ def read(
         return Loaded(**vars(selected), info=info), info, None
     mapping, quantizer = list(load_config.weight_mapping or []), load_config.hf_quantizer
     routing = _routed(selected, checkpoint, mapping, load_config)
-    # Names and shapes don't say what comes of the parts of weights that are quantized.
-    if not is_prequantized(quantizer) and not selected.runtime_layout and _is_incomplete(selected, routing):
-        selected, checkpoint, routing = _completed(selected, checkpoint, mapping, load_config, routing)
     expected = ExpectedInfo(routing)
     if dry_run is None and (problem := routing.problem or routing.failure):
         raise problem
     is_told = not is_prequantized(quantizer) and not routing.errors
-    unpatched = partial(stock_routing, selected, checkpoint)
+    unpatched = cache(partial(stock_routing, selected, checkpoint))
     judged = partial(judge, selected, routing, checkpoint, stock_routing=unpatched)
     loaded = judged(expected) if is_told or dry_run is not None else None
     if dry_run is not None and loaded is not None:
@@ -106,15 +97,6 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
     return route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))
-
-
-def tell_initialized(info: Any, selected: Selected) -> None:
-    """Add to what a load gives out as its info the parts of parameters that it has initialised, as stock would."""
-    for key, (found, own) in selected.initialized.items():
-        if found is None:
-            info.missing_keys.add(key)
-        else:
-            info.mismatched_keys.add((key, found, own))
 
 
 def unknown_keys(selected: Selected) -> frozenset[str]:
@@ -159,44 +141,6 @@ def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: li
         rename = key_renamer(mapping, model, own)
         share(routing.rest, {rename(key)[0]: key for key in checkpoint}, fused)
     return routing
-
-
-def _is_incomplete(selected: Selected, routing: Routing) -> bool:
-    """Whether something that is made of several tensors may lack one of them."""
-    if routing.problem is not None:
-        return not routing.is_hopeless
-    amiss = bool(routing.missing or routing.mismatched or routing.errors)
-    added = [each.transform for each in selected.conversions.added]
-    return any(amiss or is_concatenation(each) for each in added)
-
-
-def _completed(
-    selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any], load_config: Any, routing: Routing
-) -> tuple[Selected, Mapping[str, Any], Routing]:
-    """The load with initial values for parts that the checkpoint lacks, or with what is said of them."""
-    completion = complete(
-        selected.model,
-        skeleton(selected.record.model_class, selected.model.config),
-        checkpoint,
-        routing,
-        dtype=load_config.dtype,
-        ignores_shapes=load_config.ignore_mismatched_sizes,
-        is_read=selected.dry_run is None,
-    )
-    is_strict = selected.strict or bool(completion.misfits)  # transformers raises for shapes as well
-    selected = replace(selected, diagnostics=selected.diagnostics.adding(completion.error, strict=is_strict))
-    if not completion.initialized:
-        return selected, checkpoint, routing
-    if selected.dry_run is None:
-        keys = ", ".join(compress(completion.initialized))
-        logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
-    initialized = {
-        key: (torch.Size(shape_of(checkpoint[key])) if key in checkpoint else None, torch.Size(shape_of(value)))
-        for key in completion.initialized
-        for value in [completion.checkpoint[key]]
-    }
-    selected = replace(selected, initialized=initialized)
-    return selected, completion.checkpoint, _routed(selected, completion.checkpoint, mapping, load_config)
 
 
 def _settle(loaded: Loaded) -> None:

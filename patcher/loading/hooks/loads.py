@@ -46,7 +46,7 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.read import read, tell_initialized
+from patcher.loading.read import read
 from patcher.loading.record import record_of
 from patcher.spec.patcher import Patcher
 
@@ -251,7 +251,6 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
             asked = load_config.weight_mapping[: len(load.key_mapping or ())]
             load_config.weight_mapping[:] = [*asked, *without_stacking(model, stock_conversions(model))]
         _LOAD.set(finalized)
-        tell_initialized(info, finalized)
         return info
 
 
