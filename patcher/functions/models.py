@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
@@ -49,19 +49,14 @@ class Functions:
         classes: class -> the one derived from it whose functions call the replacements.
         replaced: each function that is replaced.
         known: the names of the functions that the modeling code of the model calls.
-        registries: (function, the table, shared by all models, in which the modeling code looks for it).
-        hidden: (function, the one that is replaced and that alone calls it).
-        unchosen: (function, default, argument, value) of what nothing calls under that value of an argument of a load:
-            the modeling code has this default for others, itself or what calls it.
+        hints: name of a function -> why replacing it has no effect, where that is known.
         initialized: the classes whose `__init__` calls a function that is replaced.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     replaced: tuple[ReplacedFunction, ...] = ()
     known: frozenset[str] = frozenset()
-    registries: frozenset[tuple[str, str]] = frozenset()
-    hidden: frozenset[tuple[str, str]] = frozenset()
-    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
+    hints: Mapping[str, str] = field(default_factory=dict)
     initialized: frozenset[type[nn.Module]] = frozenset()
     rebinder: Rebinder | None = field(default=None, repr=False)
 
@@ -159,23 +154,36 @@ class _Search:
                 if key in self.called
             ),
             known=frozenset(use.name for node in own for use in node.uses if use.name),
-            registries=frozenset((_name(each), table) for node in own for each, table in node.shared if _name(each)),
-            hidden=frozenset(self._hidden()),
-            unchosen=frozenset(
-                (_name(hit.original), *self.chosen.get(key, next(iter(self.chosen.values()))))
-                for key, (hit, _) in self.found.items()
-                if key not in self.called
-            ),
+            hints={name: hint for name, hint in self._hints(own) if name},
             initialized=frozenset(initialized),
             rebinder=self.rebinder,
         )
 
-    def _hidden(self) -> Iterator[tuple[str, str]]:
+    def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
+        """Why replacing a function, by its name, has no effect: the later ones tell more."""
+        for name, table in sorted({(_name(each), table) for node in own for each, table in node.shared}):
+            yield (
+                name,
+                f": the modeling code looks for it in {table}, which all models share, when it runs. Register a "
+                "function of your own there, and choose it by its name",
+            )
         for hit, _ in self.found.values():
             function = inspect.unwrap(hit.original)
             if isinstance(function, FunctionType):
-                for name in references_of(function.__code__).read:
-                    yield name.name, _name(hit.original)
+                for reference in references_of(function.__code__).read:
+                    yield reference.name, f": what calls it, {_name(hit.original)}, is itself replaced"
+        for key, (hit, _) in self.found.items():
+            if key not in self.called:
+                default, argument, value = self.chosen.get(key, next(iter(self.chosen.values())))
+                hint = f" under {argument}={value!r}: load the model with {argument}='eager'"
+                if default != _name(hit.original):
+                    hint = f", for nothing calls {default}{hint}"
+                elif argument == "attn_implementation":
+                    hint += (
+                        ", or make your function an implementation: transformers.AttentionInterface.register('mine', "
+                        "function), and attn_implementation='mine' in place of the function_mapping"
+                    )
+                yield _name(hit.original), hint
 
     def _search_class(self, cls: type[nn.Module]) -> bool:
         """Note what a class calls; whether its `__init__` does."""

@@ -22,14 +22,14 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import ORIGINAL, forget_no_split_names, kept_in_fp32, named_modules, stock_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import Block, InForce, Matched, entered, entering, unpatched
+from patcher.construction.in_force import Block, Findings, InForce, entered, entering, unpatched
 from patcher.construction.init_hooks import in_force
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import Functions, function_attributes, swap_functions
 from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
-from patcher.loading.checks import Diagnostics
 from patcher.loading.copying import check_can_be_copied, shared_copy
+from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.load import seen
 from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
 from patcher.loading.saving import saved_state_dict
@@ -43,7 +43,7 @@ from patcher.loading.transplanting import (
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
 from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.replaced_functions import functions_in_force, matched_functions
+from patcher.resolution.replaced_functions import functions_in_force
 from patcher.resolution.resolution import resolve_standing, skeleton
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -57,11 +57,12 @@ _OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
     block = Block((InForce(patcher, origin),))
+    block.tell(found_in_modules(Construction(ClassRules(block.entries))))  # as long as nothing is built
     check_pins(patcher)
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding_matches(block.entries, block.matched).warn()
+    Diagnostics().adding_unused(block.entries, block.findings).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -132,11 +133,10 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         model, record = _replaced(patcher, model)
         known = {name: getattr(record, name) for name in _OF_A_LOAD}
         named = ((kind, key) for kind in _JUDGED_BY_THE_LOAD for key in getattr(patcher, kind))
-        construction.matched |= Matched(frozenset((entry, *each) for each in named))
+        construction.findings |= Findings(frozenset((entry, *each) for each in named))
     construction.root = model
     functions = _functions((entry,), model)
     swap_functions(model, functions)
-    construction.matched |= matched_functions((entry,), functions)
     resolution = construction.resolution = resolve_standing((entry,), model, functions=functions)
     if resolution.fusion_plan.rebuilt:
         path = min(resolution.fusion_plan.rebuilt)
@@ -149,8 +149,8 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     for path, module in before.items():
         if (new := model.get_submodule(path)) is not module:
             take_hooks(new, module)
-    matched, record, _, models = seen(construction, model)
-    Diagnostics().adding_matches((entry,), matched, type(model).__name__).warn()
+    findings, record, _, models = seen(construction, model)
+    Diagnostics().adding_unused((entry,), findings, type(model).__name__).warn()
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
     return model

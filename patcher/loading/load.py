@@ -23,25 +23,22 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, partitions_parameters
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, stock_class
 from patcher.compat.parallel import sizes
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
-from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
+from patcher.construction.in_force import Findings, InForce, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.expressions import Expressions
 from patcher.functions.models import full_name
-from patcher.fusions.base import Fusion
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
-from patcher.loading.checks import Diagnostics
+from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import ParameterTraits
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
-from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
@@ -154,7 +151,7 @@ class Constructed(Request):
     outermost: Placed
     record: PatchRecord
     traits: ParameterTraits
-    matched: Matched
+    findings: Findings
     diagnostics: Diagnostics
     seconds: float
 
@@ -178,11 +175,10 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
     model = check_stands(construction, asked.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
         raise not_called("patch_output_recorders")
-    matched, record, outermost, models = seen(construction, model)
+    findings, record, outermost, models = seen(construction, model)
     strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
-    diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
-        strict, matched, asked.model_class.__name__, conversions=False
-    )
+    diagnostics = Diagnostics(goes_on=asked.dry_run is not None)
+    diagnostics = diagnostics.adding_unused(strict, findings, asked.model_class.__name__)
     done(
         Constructed(
             **vars(asked),
@@ -192,7 +188,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             outermost=outermost,
             record=record,
             traits=ParameterTraits.of(model, outermost),
-            matched=matched,
+            findings=findings,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
         )
@@ -230,8 +226,10 @@ def never_constructed(load: Request) -> PatcherError:
     )
 
 
-def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed, Any]:
-    """What was matched and done, the outermost replacements, and the models; blocks around it are told."""
+def seen(
+    construction: Construction, model: PreTrainedModel
+) -> tuple[Findings, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
+    """What was found and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
@@ -240,23 +238,8 @@ def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, P
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
-    matched = construction.matched | Matched(
-        classes=frozenset(stock_class(module).__name__ for _, module in modules),
-        refused=frozenset(
-            (fusion, path, reason)
-            for fusion, found in resolution.fusion_plan.refused.items()
-            for path, reason in found.items()
-        ),
-    )
-    keys = _asked_paths(construction, resolution)
-    if keys or construction.rules.has_paths:
-        matched |= Matched(
-            keys=frozenset(key for key, took in keys.items() if took), paths=frozenset(path for path, _ in modules)
-        )
-    matched |= _declared_as_new(construction, model)
-    if any("." in key for entry in construction.rules.entries for key in entry.patcher.class_mapping):
-        matched |= Matched(places=frozenset((path, stock_class(module).__name__) for path, module in modules))
-    tell_blocks(matched)
+    findings = found_in_modules(construction, model, modules)
+    tell_blocks(findings)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
     follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
@@ -275,32 +258,7 @@ def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, P
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
-    return matched, record, tuple(outermost), models
-
-
-def _declared_as_new(construction: Construction, model: PreTrainedModel) -> Matched:
-    """The expressions of `new_weights` that name something which the model holds."""
-    asked = [(entry, text) for entry in construction.rules.entries for text in entry.patcher.new_weights]
-    if not asked:
-        return Matched()
-    names = frozenset(state_tensors(model))
-    found = Expressions(text for _, text in asked).found_among(names)
-    return Matched(frozenset((entry, "new_weights", text) for entry, text in asked if text in found), parameters=names)
-
-
-def _asked_paths(
-    construction: Construction, resolution: Resolution
-) -> dict[tuple[InForce, str, tuple[Fusion, str]], bool]:
-    """Each path that a fusion is asked for, as a key of `Matched`, and whether the fusion took a module there."""
-    return {
-        (entry, "modules", (fusion, pattern)): any(
-            matches_path(pattern, path) for path in resolution.fusion_plan.by_fusion.get(fusion, ())
-        )
-        for entry in construction.rules.entries
-        for fusion in entry.patcher.fusions
-        if isinstance(fusion, Fusion)
-        for pattern in fusion.modules
-    }
+    return findings, record, tuple(outermost), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -376,7 +334,7 @@ def finish(load: Constructed) -> None:
             raise not_called(_LEADS_ON[type(load)])
         put_down(load)  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
-        diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
+        diagnostics = diagnostics.adding_unused(lenient, load.findings, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter may have been loaded, too
@@ -386,6 +344,6 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    construction.matched, record, outermost, models = seen(construction, model)
+    construction.findings, record, outermost, models = seen(construction, model)
     ParameterTraits.of(model, outermost)
     keep_record(models, record)

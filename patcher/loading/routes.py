@@ -508,8 +508,8 @@ class _Router:
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         lacking = [*incomplete, *self.lacking]
-        misfits = [] if self.lacking else misfits
-        routing.problem = _problem(lacking, misfits, companions, self.twice, self.failed)
+        misfits, stock_reads = ([], False) if self.lacking else (misfits, True)
+        routing.problem = _problem(lacking, misfits, companions, self.twice, self.failed, stock_reads=stock_reads)
 
     def _companions(self, quantized: AbstractSet[str]) -> list[str]:
         """The keys of what a quantizer has put beside weights that are fused.
@@ -612,6 +612,8 @@ def _problem(
     companions: Sequence[str],
     twice: Sequence[str],
     failed: Sequence[str],
+    *,
+    stock_reads: bool = True,
 ) -> PatchedWeightsError | None:
     lines = [f"The checkpoint holds {text}. Take one of them out." for text in twice[:3]]
     if companions:
@@ -630,6 +632,8 @@ def _problem(
         lines.append(
             "Take a checkpoint that has them; or load this one without the patcher, which initialises them, save "
             "that, and load it with the patcher."
+            if stock_reads
+            else "Take a checkpoint that has them: transformers can't convert this one either."
         )
     if misfits:
         lines.append("Tensors that are joined don't have the shapes that the model has for them:")

@@ -1,4 +1,5 @@
-"""The conversion that is probably missing, where a checkpoint has under other names what the model lacks.
+"""What to add to a patcher, as code: expressions, and the conversion that is probably missing, where a checkpoint has
+under other names what the model lacks.
 
 By names and shapes alone: one tensor of the same shape and no other is the same weight renamed, and several whose rows
 add up to those that are wanted were joined. Where more than one guess fits there is none.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from patcher.loading.findings import ordered
 from patcher.patterns import without_numbers
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -81,3 +83,38 @@ def _tails(keys: list[str], others: Iterable[str]) -> list[str]:
     if len({tail.count(".") for tail in tails}) > 1 or tails == keys:
         return tails if tails == keys and len(tails) == 1 else []
     return [] if any(tail in other for tail in tails for other in others) else tails
+
+
+def transposing(mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> list[str]:
+    """The conversions of parameters that the checkpoint has transposed, as code.
+
+    Args:
+        mismatched: name, the shape that was found, its own.
+    """
+    names = sorted(
+        name for name, found, own in mismatched if len(tuple(own)) == 2 and tuple(own) == tuple(found)[::-1]
+    )
+    tails = dict.fromkeys(re.escape(".".join(name.split(".")[-2:])).replace(r"\.", ".") for name in names)
+    return [f"WeightConverter({tail!r}, {tail!r}, operations=[Transpose(0, 1)])" for tail in tails]
+
+
+def expressions_for(keys: set[str], others: Iterable[str]) -> list[str]:
+    """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
+    rest = {_in_layers(key) for key in others if key not in keys}
+    tails = {parts[-length:] for parts in rest for length in range(2, len(parts))}
+    result: dict[str, None] = {}
+    for key in ordered(keys):
+        parts = _in_layers(key)
+        escaped = [r"\d+" if part is None else re.escape(part) for part in parts]
+        length = next((length for length in range(2, len(parts)) if parts[-length:] not in tails), None)
+        if length is not None:
+            expression = r"\." + r"\.".join(escaped[-length:]) + "$"
+        else:
+            expression = f"^{re.escape(key)}$" if parts in rest else "^" + r"\.".join(escaped) + "$"
+        result[expression] = None
+    return list(result)
+
+
+def _in_layers(key: str) -> tuple[str | None, ...]:
+    """The segments of a name, with None for each number."""
+    return tuple(None if part.isdecimal() else part for part in key.split("."))

@@ -11,7 +11,7 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
@@ -82,15 +82,12 @@ def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> N
 def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the modules that stand and have their initial values."""
     resolution: Resolution = construction.resolution or NO_CHANGE
-    matched: set[tuple[InForce, str, Any]] = set()
     for path in resolution.fused:
         if path in resolution.fusion_plan.rebuilt:
             continue
         module = model.get_submodule(path)
         original, cls = resolution.original_classes[path], resolution.fused[path]
-        key, entry = _fusion_of(construction, path)
-        entries = construction.rules.entries
-        matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
+        key, _ = _fusion_of(construction, path)
         if type(module) is cls:
             continue  # of a part that was loaded by itself, or of a model that calls `post_init` again
         if type(module) is not original:
@@ -110,9 +107,6 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
             model.get_submodule(parent_path)._modules[name] = fused
-    if matched:
-        construction.matched |= Matched(frozenset(matched))
-        tell_blocks(construction.matched)
 
 
 def _fusion_of(construction: Construction, path: str) -> tuple[Any, InForce]:

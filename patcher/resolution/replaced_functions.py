@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.functions.models import (
     NO_FUNCTIONS,
@@ -43,20 +42,3 @@ def replace_functions(construction: Construction, model: PreTrainedModel) -> Non
     functions: Functions = construction.resolution.functions
     check_initialized(model, functions)
     swap_functions(model, functions)
-    matched = matched_functions(construction.rules.entries, functions)
-    construction.matched |= matched
-    tell_blocks(matched)
-
-
-def matched_functions(entries: tuple[InForce, ...], functions: Functions) -> Matched:
-    """The keys that have done their part, and what there was to match."""
-    keys: set[tuple[InForce, str, Any]] = {
-        (entries[number], "function_mapping", key) for each in functions.replaced for number, key in each.keys
-    }
-    return Matched(
-        frozenset(keys),
-        functions=functions.known,
-        registries=functions.registries,
-        hidden=functions.hidden,
-        unchosen=functions.unchosen,
-    )

@@ -65,7 +65,7 @@ class DownWithScale(Down):
     becomes = TooMuch
 
 
-@advice("Take a checkpoint that has them.")
+@advice("Take a checkpoint that has them: transformers can't convert this one either.")
 def an_expert_that_is_missing(at: Place) -> Steps:
     """transformers can't convert such a checkpoint either."""
     state = load_file(at.moe / "model.safetensors")
