@@ -16,8 +16,14 @@ from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
-from patcher.resolution.replaced_functions import prepare_functions
-from patcher.resolution.resolution import NO_CHANGE, Resolution, needs_skeleton, resolve_in_force, resolve_standing
+from patcher.resolution.resolution import (
+    NO_CHANGE,
+    Resolution,
+    needs_skeleton,
+    prepare_functions,
+    resolve_in_force,
+    resolve_standing,
+)
 
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 

@@ -19,12 +19,19 @@ from patcher.compat.models import named_modules, original_class
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce
-from patcher.construction.init_hooks import building
+from patcher.construction.init_hooks import building, cover_new_classes
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
 from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
-from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
+from patcher.functions.models import (
+    NO_FUNCTIONS,
+    Functions,
+    check_initialized,
+    find_functions,
+    full_name,
+    swap_functions,
+)
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.finding import discover
@@ -32,7 +39,6 @@ from patcher.fusions.fused_module import fused_class_of, takes_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe
-from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
 
@@ -247,3 +253,28 @@ def resolve_standing(
             transforms=tuple(transforms),
         ),
     )
+
+
+def functions_in_force(entries: Iterable[InForce], model: nn.Module) -> Functions:
+    """What the function mappings in force do to a model, the innermost first.
+
+    Raises:
+        PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
+    """
+    layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in entries)
+    return find_functions(model, layers) if any(layers) else NO_FUNCTIONS
+
+
+def prepare_functions(construction: Construction, functions: Functions) -> None:
+    """Have the classes whose `__init__` calls a replaced function built with the replacement."""
+    construction.rebound = {cls: functions.classes[cls] for cls in functions.initialized}
+    cover_new_classes(functions.initialized)
+
+
+def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
+    """Have the modules that stand call the replacements, before the model is initialised and anything is fused."""
+    if construction.resolution is None:
+        return
+    functions: Functions = construction.resolution.functions
+    check_initialized(model, functions)
+    swap_functions(model, functions)

@@ -24,12 +24,10 @@ from patcher.construction.construction import outside_of_construction
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit
-from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading.checkpoint_names import name_as_parameters
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
-from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
@@ -48,6 +46,7 @@ from patcher.loading.load import (
 )
 from patcher.loading.read import read
 from patcher.loading.record import record_of
+from patcher.loading.state_dicts import name_as_parameters, without_stacking
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in: the result of its last step.
@@ -263,3 +262,27 @@ def load_from_state_dict(
         _, _, missing_keys, _, error_msgs = args
         name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
     stock(self, state_dict, prefix, *args, **kwargs)
+
+
+def dry_run(
+    model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], asked: DryRun, **options: Any
+) -> tuple[Request | None, PatcherError | None]:
+    """Take a load to where it would read: how far it came, and what it would raise on its way there.
+
+    Raises:
+        Exception: what transformers raises there, of its own.
+    """
+    results: list[Request] = []
+    token = DRY_RUN.set((asked, results))
+    error: PatcherError | None = None
+    try:
+        model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
+    except PatcherError as raised:
+        error = raised
+    except Exception:
+        # What transformers goes on to do with the weights, of a model that has none, says nothing.
+        if not (results and isinstance(results[-1], Loaded)):
+            raise
+    finally:
+        DRY_RUN.reset(token)
+    return (results[-1] if results else None), error

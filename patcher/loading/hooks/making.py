@@ -25,7 +25,7 @@ from patcher.resolution.fused_modules import (
     prepare,
     rebuild_fused_modules,
 )
-from patcher.resolution.replaced_functions import replace_functions
+from patcher.resolution.resolution import replace_functions
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
