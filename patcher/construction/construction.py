@@ -75,8 +75,8 @@ class Construction:
     #: the classes of what may be built again, with the constructor arguments that are kept of their objects
     recorded: frozenset[type[nn.Module]] = frozenset()
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
-    #: class -> the one with other functions as which it is initialised
-    rebound: Mapping[type[nn.Module], type[nn.Module]] = field(init=False, default_factory=dict)
+    #: the functions that are replaced in the model
+    functions: Any = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
     at_end: Callable[[], None] | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
@@ -130,12 +130,11 @@ class Construction:
             )
         mark_original_class(module, original)
         is_outermost = not self._building
-        replacement = self.rebound.get(match.replacement, match.replacement)
-        numbers = self._construct(module, original, replacement, args, kwargs)
+        numbers = self._construct(module, original, match.replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field != "module_mapping":  # which says itself what it has matched
             self.note(original, match)
-        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, numbers)
+        built = Built(module, original, match.replacement, match.entry, args, kwargs, is_outermost, numbers)
         self.built.append(built)
 
     def build_in_place_of(

@@ -50,14 +50,12 @@ class Functions:
         replaced: each function that is replaced.
         known: the names of the functions that the modeling code of the model calls.
         hints: name of a function -> why replacing it has no effect, where that is known.
-        initialized: the classes whose `__init__` calls a function that is replaced.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     replaced: tuple[ReplacedFunction, ...] = ()
     known: frozenset[str] = frozenset()
     hints: Mapping[str, str] = field(default_factory=dict)
-    initialized: frozenset[type[nn.Module]] = frozenset()
     rebinder: Rebinder | None = field(default=None, repr=False)
 
 
@@ -72,24 +70,6 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     """
     with lock:
         return _Search(model, rebinder_for(layers)).result()
-
-
-def check_initialized(model: nn.Module, functions: Functions) -> None:
-    """Raise for modules that were built with the originals: their `__init__` has called one already.
-
-    Raises:
-        PatchConstructionError: it is the model itself, or of a class that isn't built through modeling code.
-    """
-    for module in model.modules():
-        cls = type(module)
-        if cls in functions.initialized:
-            keys = sorted({each.keys[0][1] for each in functions.replaced if cls.__name__ in each.callers})
-            what = "the model itself" if module is model else f"a {cls.__name__}"
-            raise PatchConstructionError(
-                f"function_mapping: {', '.join(map(repr, keys))} can't be replaced for {type(model).__name__} alone: "
-                f"{cls.__name__}.__init__ calls it, and {what} is built before that can be changed. "
-                f"Replace {cls.__name__} as a whole instead, with class_mapping."
-            )
 
 
 def swap_functions(model: nn.Module, functions: Functions) -> None:
@@ -133,12 +113,19 @@ class _Search:
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
     def result(self) -> Functions:
-        initialized = {cls for cls in self.roots if self._search_class(cls)}
+        initialized = [cls for cls in self.roots if self._search_class(cls)]
         for module in self.modules:
             self._search_attributes(module)
         nodes = {cls: list(self.graph.reached(roots, all_of_them=True)) for cls, roots in self.roots.items()}
         for cls, reached in nodes.items():
             self._check_shared(cls, reached)
+        for cls in initialized:
+            hits = {hit.keys[0][1] for hit, callers in self.found.values() if cls.__name__ in callers}
+            raise PatchConstructionError(
+                f"function_mapping: {', '.join(map(repr, sorted(hits)))} can't be replaced for "
+                f"{type(self.model).__name__} alone: {cls.__name__}.__init__ calls it, and has run before functions "
+                f"are replaced. Replace {cls.__name__} as a whole instead, with class_mapping."
+            )
         own = [
             node
             for node in {id(node): node for reached in nodes.values() for node in reached}.values()
@@ -155,7 +142,6 @@ class _Search:
             ),
             known=frozenset(use.name for node in own for use in node.uses if use.name),
             hints={name: hint for name, hint in self._hints(own) if name},
-            initialized=frozenset(initialized),
             rebinder=self.rebinder,
         )
 
@@ -186,7 +172,7 @@ class _Search:
                 yield _name(hit.original), hint
 
     def _search_class(self, cls: type[nn.Module]) -> bool:
-        """Note what a class calls; whether its `__init__` does."""
+        """Note what a class calls; whether its `__init__` calls something that is replaced."""
         roots = self.roots[cls]
         for use in roots:
             if use.hit is not None and not isinstance(use.hit.replacement, FunctionType):
@@ -201,7 +187,8 @@ class _Search:
                 for use in filter(self.graph.changes, self.rebinder.add(made)):
                     how = f"through a {made.__name__} that it makes each time it runs"
                     raise self._refused(use, cls, node.function, how)
-        return any(use.name == "__init__" and self.graph.needs(use.to) for use in roots)
+        first = self.graph.reached([use for use in roots if use.name == "__init__"], unused=lambda node: node.kept)
+        return any(id(hit.original) not in node.kept for node in first for hit in node.hits)
 
     def _search_attributes(self, module: nn.Module) -> None:
         cls = type(module)

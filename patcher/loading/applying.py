@@ -37,7 +37,7 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import Block, Findings, InForce, entered, entering, unpatched
 from patcher.construction.init_hooks import in_force
 from patcher.errors import InvalidPatcherError
-from patcher.functions.models import Functions, function_attributes, swap_functions
+from patcher.functions.models import function_attributes
 from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
 from patcher.loading.findings import Diagnostics, found_in_modules
@@ -54,7 +54,7 @@ from patcher.loading.transplanting import (
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
 from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.resolution import functions_in_force, resolve_standing, skeleton
+from patcher.resolution.resolution import replace_functions, resolve_standing, skeleton
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -94,7 +94,6 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
             if (stock := unrebound(value)) is not value:
                 module.__dict__[name] = stock
     paths, entries = replaced_paths(model), record.in_force if record is not None else ()
-    _functions(entries, model)
     if paths or (record is not None and record.dropped):
         weights = _checkpoint(model, paths)
         with entering(Block(tuple(_without_what_is_undone(each, record) for each in entries))):
@@ -121,18 +120,6 @@ def _without_what_is_undone(entry: InForce, record: PatchRecord | None) -> InFor
     return replace(entry, patcher=entry.patcher.replace(fusions=fusions, function_mapping={}))
 
 
-def _functions(entries: Iterable[InForce], model: PreTrainedModel) -> Functions:
-    """What function mappings do to a model of transformers, or have done."""
-    functions = functions_in_force(entries, model)
-    if functions.initialized:
-        names = ", ".join(sorted(each.__name__ for each in functions.initialized))
-        raise InvalidPatcherError(
-            f"Patcher.apply can't replace a function that {names} calls while it is constructed, nor undo that. Load "
-            "the model again with the patcher that it is to have."
-        )
-    return functions
-
-
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """A model of transformers with what a patcher makes of it, in place."""
     entry = InForce(patcher, "patcher=")
@@ -145,9 +132,8 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         named = ((kind, key) for kind in _JUDGED_BY_THE_LOAD for key in getattr(patcher, kind))
         construction.findings |= Findings(frozenset((entry, *each) for each in named))
     construction.root = model
-    functions = _functions((entry,), model)
-    swap_functions(model, functions)
-    resolution = construction.resolution = resolve_standing((entry,), model, functions=functions)
+    replace_functions(construction, model)
+    resolution = construction.resolution = resolve_standing((entry,), model, functions=construction.functions)
     if resolution.fusion_plan.rebuilt:
         path = min(resolution.fusion_plan.rebuilt)
         raise InvalidPatcherError(

@@ -19,7 +19,7 @@ from patcher.construction.construction import Construction
 from patcher.construction.in_force import LAYOUT, Findings, InForce, Key, Unused
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.expressions import Expressions, cut, search
-from patcher.functions.models import Functions
+from patcher.functions.models import NO_FUNCTIONS, Functions
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named
 from patcher.layouts.selection import converts
@@ -115,7 +115,7 @@ def found_in_modules(
         modules: those of the model; of no model at all without any.
     """
     resolution: Resolution = construction.resolution or NO_CHANGE
-    plan, functions = resolution.fusion_plan, resolution.functions
+    plan, functions = resolution.fusion_plan, construction.functions or NO_FUNCTIONS
     places = tuple((path, stock_class(module).__name__) for path, module in modules)
     used: set[Key] = set()
     unused: dict[Unused, Callable[[], str]] = {}

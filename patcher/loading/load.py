@@ -32,7 +32,7 @@ from patcher.construction.in_force import Findings, InForce, in_force_for, tell_
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.functions.models import full_name
+from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import ParameterTraits
@@ -238,6 +238,7 @@ def seen(
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
+    functions: Functions = construction.functions or NO_FUNCTIONS
     findings = found_in_modules(construction, model, modules)
     tell_blocks(findings)
     # Backwards, so that of a module with several paths the first one comes last.
@@ -252,9 +253,7 @@ def seen(
         layouts=dict(resolution.fusion_plan.layouts),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
-        functions=tuple(
-            (each.name, full_name(each.replacement), each.callers) for each in resolution.functions.replaced
-        ),
+        functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]

@@ -20,7 +20,6 @@ from patcher.resolution.resolution import (
     NO_CHANGE,
     Resolution,
     needs_skeleton,
-    prepare_functions,
     resolve_in_force,
     resolve_standing,
 )
@@ -31,15 +30,13 @@ _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept.
 
-    Where it can wait until these stand on the meta device, it does: a skeleton takes as long as the model.
+    Where it can wait until these are there, it does: a skeleton takes as long as the model.
     """
     patchers = [entry.patcher for entry in construction.rules.entries]
-    waits = not construction.by_hand and not needs_skeleton(patchers)
-    if not (waits or construction.is_skeleton) and any(
-        each.fusions or each.module_mapping or each.function_mapping for each in patchers
-    ):
+    acts = any(each.fusions or each.module_mapping or each.function_mapping for each in patchers)
+    # What is built by hand may be given parts that are patched already, so it can't be looked at afterwards.
+    if not construction.is_skeleton and acts and (construction.by_hand or needs_skeleton(patchers)):
         resolution = construction.resolution = resolve_in_force(construction.rules.entries, model_class, config)
-        prepare_functions(construction, resolution.functions)
         rebuilt = (resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
         construction.recorded = resolution.recorded.union(map(unrebound, rebuilt))
     if construction.recorded:
@@ -81,7 +78,7 @@ def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> N
     entries = construction.rules.entries
     if any(entry.patcher.fusions for entry in entries):
         with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
-            construction.resolution = resolve_standing(entries, model)
+            construction.resolution = resolve_standing(entries, model, functions=construction.functions)
         fuse_standing_modules(construction, model)
 
 
