@@ -65,7 +65,7 @@ def judge(
             diagnostics = diagnostics.adding(joined_wrong(routing, stock_routing(), new), strict=True)
         weights = _Weights(selected, routing, checkpoint, info)
         diagnostics = diagnostics.adding(weights.error(stock_routing), strict=selected.strict)
-        done |= {"new_weights": selected.traits.with_aliases(weights.new), "dropped_weights": weights.dropped}
+        done |= {"new_weights": weights.new, "dropped_weights": weights.dropped}
     values = vars(selected) | {"record": replace(selected.record, **done), "diagnostics": diagnostics}
     return Loaded(**values, info=info, routing=routing)
 
@@ -83,8 +83,7 @@ class _Weights:
         self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info
         self.model = model = selected.model
         self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
-        expressions = [text for entry in selected.in_force for text in entry.patcher.new_weights]
-        self.missing = selected.traits.without_aliases(set(info.missing_keys), expressions)
+        self.missing = set(info.missing_keys)
         self.mismatched = {
             name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
         }

@@ -35,7 +35,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherE
 from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, found_in_modules
-from patcher.loading.initial_values import ParameterTraits
+from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
@@ -150,7 +150,7 @@ class Constructed(Request):
     models: list[tuple[str, PreTrainedModel]]
     outermost: Placed
     record: PatchRecord
-    traits: ParameterTraits
+    frozen: frozenset[str]
     findings: Findings
     diagnostics: Diagnostics
     seconds: float
@@ -187,7 +187,7 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
             models=models,
             outermost=outermost,
             record=record,
-            traits=ParameterTraits.of(model, outermost),
+            frozen=frozen_parameters(model, outermost),
             findings=findings,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
@@ -343,6 +343,5 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    construction.findings, record, outermost, models = seen(construction, model)
-    ParameterTraits.of(model, outermost)
+    construction.findings, record, _, models = seen(construction, model)
     keep_record(models, record)
