@@ -154,15 +154,12 @@ def _no_class(group: tuple[str, ...], places: Places) -> str:
 
 def _meant(key: str, classes: Collection[str], places: Places) -> str:
     """What the key of a class was probably meant to be."""
-    if "." in key:
-        last = key.rpartition(".")[2]
-        if last in classes and last.isidentifier():
-            return f": it is a dotted name, and a key is the bare name of a class; write {last!r}"
-        if at := {name for path, name in places if _is_at(key, path)}:
-            return (
-                ": it is a path, and a key is the name of a class, which is replaced wherever it is; for the class "
-                f"at that path write {', '.join(map(repr, sorted(at)))}"
-            )
+    named = {name for path, name in places if "." in key and (name == key.rpartition(".")[2] or _is_at(key, path))}
+    if named:
+        return (
+            ": a key is the bare name of a class, which is replaced wherever it is; write "
+            f"{', '.join(map(repr, sorted(named)))}, or give a path in module_mapping"
+        )
     if key in classes or (is_expression(key) and any(search(key, name) for name in classes)):
         return (
             ": the model has it, but not from modeling code: what that takes from torch's own namespace, `nn.Linear`, "

@@ -87,7 +87,7 @@ class Request:
 def request(
     model_class: type[PreTrainedModel], patcher: Any, path: Any, options: Mapping[str, Any], dry_run: DryRun | None
 ) -> Request | None:
-    """What a load is asked for, None where nothing is in force.
+    """What a load is to do, None where nothing is in force.
 
     Raises:
         InvalidPatcherError: `patcher` is no Patcher, or comes with what its conversions are not known to survive.
@@ -118,20 +118,20 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     """
     if entries and partitions_parameters():
         raise InvalidPatcherError(
-            "A patcher was asked for while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
+            "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
             "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
     if not any(map(brings_conversions, entries)):
         return
-    asked = [name for name in ("device_mesh",) if options.get(name)]
+    beside = [name for name in ("device_mesh",) if options.get(name)]
     if sizes(options.get("distributed_config")).stages > 1:
-        asked.append("a distributed_config with pp_size")
+        beside.append("a distributed_config with pp_size")
     if distributed_checkpoint(path, options):
-        asked.append(f"the distributed checkpoint in {path}")
-    if asked:
+        beside.append(f"the distributed checkpoint in {path}")
+    if beside:
         raise InvalidPatcherError(
-            f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not "
+            f"A patcher with weight conversions was requested together with {', '.join(beside)}, which is not "
             "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
         )
 
@@ -157,7 +157,7 @@ class Constructed(Request):
 
 
 @contextmanager
-def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
+def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
     """Build the model inside the block.
 
     Args:
@@ -168,20 +168,20 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
         UnmatchedPatchError: a class key or a fusion has matched nothing.
     """
     started = time.perf_counter()
-    rules = ClassRules(asked.in_force)
-    construction = Construction(rules, on_meta=asked.dry_run is not None)
+    rules = ClassRules(load.in_force)
+    construction = Construction(rules, on_meta=load.dry_run is not None)
     with building(construction), NoValues():
         yield
-    model = check_stands(construction, asked.model_class)
-    if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
+    model = check_stands(construction, load.model_class)
+    if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
     findings, record, outermost, models = seen(construction, model)
-    strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
-    diagnostics = Diagnostics(goes_on=asked.dry_run is not None)
-    diagnostics = diagnostics.adding_unused(strict, findings, asked.model_class.__name__)
+    strict = [entry for entry in load.own if entry.patcher.strict]  # of the others all is said at the end, at once
+    diagnostics = Diagnostics(goes_on=load.dry_run is not None)
+    diagnostics = diagnostics.adding_unused(strict, findings, load.model_class.__name__)
     done(
         Constructed(
-            **vars(asked),
+            **vars(load),
             rules=rules,
             model=model,
             models=models,
@@ -276,14 +276,14 @@ def select(
     constructed: Constructed, stock: list[WeightTransform], key_mapping: Mapping[str, str] | None
 ) -> tuple[Selected, list[WeightTransform]]:
     """The conversions of the load, and those that transformers runs: before the quantizer adapts them."""
-    asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
+    first = len(key_mapping or ())  # what the user's key_mapping says runs first and is never filtered
     record = constructed.record
-    conversions = select_conversions(stock[asked:], record.patchers, record.fusion_transforms, record.replacements())
+    conversions = select_conversions(stock[first:], record.patchers, record.fusion_transforms, record.replacements())
     if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
         kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
         conversions = replace(conversions, kept=kept_names)
     selected = Selected(**vars(constructed), conversions=conversions, key_mapping=key_mapping)
-    return selected, [*stock[:asked], *conversions.kept]
+    return selected, [*stock[:first], *conversions.kept]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -322,10 +322,10 @@ def put_down(load: Constructed) -> None:
 
 
 def finish(load: Constructed) -> None:
-    """Add to the record what is known at the end, and warn of what is not as it was asked for.
+    """Add to the record what is known at the end, and warn of what is not as requested.
 
     Raises:
-        PatcherError: transformers has gone around one of the steps, so the weights aren't what was asked for.
+        PatcherError: transformers has gone around one of the steps, so the weights aren't what was requested.
     """
     diagnostics = load.diagnostics
     if type(load) is not Finalized:

@@ -157,16 +157,18 @@ def route(
     return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
 
 
-def stock_tensors(own: Mapping[str, torch.Tensor], fused: Iterable[Carrier]) -> dict[str, torch.Tensor]:
-    """The state dict of the model as transformers has it without the fusions, on the meta device."""
+def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[tuple[str, Layout]]) -> dict[str, torch.Tensor]:
+    """The state dict of a model as transformers has it, with the shapes of what is made otherwise, on the meta device.
+
+    Args:
+        made: what the names of a layout begin with, and the layout.
+    """
     stock = dict(own)
-    for path, _, carried in fused:
-        prefix = inside(path)
-        for layout in carried.layouts:
-            for name in layout.fused:
-                stock.pop(f"{prefix}{name}", None)
-            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-                stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+    for prefix, layout in made:
+        for name in layout.fused:
+            stock.pop(f"{prefix}{name}", None)
+        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+            stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
     return stock
 
 
@@ -217,7 +219,7 @@ class _Router:
         self.fused = fused_modules(model)
         #: what the model would have without its fusions, and those of them that are parts of others
         self.tensors, self.wanted = stock or (
-            stock_tensors(self.own, self.fused) if self.fused else self.own,
+            stock_tensors(self.own, ((inside(path), each) for path, _, own in self.fused for each in own.layouts)),
             {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
         )
         self.view: Any = ModelView(model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)

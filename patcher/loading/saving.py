@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,21 +32,6 @@ from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
 from patcher.patterns import compress, inside, layer_of
 from patcher.resolution.resolution import skeleton
-
-
-@dataclass(frozen=True, eq=False)
-class TakenApart:
-    """A state dict in the layout of transformers, whose conversions are still to be reversed.
-
-    Attributes:
-        tensors: by the names that they have in the model of transformers.
-        converted: those that are tensors of a checkpoint already: of their names only the renamings are left.
-        as_they_are: what has its name in the checkpoint.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    converted: AbstractSet[str] = frozenset()
-    as_they_are: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +74,19 @@ class SavePlan:
         Raises:
             PatchedWeightsError: something in it can't be restored.
         """
-        return self.named(self.taken_apart(state_dict, self.carrying))
+        moved: dict[str, str] = {}
+        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
+        is_read = getattr(self.model, "hf_quantizer", None) is not None
+        revert = reverted_from_scratch(self.model) if is_read else functools.partial(self._named, restored={})
+        for each in self.carrying if not self._is_quantized_by_the_load else ():
+            # Experts that a tool has quantized, where the checkpoint has names for each.
+            moved |= named_as_in_checkpoint(each, state_dict, revert)
+        others = {key: each for key, each in state_dict.items() if key not in moved}
+        # What patchers have made, apart again; what is a tensor of a checkpoint then has only its renamings left.
+        tensors, converted = separated(list(self.carrying), others)
+        rest = {name: tensor for name, tensor in tensors.items() if name not in converted}
+        restored = {name: tensor for name, tensor in tensors.items() if name in converted}
+        return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
@@ -100,37 +97,6 @@ class SavePlan:
                 if lies_in_blocks(layout) and key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
-
-    def taken_apart(self, state_dict: Mapping[str, torch.Tensor], carrying: Iterable[Carrier]) -> TakenApart:
-        """What patchers have made, apart again; the conversions of transformers are still to be reversed.
-
-        Args:
-            carrying: the modules that the state dict is of.
-
-        Raises:
-            PatchedWeightsError: something in it can't be told.
-        """
-        moved: dict[str, str] = {}
-        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
-        is_read = getattr(self.model, "hf_quantizer", None) is not None
-        revert = reverted_from_scratch(self.model) if is_read else self._reverted
-        carrying = list(carrying)
-        for each in carrying if not self._is_quantized_by_the_load else ():
-            # Experts that a tool has quantized, where the checkpoint has names for each.
-            moved |= named_as_in_checkpoint(each, state_dict, revert)
-        as_they_are = {name: state_dict[key] for key, name in moved.items()}
-        tensors, converted = separated(carrying, {key: each for key, each in state_dict.items() if key not in moved})
-        return TakenApart(tensors, converted, as_they_are)
-
-    def named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
-        """The checkpoint of what has been taken apart: the conversions of transformers are reversed."""
-        rest = {name: tensor for name, tensor in parts.tensors.items() if name not in parts.converted}
-        restored = {name: parts.tensors[name] for name in parts.tensors if name in parts.converted}
-        return self._named(rest, restored) | parts.as_they_are
-
-    def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The checkpoint of a state dict in the layout of transformers."""
-        return self._named(dict(state_dict), {})
 
     def _view(self, state_dict: Mapping[str, torch.Tensor]) -> Any:
         """The model for operations, which look at parameters: some of them it has in another form."""
@@ -201,7 +167,7 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) ->
     is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
     if record is not None and record.read and not is_read:
         record = replace(record, read=False)
-    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock).used
+    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock)[1]
     order: dict[str, int] = {}
     if is_converted or (record is not None and record.dropped):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.

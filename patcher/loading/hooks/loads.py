@@ -138,10 +138,10 @@ def find_weights(
 @seam("transformers.fusion_mapping:register_fusion_patches", "cls", "config", "fusion_config")
 def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
-    asked, rest = split_fusion_config(fusion_config)
+    ours, rest = split_fusion_config(fusion_config)
     call = _CALL.get()
     # An argument takes the place of what the file says, but the weights in it lie as they do.
-    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *asked]
+    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *ours]
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
             # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
@@ -247,8 +247,8 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         put_down(finalized)
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
-            asked = load_config.weight_mapping[: len(load.key_mapping or ())]
-            load_config.weight_mapping[:] = [*asked, *without_stacking(model, stock_conversions(model))]
+            first = load_config.weight_mapping[: len(load.key_mapping or ())]
+            load_config.weight_mapping[:] = [*first, *without_stacking(model, stock_conversions(model))]
         _LOAD.set(finalized)
         return info
 
@@ -265,7 +265,7 @@ def load_from_state_dict(
 
 
 def dry_run(
-    model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], asked: DryRun, **options: Any
+    model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], run: DryRun, **options: Any
 ) -> tuple[Request | None, PatcherError | None]:
     """Take a load to where it would read: how far it came, and what it would raise on its way there.
 
@@ -273,7 +273,7 @@ def dry_run(
         Exception: what transformers raises there, of its own.
     """
     results: list[Request] = []
-    token = DRY_RUN.set((asked, results))
+    token = DRY_RUN.set((run, results))
     error: PatcherError | None = None
     try:
         model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)

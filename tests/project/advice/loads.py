@@ -77,8 +77,7 @@ def changed(folder: Path, to: Path, change: Any) -> Path:
 
 
 @advice(
-    ": it is a dotted name, and a key is the bare name of a class; write {}",
-    "for the class at that path write {}",
+    ": a key is the bare name of a class, which is replaced wherever it is; write {}, or give a path in module_mapping",
     "Correct it or take it out; with strict=False this is a warning.",
 )
 def paths_and_dotted_names_as_keys(at: Place) -> Steps:
@@ -89,6 +88,8 @@ def paths_and_dotted_names_as_keys(at: Place) -> Steps:
         model = load(at.llama, Patcher({name: OwnMLP}))
         assert type(model.model.layers[0].mlp) is OwnMLP
         assert same(model, at.llama)
+    model = load(at.llama, Patcher(module_mapping={"model.layers.{0..1}.mlp": OwnMLP}))
+    assert type(model.model.layers[1].mlp) is OwnMLP
 
 
 @advice("Correct it or take it out; with strict=False this is a warning.")
