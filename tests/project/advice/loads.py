@@ -77,7 +77,7 @@ def changed(folder: Path, to: Path, change: Any) -> Path:
 
 
 @advice(
-    ": a key is the bare name of a class, which is replaced wherever it is; write {}, or give a path in module_mapping",
+    ": a key is the bare name of a class, which is replaced wherever it is; write {}, or give a path in module_map",
     "Correct it or take it out; with strict=False this is a warning.",
 )
 def paths_and_dotted_names_as_keys(at: Place) -> Steps:
