@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.in_force import Findings, InForce, T, entered, tell_blocks, unpatched
+from patcher.construction.in_force import InForce, Outcome, T, entered, tell_blocks, unpatched
 from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
 from patcher.errors import PatchConstructionError
 
@@ -67,7 +67,7 @@ class Construction:
     #: the classes of what a module mapping names and whose constructor arguments were not recorded
     unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
-    findings: Findings = field(init=False, default_factory=Findings)
+    outcome: Outcome = field(init=False, default_factory=Outcome)
     #: whether the model has called `post_init`
     stands: bool = field(init=False, default=False)
     #: what the patchers in force do to the model where its modules stand
@@ -101,7 +101,7 @@ class Construction:
         """Remember which keys have had an effect."""
         if self._noted.get(cls) is not match:
             self._noted[cls] = match
-            self.findings |= Findings(frozenset(self.rules.matched(cls, match)))
+            self.outcome |= Outcome(frozenset(self.rules.matched(cls, match)))
 
     def decides(self, module: nn.Module | None, depth: int) -> bool:
         """Whether what is about to be built may be replaced.
@@ -237,7 +237,7 @@ def construction_here() -> Iterator[Construction | None]:
     if construction is None and (entries := entered()):
         with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
             yield construction
-        tell_blocks(construction.findings)
+        tell_blocks(construction.outcome)
     else:
         yield construction
 

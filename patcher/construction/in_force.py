@@ -43,7 +43,7 @@ Unused = tuple[InForce, str, tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True)
-class Findings:
+class Outcome:
     """What had an effect of the patchers in force, and why the rest hadn't, as whoever decides about it has found.
 
     Attributes:
@@ -54,8 +54,8 @@ class Findings:
     used: frozenset[Key] = frozenset()
     unused: Mapping[Unused, Callable[[], str]] = field(default_factory=dict)
 
-    def __or__(self, other: Findings) -> Findings:
-        return Findings(self.used | other.used, {**self.unused, **other.unused})
+    def __or__(self, other: Outcome) -> Outcome:
+        return Outcome(self.used | other.used, {**self.unused, **other.unused})
 
     def problems_of(self, entry: InForce) -> Iterator[Callable[[], str]]:
         """What is said of all of one patcher that had no effect anywhere."""
@@ -82,12 +82,12 @@ class Block:
         self.thread = thread
         self.cover: Any = None
         self.ended = False
-        self.findings = Findings()
+        self.outcome = Outcome()
         self._lock = threading.Lock()
 
-    def tell(self, findings: Findings) -> None:
+    def tell(self, outcome: Outcome) -> None:
         with self._lock:
-            self.findings |= findings
+            self.outcome |= outcome
 
 
 #: Inside of it nothing is in force that is outside, nor is the process-wide registry.
@@ -152,11 +152,11 @@ def entering(block: Block) -> Iterator[None]:
         _BLOCKS.set(blocks())
 
 
-def tell_blocks(findings: Findings) -> None:
+def tell_blocks(outcome: Outcome) -> None:
     """Tell the blocks around this code what was found in them."""
     for block in blocks():
         if block is not _STOCK:
-            block.tell(findings)
+            block.tell(outcome)
 
 
 def unpatched(call: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import stock_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import Findings, InForce
+from patcher.construction.in_force import InForce, Outcome
 from patcher.errors import PatchConflictError, PatchConstructionError
 
 #: What constructors of torch take besides what makes a module what it is.
@@ -68,7 +68,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
                 model.get_submodule(parent)._modules[name] = new
                 matched = construction.rules.matched_paths(each, _used_around(each, used))
                 used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched}
-                construction.findings |= Findings(frozenset(matched))
+                construction.outcome |= Outcome(frozenset(matched))
     return frozenset(unrecorded)
 
 
@@ -94,7 +94,7 @@ def _match(
         if other is None:
             named = match.entry, "module_mapping"
             problem = partial(_shared, match.key, path, each)
-            construction.findings |= Findings(frozenset({(*named, match.key)}), {(*named, ((path, each),)): problem})
+            construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, each),)): problem})
             return None
         if other.replacement is not match.replacement:
             raise PatchConflictError(

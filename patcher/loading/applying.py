@@ -34,7 +34,7 @@ from patcher.compat.models import (
 from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import Block, Findings, InForce, entered, entering, unpatched
+from patcher.construction.in_force import Block, InForce, Outcome, entered, entering, unpatched
 from patcher.construction.init_hooks import in_force
 from patcher.errors import InvalidPatcherError
 from patcher.functions.models import function_attributes
@@ -72,7 +72,7 @@ def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding_unused(block.entries, block.findings).warn()
+    Diagnostics().adding_unused(block.entries, block.outcome).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -130,7 +130,7 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         model, record = _replaced(patcher, model)
         known = {name: getattr(record, name) for name in _OF_A_LOAD}
         named = ((kind, key) for kind in _JUDGED_BY_THE_LOAD for key in getattr(patcher, kind))
-        construction.findings |= Findings(frozenset((entry, *each) for each in named))
+        construction.outcome |= Outcome(frozenset((entry, *each) for each in named))
     construction.root = model
     replace_functions(construction, model)
     resolution = construction.resolution = resolve_standing((entry,), model, functions=construction.functions)
@@ -145,8 +145,8 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     for path, module in before.items():
         if (new := model.get_submodule(path)) is not module:
             take_hooks(new, module)
-    findings, record, _, models = seen(construction, model)
-    Diagnostics().adding_unused((entry,), findings, type(model).__name__).warn()
+    outcome, record, _, models = seen(construction, model)
+    Diagnostics().adding_unused((entry,), outcome, type(model).__name__).warn()
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
     return model

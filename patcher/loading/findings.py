@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, dot_natural_key, source_patterns, target_patterns
 from patcher.compat.models import state_tensors, stock_class
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import LAYOUT, Findings, InForce, Key, Unused
+from patcher.construction.in_force import LAYOUT, InForce, Key, Outcome, Unused
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, PatcherError, UnmatchedPatchError, warn
 from patcher.expressions import Expressions, cut, search
 from patcher.functions.models import NO_FUNCTIONS, Functions
@@ -68,7 +68,7 @@ class Diagnostics:
             return self  # which weights don't fit follows from what had no effect
         return replace(self, errors=(*self.errors, error))
 
-    def adding_unused(self, entries: Iterable[InForce], findings: Findings, model_name: str = "") -> Diagnostics:
+    def adding_unused(self, entries: Iterable[InForce], outcome: Outcome, model_name: str = "") -> Diagnostics:
         """With what of these patchers has had no effect.
 
         Raises:
@@ -76,7 +76,7 @@ class Diagnostics:
         """
         result = self
         for entry in entries:
-            result = result.adding(_error(entry, findings, model_name), strict=entry.patcher.strict)
+            result = result.adding(_error(entry, outcome, model_name), strict=entry.patcher.strict)
         return result
 
     def warn(self) -> None:
@@ -85,12 +85,12 @@ class Diagnostics:
             warn("\n".join(dict.fromkeys(self.warnings)))
 
 
-def _error(entry: InForce, findings: Findings, model_name: str) -> UnmatchedPatchError | None:
+def _error(entry: InForce, outcome: Outcome, model_name: str) -> UnmatchedPatchError | None:
     """The error that names each argument of a patcher that has had no effect."""
-    problems = [problem() for problem in islice(findings.problems_of(entry), _MOST)]
+    problems = [problem() for problem in islice(outcome.problems_of(entry), _MOST)]
     if not problems:
         return None
-    if next(islice(findings.problems_of(entry), _MOST, None), None) is not None:
+    if next(islice(outcome.problems_of(entry), _MOST, None), None) is not None:
         problems.append("and others")
     name, where = (
         (f" {entry.patcher.name!r}" if entry.patcher.name else ""),
@@ -108,7 +108,7 @@ def _error(entry: InForce, findings: Findings, model_name: str) -> UnmatchedPatc
 
 def found_in_modules(
     construction: Construction, model: PreTrainedModel | None = None, modules: Iterable[tuple[str, nn.Module]] = ()
-) -> Findings:
+) -> Outcome:
     """What of the patchers in force has had an effect on a model that is constructed, and why the rest hasn't.
 
     Args:
@@ -143,7 +143,7 @@ def found_in_modules(
             unused |= _not_found(entry, "new_weights", "the name of no parameter", "parameters", names)
     for function in functions.replaced:
         used |= {(construction.rules.entries[number], "function_mapping", key) for number, key in function.keys}
-    return construction.findings | Findings(frozenset(used), unused)
+    return construction.outcome | Outcome(frozenset(used), unused)
 
 
 def _no_class(group: tuple[str, ...], places: Places) -> str:
@@ -214,11 +214,11 @@ def _not_called(key: str, functions: Functions) -> str:
 
 def found_by_reading(
     selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], unexpected: Iterable[str]
-) -> Findings:
+) -> Outcome:
     """What filters, conversions and dropped weights had an effect on the checkpoint, and why the rest hadn't."""
     entries = [each for each in selected.in_force if converts(each.patcher) or each.patcher.dropped_weights]
     if not entries:
-        return Findings()
+        return Outcome()
     conversions, keys = selected.conversions, tuple(checkpoint)
     effective = conversions.added if selected.runtime_layout else routing.effective
     done = {identity(each.transform) for each in effective}
@@ -232,23 +232,23 @@ def found_by_reading(
         field = "filtered_weight_conversion_patterns"
         used |= {(entry, field, text) for text in dropped} | {(entry, "conversions", each) for each in done}
         unused |= _not_found(entry, field, "no conversion of the model", "patterns", patterns)
-        for where, transform in _conversions(entry, selected.findings):
+        for where, transform in _conversions(entry, selected.outcome):
             reason = partial(_idle, where, transform, keys, parameters)
             unused[entry, "conversions", (identity(transform),)] = reason
         texts = entry.patcher.dropped_weights
         found = texts if selected.runtime_layout else Expressions(texts).found_among({*keys, *unexpected})
         used |= {(entry, "dropped_weights", text) for text in found}
         unused |= _not_found(entry, "dropped_weights", "no key of the checkpoint", "checkpoint keys", keys)
-    return Findings(frozenset(used), unused)
+    return Outcome(frozenset(used), unused)
 
 
-def _conversions(entry: InForce, findings: Findings) -> Iterator[tuple[str, WeightTransform]]:
+def _conversions(entry: InForce, outcome: Outcome) -> Iterator[tuple[str, WeightTransform]]:
     """The conversions of a patcher, with where they are written; of classes only those that were built."""
     for transform in entry.patcher.extra_weight_conversions:
         yield "extra_weight_conversions", transform
     mappings = [(field, getattr(entry.patcher, field)) for field in MODULE_MAPPINGS]
     for cls in {
-        mapping[key]: None for field, mapping in mappings for key in mapping if (entry, field, key) in findings.used
+        mapping[key]: None for field, mapping in mappings for key in mapping if (entry, field, key) in outcome.used
     }:
         for transform in conversions_of(cls):
             yield f"{cls.__qualname__}.conversion_mapping", transform

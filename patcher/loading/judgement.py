@@ -53,12 +53,12 @@ def judge(
         made = {name for route in routing.routes if route.by for name in route.parameters}
         if not made.isdisjoint(info.conversion_errors):
             raise PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
-        findings = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
+        outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
         if selected.dry_run is None:
-            tell_blocks(findings)
+            tell_blocks(outcome)
         for entry in selected.own:
             # What the model doesn't have was said when it was built, where that is an error.
-            found = findings if entry.patcher.strict else selected.findings | findings
+            found = outcome if entry.patcher.strict else selected.outcome | outcome
             diagnostics = diagnostics.adding_unused([entry], found, selected.model_class.__name__)
         new = Expressions(text for entry in selected.in_force for text in entry.patcher.new_weights)
         if routing.made_of or any(is_concatenation(each.transform) for each in selected.conversions.added):

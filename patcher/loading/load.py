@@ -28,7 +28,7 @@ from patcher.compat.parallel import sizes
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
-from patcher.construction.in_force import Findings, InForce, in_force_for, tell_blocks
+from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
@@ -151,7 +151,7 @@ class Constructed(Request):
     outermost: Placed
     record: PatchRecord
     frozen: frozenset[str]
-    findings: Findings
+    outcome: Outcome
     diagnostics: Diagnostics
     seconds: float
 
@@ -175,10 +175,10 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
     model = check_stands(construction, load.model_class)
     if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
-    findings, record, outermost, models = seen(construction, model)
+    outcome, record, outermost, models = seen(construction, model)
     strict = [entry for entry in load.own if entry.patcher.strict]  # of the others all is said at the end, at once
     diagnostics = Diagnostics(goes_on=load.dry_run is not None)
-    diagnostics = diagnostics.adding_unused(strict, findings, load.model_class.__name__)
+    diagnostics = diagnostics.adding_unused(strict, outcome, load.model_class.__name__)
     done(
         Constructed(
             **vars(load),
@@ -188,7 +188,7 @@ def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[
             outermost=outermost,
             record=record,
             frozen=frozen_parameters(model, outermost),
-            findings=findings,
+            outcome=outcome,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
         )
@@ -228,7 +228,7 @@ def never_constructed(load: Request) -> PatcherError:
 
 def seen(
     construction: Construction, model: PreTrainedModel
-) -> tuple[Findings, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
+) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
     """What was found and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
@@ -239,8 +239,8 @@ def seen(
         if (original := original_class(module)) is not None
     ]
     functions: Functions = construction.functions or NO_FUNCTIONS
-    findings = found_in_modules(construction, model, modules)
-    tell_blocks(findings)
+    outcome = found_in_modules(construction, model, modules)
+    tell_blocks(outcome)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
     follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
@@ -257,7 +257,7 @@ def seen(
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
-    return findings, record, tuple(outermost), models
+    return outcome, record, tuple(outermost), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -333,7 +333,7 @@ def finish(load: Constructed) -> None:
             raise not_called(_LEADS_ON[type(load)])
         put_down(load)  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
-        diagnostics = diagnostics.adding_unused(lenient, load.findings, load.model_class.__name__)
+        diagnostics = diagnostics.adding_unused(lenient, load.outcome, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter may have been loaded, too
@@ -343,5 +343,5 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    construction.findings, record, _, models = seen(construction, model)
+    construction.outcome, record, _, models = seen(construction, model)
     keep_record(models, record)

@@ -49,7 +49,7 @@ def from_config(
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
     check_stands(construction, cls)
-    Diagnostics().adding_unused(own, construction.findings, cls.__name__).warn()
+    Diagnostics().adding_unused(own, construction.outcome, cls.__name__).warn()
     return model
 
 
