@@ -173,6 +173,9 @@ _BYTES = ("I8", "U8", "F8")
 def check_quantized(model: PreTrainedModel, checkpoint: Mapping[str, Any], routing: Routing, *, keeps: bool) -> None:
     """Note in a routing what is wrong with a load that would make other weights of quantized ones.
 
+    Beside these lie tensors that belong to the layer as it is (`SCB`, `weight_scale`). What the quantizer has left
+    alone is taken as ever.
+
     Args:
         keeps: whether what is quantized in the checkpoint is so in the model as well.
     """

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
-from patcher.compat.models import ModelView, state_tensors
+from patcher.compat.models import ModelView, state_tensors, tied_keys
 from patcher.compat.quantizers import is_of_quantizer
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import Expressions
@@ -541,7 +541,8 @@ class _Router:
                 routing.unexpected.add(name)
             elif tuple(shape) != tuple(self.own[name].shape):
                 routing.mismatched[name] = torch.Size(shape), self.own[name].shape
-        for name in (*routing.missing, *routing.mismatched):
+        amiss = {*routing.missing, *routing.mismatched} if self.conversions.added else set()
+        for name in amiss.difference(tied_keys(self.model)):
             for added in self.conversions.added:
                 with suppress(Exception):  # it may have no reverse
                     found = stock_revert(self.view, {name: self.own[name]}, [copy_transform(added.transform)])

@@ -222,7 +222,11 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
 
 
 class OffloadedCheckpoint(dict[str, Any]):
-    """What `plan` saves of a state dict; tensors that will be computed are on the meta device."""
+    """What `plan` saves of a state dict; tensors that will be computed are on the meta device.
+
+    transformers takes one tensor after the other out of the state dict that it saves, right before it writes the file
+    which that belongs to: the values of a layer are read and converted when the first of its tensors is taken out.
+    """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
         self._plan = plan

@@ -170,6 +170,9 @@ def name_as_parameters(
 ) -> None:
     """Put parameters of transformers into a state dict, in the place of the tensors of a checkpoint that make them.
 
+    Between the two lie the conversions of transformers, which a load runs and `load_state_dict` doesn't. Of a patched
+    model it takes all names, because tools save it with `save_pretrained` and read that with `load_state_dict`.
+
     What a state dict has only some tensors of, keeps its values where it has none.
     """
     found = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
