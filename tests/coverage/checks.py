@@ -250,7 +250,9 @@ def _compare(
     row["gradients"] = gradient_distance(reference.gradients, gradients)
     if max(row["max_abs"], row["gradients"] or 0.0) > TOLERANCE and (failure := _exactly(reference, patcher, row)):
         return failure
-    if family in ("qkv", "kv", "gate_up", "siblings") and (failure := _called_as_often(reference, model, expected & fused)):
+    if family in ("qkv", "kv", "gate_up", "siblings") and (
+        failure := _called_as_often(reference, model, expected & fused)
+    ):
         return failure
     if family == "patch_embeddings" and (failure := _patch_by_patch(reference.stock, model, row)):
         return failure

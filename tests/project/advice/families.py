@@ -65,7 +65,7 @@ class DownWithScale(Down):
     becomes = TooMuch
 
 
-@advice("Take a checkpoint that has them.")
+@advice("Take a checkpoint that has them: transformers can't convert this one either.")
 def an_expert_that_is_missing(at: Place) -> Steps:
     """transformers can't convert such a checkpoint either."""
     state = load_file(at.moe / "model.safetensors")
@@ -78,23 +78,6 @@ def an_expert_that_is_missing(at: Place) -> Steps:
     gone = next(key for key in state if "experts.2.w3" in key)
     yield lambda: read(**{key: value for key, value in state.items() if key != gone})
     assert same(read(**state), at.moe)
-
-
-@advice("Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True.")
-def a_part_of_another_shape_than_the_config_says(at: Place) -> Steps:
-    state = load_file(at.llama / "model.safetensors")
-    key = "model.layers.0.self_attn.k_proj.weight"
-    wrong = {**state, key: state[key][:-1].clone()}
-    fused = Patcher(fusions="qkv")
-
-    def read(state: dict[str, torch.Tensor], **options: Any) -> Any:
-        config = AutoConfig.from_pretrained(at.llama)
-        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, patcher=fused, **options)
-
-    yield lambda: read(wrong)
-    assert same(read(state), at.llama)
-    kept = read(wrong, ignore_mismatched_sizes=True).model.layers[0].self_attn
-    assert torch.equal(kept.q_proj.weight, state[key.replace("k_proj", "q_proj")])
 
 
 @advice("Say what each parameter of a {} becomes.")
