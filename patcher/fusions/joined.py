@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,11 +13,9 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import is_exporting
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
-from patcher.fusions.fused_module import FusedModule, view_of
-from patcher.layouts.carried import fused_weights
-from patcher.layouts.sharded import Copied
-
-_ADVICE = "Take the fusions off with Patcher().apply(model) first."
+from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.old_names import ADVICE, PartView, view_of
+from patcher.layouts.carried import fused_weights, is_quantized
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,8 @@ class JoinedProjections(FusedModule):
 
     _joined: ClassVar[Joined]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        joined = self._joined
-        if name in joined.projections and fused_weights(self) is not None:  # type: ignore[arg-type]
-            assign_part(self, joined, name, value)  # type: ignore[arg-type]
-        else:
-            super().__setattr__(name, value)
+    def _assign(self, name: str, value: Any) -> None:
+        assign_part(self, self._joined, name, value)  # type: ignore[arg-type]
 
 
 def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> None:
@@ -58,23 +53,39 @@ def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> Non
         PatchConflictError: it is another layer than the one that was joined.
     """
     part = ProjectionView(module, joined, joined.projections.index(name))
-    asked = f"{type(module).__name__}.{name} is rows of its {joined.name}, and takes the values of a plain nn.Linear"
     if type(value) is not nn.Linear:
-        raise PatchConflictError(f"{asked}; this is a {type(value).__qualname__}. {_ADVICE}")
+        raise part._cannot(f"it takes the values of a plain nn.Linear, and this is a {type(value).__qualname__}")
     if reason := more_than_a_weight_and_bias(value):
-        raise PatchConflictError(f"{asked}; this one {reason}. {_ADVICE}")
-    if value.weight.shape != part.weight.shape or (value.bias is None) != (part.bias is None):
-        raise PatchConflictError(
-            f"{asked} of {part.in_features} inputs and {part.out_features} outputs, "
-            f"{'without' if part.bias is None else 'with'} bias; this one is {value}. {_ADVICE}"
-        )
-    part.weight = value.weight
-    if value.bias is not None:
-        part.bias = value.bias
+        raise part._cannot(f"it takes the values of a plain nn.Linear, and this one {reason}")
+    given = value._parameters
+    shared = {kind for kind in given if _holders(given, kind) > _ONE}
+    # Nothing is written before all of it is checked.
+    written = [(part._rows_for(kind, own, is_shared=kind in shared), own) for kind, own in given.items()]
+    for rows, own in written:
+        _write(rows, own)
+
+
+@torch.no_grad()
+def _write(rows: torch.Tensor | None, value: Any) -> None:
+    if rows is not None:
+        rows.copy_(value)
+
+
+def _holders(table: dict[str, Any], name: str) -> int:
+    """How many references there are to what a table holds: of a parameter, whether others would share it."""
+    return sys.getrefcount(table[name])
+
+
+_ONE = _holders({"": object()}, "")
 
 
 class ProjectionView:
-    """A projection that has been joined, for code that looks at it: its rows of the weight, and what it computes."""
+    """A projection that has been joined, for code that looks at it: its rows of the weight, and what it computes.
+
+    A new `nn.Parameter` may be assigned to its `weight` and `bias`: its values are written into the rows.
+    """
+
+    __slots__ = ("_bias", "_is_in_blocks", "_joined_name", "_name", "_size", "_start", "_whole")
 
     def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
         sizes: tuple[int, ...] = getattr(module, joined.sizes)
@@ -95,20 +106,12 @@ class ProjectionView:
 
     @property
     def weight(self) -> torch.Tensor:
-        return self._slice(self._whole.weight)
-
-    @weight.setter
-    def weight(self, value: torch.Tensor) -> None:
-        self._write(self.weight, value)
+        return self._slice(self._whole.weight, "weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
         whole: torch.Tensor | None = getattr(self._whole, "bias", None)
-        return self._bias if whole is None else self._slice(whole)
-
-    @bias.setter
-    def bias(self, value: torch.Tensor) -> None:
-        self._write(self.bias, value)
+        return self._bias if whole is None else self._slice(whole, "bias")
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole = self._whole
@@ -122,43 +125,87 @@ class ProjectionView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{self._name} is rows of {self._joined_name} and no module of its own, so it has no {name!r}. {_ADVICE}"
-        )
+        raise AttributeError(str(self._cannot(f"it has no {name!r}")))
 
-    def _write(self, rows: torch.Tensor | None, value: Any) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ProjectionView.__slots__:
+            super().__setattr__(name, value)
+        elif name in ("weight", "bias"):
+            is_shared = _holders({name: value}, name) > _ONE + 2  # besides whoever assigns it, and this call
+            _write(self._rows_for(name, value, is_shared=is_shared), value)
+        else:
+            raise self._cannot(f"{name!r} can't be set on it")
+
+    def __delattr__(self, name: str) -> None:
+        raise self._cannot(f"{name!r} can't be deleted")
+
+    def _cannot(self, why: str) -> PatchConflictError:
+        return PatchConflictError(f"{self._name} is rows of {self._joined_name} and not a module: {why}. {ADVICE}")
+
+    def _rows_for(self, kind: str, value: Any, *, is_shared: bool) -> torch.Tensor | None:
+        """The rows that take the values of a parameter; None where there are none, and the value is None.
+
+        Args:
+            is_shared: whether somebody else holds the parameter, who wouldn't write to the rows with it.
+
+        Raises:
+            PatchConflictError: the rows can't take them, or more than values would be lost.
+        """
+        rows: torch.Tensor | None = getattr(self, kind)
+        has, given = (tuple(each.shape) if isinstance(each, torch.Tensor) else each for each in (rows, value))
+        if has != given:
+            raise self._cannot(f"its {kind} is {has or 'None'}, and can't take {given or value!r}")
+        if rows is None:
+            return None
+        whole = getattr(self._whole, kind, None)
+        whole = rows if whole is None else whole
+        reason = ""
         if isinstance(rows, DTensor):  # a process has some of them, or none
-            raise PatchConflictError(
-                f"{self._name} has rows of {self._joined_name} that are split over processes, and they can't be "
-                f"written. {_ADVICE}"
+            reason = "is split over processes, and can't be written"
+        elif rows.is_meta or value.is_meta:
+            reason = "or what it is given has its values elsewhere (it is on the meta device)"
+        elif is_quantized(whole) or is_quantized(value.detach()):
+            reason = "or what it is given is quantized"
+        elif isinstance(value, PartView):
+            is_shared = value.data_ptr() != rows.data_ptr()  # the same after `weight += 1`
+        elif not isinstance(value, nn.Parameter):
+            return rows  # torch itself takes no such value, so nothing is lost
+        elif value.requires_grad != whole.requires_grad:
+            reason = f"has requires_grad={whole.requires_grad}, as all rows have, and not {value.requires_grad}"
+        elif value.grad is not None or value._backward_hooks:
+            reason = "takes values, and this parameter has a gradient or hooks"
+        if is_shared and not reason:
+            reason = (
+                "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
+                f"({kind}.copy_(...), in torch.no_grad(), writes its values)"
             )
-        if rows is None or not isinstance(value, torch.Tensor) or value.shape != rows.shape or rows.is_meta:
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            has = (
-                "none"
-                if rows is None
-                else f"{tuple(rows.shape)}{' whose values are elsewhere' if rows.is_meta else ''}"
-            )
-            raise PatchConflictError(f"{self._name} has rows of {has}, and can't take {found}. {_ADVICE}")
-        with torch.no_grad():
-            rows.copy_(value)
+        if reason:
+            raise self._cannot(f"its {kind} {reason}")
+        return rows
 
-    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+    def _slice(self, whole: torch.Tensor, kind: str) -> torch.Tensor:
         if self._is_in_blocks:
             raise PatchConflictError(
                 f"{self._name} is rows of {self._joined_name}, which processes share, and each has other rows of it. "
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
                 "writes them."
             )
-        rows = whole.narrow(0, self._start, self._size)
-        return view_of(whole, Copied.of(rows) if isinstance(rows, DTensor) else rows)
+        start, size = self._start, self._size
+        what = f"{self._name}.{kind} is rows of {self._joined_name}.{kind}"
+        return view_of(whole, lambda tensor: tensor.narrow(0, start, size), what)
 
 
 def part_property(joined: Joined, number: int) -> property:
     name = joined.projections[number]
 
     def get(self: nn.Module) -> Any:
-        own = self._modules.get(name)  # while the original's `__init__` runs, or where somebody has put something
-        return ProjectionView(self, joined, number) if own is None else own
+        own = self._modules.get(name)
+        if own is None:
+            return ProjectionView(self, joined, number)
+        if fused_weights(self) is None:  # while the original's `__init__` runs
+            return own
+        raise ProjectionView(self, joined, number)._cannot(
+            f"a {type(own).__qualname__} that was put into _modules is not run, only module.{name} = layer is seen"
+        )
 
     return property(get, doc=f"`{name}`, which is joined in `{joined.name}`.")
