@@ -85,16 +85,20 @@ class ProjectionView:
     A new `nn.Parameter` may be assigned to its `weight` and `bias`: its values are written into the rows.
     """
 
-    __slots__ = ("_bias", "_is_in_blocks", "_joined_name", "_name", "_size", "_start", "_whole")
+    __slots__ = ("_joined", "_module", "_number", "_sizes")
 
     def __init__(self, module: nn.Module, joined: Joined, number: int) -> None:
-        sizes: tuple[int, ...] = getattr(module, joined.sizes)
-        self._name = f"{type(module).__name__}.{joined.projections[number]}"
-        self._joined_name = joined.name
-        self._whole: nn.Linear = getattr(module, joined.name)
-        self._start, self._size = sum(sizes[:number]), sizes[number]
-        self._is_in_blocks = sum(sizes) != getattr(self._whole, "out_features", sum(sizes))
-        self._bias: nn.Parameter | None = getattr(module, f"{joined.projections[number]}_bias", None)
+        self._module, self._joined, self._number = module, joined, number
+        self._sizes: tuple[int, ...] = getattr(module, joined.sizes)
+
+    @property
+    def _whole(self) -> nn.Linear:
+        whole: nn.Linear = getattr(self._module, self._joined.name)
+        return whole
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        return sum(self._sizes[: self._number]), self.out_features
 
     @property
     def in_features(self) -> int:
@@ -102,7 +106,7 @@ class ProjectionView:
 
     @property
     def out_features(self) -> int:
-        return self._size
+        return self._sizes[self._number]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -110,8 +114,9 @@ class ProjectionView:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        whole: torch.Tensor | None = getattr(self._whole, "bias", None)
-        return self._bias if whole is None else self._slice(whole, "bias")
+        name, whole = self._joined.projections[self._number], getattr(self._whole, "bias", None)
+        own: nn.Parameter | None = getattr(self._module, f"{name}_bias") if name in self._joined.biased else None
+        return own if whole is None else self._slice(whole, "bias")
 
     def __call__(self, features: torch.Tensor) -> torch.Tensor:
         whole = self._whole
@@ -119,8 +124,9 @@ class ProjectionView:
             return nn.functional.linear(features, self.weight, self.bias)  # a program keeps what it is shown
         # All of it, and then a part: so it is right for a quantized projection and one with an adapter as well.
         # Code of the original goes on with it as with a projection's result, which is contiguous.
-        result: torch.Tensor = self._whole(features).narrow(-1, self._start, self._size).contiguous()
-        return result if self._bias is None else result + self._bias.to(result.dtype)
+        result: torch.Tensor = whole(features).narrow(-1, *self._rows).contiguous()
+        own = self.bias if self._joined.biased else None  # that of the others has been added
+        return result if own is None else result + own.to(result.dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -140,7 +146,11 @@ class ProjectionView:
         raise self._cannot(f"{name!r} can't be deleted")
 
     def _cannot(self, why: str) -> PatchConflictError:
-        return PatchConflictError(f"{self._name} is rows of {self._joined_name} and not a module: {why}. {ADVICE}")
+        return PatchConflictError(f"{self._told()} and not a module: {why}. {ADVICE}")
+
+    def _told(self, kind: str = "") -> str:
+        name = f"{type(self._module).__name__}.{self._joined.projections[self._number]}"
+        return f"{name}{kind} is rows of {self._joined.name}{kind}"
 
     def _rows_for(self, kind: str, value: Any, *, is_shared: bool) -> torch.Tensor | None:
         """The rows that take the values of a parameter; None where there are none, and the value is None.
@@ -184,15 +194,14 @@ class ProjectionView:
         return rows
 
     def _slice(self, whole: torch.Tensor, kind: str) -> torch.Tensor:
-        if self._is_in_blocks:
+        if sum(self._sizes) != getattr(self._whole, "out_features", sum(self._sizes)):
             raise PatchConflictError(
-                f"{self._name} is rows of {self._joined_name}, which processes share, and each has other rows of it. "
+                f"{self._told()}, which processes share, and each has other rows of it. "
                 "patcher.original_state_dict(model) gathers them; patcher.load_original_state_dict(model, state_dict) "
                 "writes them."
             )
-        start, size = self._start, self._size
-        what = f"{self._name}.{kind} is rows of {self._joined_name}.{kind}"
-        return view_of(whole, lambda tensor: tensor.narrow(0, start, size), what)
+        start, size = self._rows
+        return view_of(whole, lambda tensor: tensor.narrow(0, start, size), self._told(f".{kind}"))
 
 
 def part_property(joined: Joined, number: int) -> property:
