@@ -131,18 +131,12 @@ class FusedModule(OldNames):
 
 
 def fuse(
-    fusion: Fusion,
-    module: nn.Module,
-    cls: type[nn.Module],
-    layouts: Iterable[Layout] | None = None,
-    *,
-    is_dry_run: bool = False,
+    fusion: Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
 ) -> nn.Module:
     """Make a module that stands one of the fused class, with its values.
 
     Args:
         layouts: what becomes of its parameters, where that is known; the family is asked otherwise.
-        is_dry_run: whether the model will be looked at and thrown away.
 
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
@@ -153,7 +147,7 @@ def fuse(
     module.__class__ = cls
     # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
     with DisableTorchFunction() if is_our_own(fusion) else nullcontext():
-        fuse_in_place(module, layouts, original, shortest(fusion), is_dry_run=is_dry_run)
+        fuse_in_place(module, layouts, original, shortest(fusion))
     return module
 
 
@@ -185,9 +179,7 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
     return new
 
 
-def fuse_in_place(
-    module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any, *, is_dry_run: bool = False
-) -> None:
+def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
     """Give a module the parameters of the layouts in the place of its own.
 
     Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps
@@ -203,15 +195,14 @@ def fuse_in_place(
     fused, initialized = _fused_parameters(module, layouts), _initialized_layers(module)
     before = list(module._modules)
     _remove(module, [name for layout in layouts for name in layout.stock])
-    _add(module, fused, is_dry_run)
+    _add(module, fused)
     _mark_layers(module, layouts, initialized)
-    if gone := [name for name in before if name not in module._modules]:
-        # What is new takes the place of the first that is gone, so that parameters keep their order.
-        place, children = before.index(gone[0]), dict(module._modules)
-        module._modules.clear()
-        module._modules.update({name: children.pop(name) for name in before[:place]})
-        module._modules.update({name: children.pop(name) for name in [*children] if name not in before})
-        module._modules.update(children)
+    # What is new takes the place of the first that is gone, so that parameters keep their order.
+    new = [name for name in module._modules if name not in before]
+    order = [name for old in before for name in ([old] if old in module._modules else new)] + new
+    children = {name: module._modules[name] for name in order}
+    module._modules.clear()
+    module._modules.update(children)
     for layout in layouts:
         module.__dict__.update({name: Moved(name, layout.fused) for name in layout.stock if "." not in name})
         owner, _, last = layout.fused[0].rpartition(".")
@@ -289,7 +280,7 @@ def _remove(module: nn.Module, names: Iterable[str]) -> None:
         del module.get_submodule(parent)._modules[last]
 
 
-def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], is_dry_run: bool) -> None:
+def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
         at, path = module, owner.split(".") if owner else []
@@ -297,28 +288,12 @@ def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], is_dry_run: 
             child = at._modules.get(part)
             if child is None:
                 is_linear = number == len(path) - 1 and last == "weight" and parameter.dim() == 2
-                child = at._modules[part] = _bare(nn.Linear if is_linear else nn.Module, is_dry_run)
+                # By hand: a constructor would initialise values, seconds in vain for 30,000 experts.
+                child = at._modules[part] = nn.Module.__new__(nn.Linear if is_linear else nn.Module)
+                nn.Module.__init__(child)
                 if is_linear:
                     child.__dict__.update(zip(("out_features", "in_features"), parameter.shape, strict=True))
                     child._parameters.update(weight=None, bias=None)
                 child.__dict__["training"] = module.training
             at = child
         at._parameters[last] = parameter
-
-
-def _bare(cls: type[nn.Module], is_dry_run: bool) -> nn.Module:
-    """A module with nothing in it: that of `nn.Linear` gives values, seconds in vain for 30,000 experts.
-
-    In a dry run nobody puts hooks or buffers on it: what holds them, a dozen for each of 60,000, is then the same for
-    all.
-    """
-    module = cls.__new__(cls)
-    if is_dry_run:
-        module.__dict__.update(_BARE)
-        module.__dict__.update(_parameters={}, _modules={})
-    else:
-        nn.Module.__init__(module)
-    return module
-
-
-_BARE = vars(nn.Module())

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_exporting
 from patcher.errors import PatchConflictError
 from patcher.fusions.base import more_than_a_weight_and_bias
 from patcher.fusions.fused_module import FusedModule
-from patcher.fusions.old_names import ADVICE, PartView, view_of
-from patcher.layouts.carried import fused_weights, is_quantized
+from patcher.fusions.old_names import ADVICE, ONE_HOLDER, holders, more_than_values, view_of
+from patcher.layouts.carried import fused_weights
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> Non
     if reason := more_than_a_weight_and_bias(value):
         raise part._cannot(f"it takes the values of a plain nn.Linear, and this one {reason}")
     given = value._parameters
-    shared = {kind for kind in given if _holders(given, kind) > _ONE}
+    shared = {kind for kind in given if holders(given, kind) > ONE_HOLDER}
     # Nothing is written before all of it is checked.
     written = [(part._rows_for(kind, own, is_shared=kind in shared), own) for kind, own in given.items()]
     for rows, own in written:
@@ -69,14 +67,6 @@ def assign_part(module: nn.Module, joined: Joined, name: str, value: Any) -> Non
 def _write(rows: torch.Tensor | None, value: Any) -> None:
     if rows is not None:
         rows.copy_(value)
-
-
-def _holders(table: dict[str, Any], name: str) -> int:
-    """How many references there are to what a table holds: of a parameter, whether others would share it."""
-    return sys.getrefcount(table[name])
-
-
-_ONE = _holders({"": object()}, "")
 
 
 class ProjectionView:
@@ -137,7 +127,7 @@ class ProjectionView:
         if name in ProjectionView.__slots__:
             super().__setattr__(name, value)
         elif name in ("weight", "bias"):
-            is_shared = _holders({name: value}, name) > _ONE + 2  # besides whoever assigns it, and this call
+            is_shared = holders({name: value}, name) > ONE_HOLDER + 2  # besides whoever assigns it, and this call
             _write(self._rows_for(name, value, is_shared=is_shared), value)
         else:
             raise self._cannot(f"{name!r} can't be set on it")
@@ -168,28 +158,7 @@ class ProjectionView:
         if rows is None:
             return None
         whole = getattr(self._whole, kind, None)
-        whole = rows if whole is None else whole
-        reason = ""
-        if isinstance(rows, DTensor):  # a process has some of them, or none
-            reason = "is split over processes, and can't be written"
-        elif rows.is_meta or value.is_meta:
-            reason = "or what it is given has its values elsewhere (it is on the meta device)"
-        elif is_quantized(whole) or is_quantized(value.detach()):
-            reason = "or what it is given is quantized"
-        elif isinstance(value, PartView):
-            is_shared = value.data_ptr() != rows.data_ptr()  # the same after `weight += 1`
-        elif not isinstance(value, nn.Parameter):
-            return rows  # torch itself takes no such value, so nothing is lost
-        elif value.requires_grad != whole.requires_grad:
-            reason = f"has requires_grad={whole.requires_grad}, as all rows have, and not {value.requires_grad}"
-        elif value.grad is not None or value._backward_hooks:
-            reason = "takes values, and this parameter has a gradient or hooks"
-        if is_shared and not reason:
-            reason = (
-                "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
-                f"({kind}.copy_(...), in torch.no_grad(), writes its values)"
-            )
-        if reason:
+        if reason := more_than_values(rows, rows if whole is None else whole, value, is_shared=is_shared):
             raise self._cannot(f"its {kind} {reason}")
         return rows
 

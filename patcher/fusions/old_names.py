@@ -12,6 +12,7 @@ patcher.errors.PatchConflictError: k_proj.weight is rows of kv_proj.weight and t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
-from patcher.layouts.carried import fused_weights
+from patcher.layouts.carried import fused_weights, is_quantized
 from patcher.layouts.sharded import Copied
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
@@ -114,6 +115,42 @@ def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor]
     if isinstance(view, _View):
         vars(view)["_seen"] = parameter, see, what  # from here on it refuses
     return view
+
+
+def holders(table: dict[str, Any], name: str) -> int:
+    """How many references there are to what a table holds."""
+    return sys.getrefcount(table[name])
+
+
+#: The number for what is held by a table alone.
+ONE_HOLDER = holders({"": object()}, "")
+
+
+def more_than_values(rows: torch.Tensor, whole: torch.Tensor, value: Any, *, is_shared: bool) -> str:
+    """Why the values of a tensor can't be written into rows of a parameter, or what else of it would be lost.
+
+    Args:
+        whole: the parameter.
+        is_shared: whether somebody else holds the tensor, who would go on with it and not with the rows.
+    """
+    if isinstance(rows, DTensor):  # a process has some of them, or none
+        return "is split over processes, and can't be written"
+    if rows.is_meta or value.is_meta:
+        return "or what it is given has its values elsewhere (it is on the meta device)"
+    if is_quantized(whole) or is_quantized(value.detach()):
+        return "or what it is given is quantized"
+    if isinstance(value, PartView):
+        is_shared = value.data_ptr() != rows.data_ptr()  # the same after `weight += 1`
+    elif not isinstance(value, nn.Parameter):
+        return ""  # on the stock model torch itself refuses it, so nothing is lost
+    elif value.requires_grad != whole.requires_grad:
+        return f"has requires_grad={whole.requires_grad}, as all rows have, and not {value.requires_grad}"
+    elif value.grad is not None or value._backward_hooks:
+        return "takes values, and this parameter has a gradient or hooks"
+    return is_shared * (
+        "takes the values of a new parameter, and this one is held elsewhere too, and would not be shared "
+        "(copy_(...), in torch.no_grad(), writes its values)"
+    )
 
 
 class OldNames:
