@@ -480,7 +480,7 @@ def test_code_that_reads_parts_compiles_in_one_piece(fused: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(reads, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), reads(x))
-    torch.testing.assert_close(torch.export.export(reads, (x,)).module()(x), reads(x))
+    torch.testing.assert_close(torch.export.export(reads, (x,), strict=False).module()(x), reads(x))
 
 
 def test_functions_of_parts_are_differentiated(fused: Any) -> None:
