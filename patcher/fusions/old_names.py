@@ -206,9 +206,9 @@ class Moved:
         super().__setattr__(name, value)
 
     def _refuse(self, *args: Any) -> NoReturn:
-        raise PatchConflictError(f"{self._text}, and here it can be neither read nor written. {ADVICE}")
+        raise PatchConflictError(f"{self._text}, and it can't be written under this name. {ADVICE}")
 
-    __getitem__ = __setitem__ = __delitem__ = __delattr__ = __iadd__ = __imul__ = _refuse
+    __setitem__ = __delitem__ = __delattr__ = __iadd__ = __imul__ = _refuse
 
     def __repr__(self) -> str:
         return f"<{self._text}>"

@@ -526,7 +526,7 @@ def scaled(experts: Any) -> None:
 
 
 STACK = r"gate_up_proj is fused: its values are in .*, and "
-NEITHER = STACK + "here it can be neither read nor written"
+NOT_HERE = STACK + "it can't be written under this name"
 OF_EXPERTS: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "= nn.Parameter": (
         lambda experts: setattr(experts, "gate_up_proj", nn.Parameter(torch.zeros(4, 128, 64))),
@@ -542,16 +542,15 @@ OF_EXPERTS: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     ".data =": (
         lambda experts: setattr(experts.gate_up_proj, "data", torch.zeros(4, 128, 64)),
         PatchConflictError,
-        NEITHER,
+        NOT_HERE,
     ),
     ".requires_grad =": (
         lambda experts: setattr(experts.gate_up_proj, "requires_grad", False),
         PatchConflictError,
-        NEITHER,
+        NOT_HERE,
     ),
-    "[0] =": (lambda experts: experts.gate_up_proj.__setitem__(0, 1.0), PatchConflictError, NEITHER),
-    "[0]": (lambda experts: experts.gate_up_proj[0], PatchConflictError, NEITHER),
-    "*=": (scaled, PatchConflictError, NEITHER),
+    "[0] =": (lambda experts: experts.gate_up_proj.__setitem__(0, 1.0), PatchConflictError, NOT_HERE),
+    "*=": (scaled, PatchConflictError, NOT_HERE),
 }
 
 
@@ -572,8 +571,10 @@ def test_methods_of_the_stacks_of_experts_are_refused(experts: Any) -> None:
     for name in ("copy_", "mul_", "requires_grad_", "register_hook"):
         with pytest.raises(AttributeError, match=f"gate_up_proj is fused: .* It has no '{name}': ask these"):
             getattr(experts.gate_up_proj, name)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        experts.gate_up_proj[0]
     again = copy.deepcopy(experts)
-    with pytest.raises(PatchConflictError, match=NEITHER):
+    with pytest.raises(PatchConflictError, match=NOT_HERE):
         again.gate_up_proj.data = torch.zeros(4, 128, 64)
     for register in (again.register_parameter, again.register_buffer):
         with pytest.raises(KeyError, match="attribute 'gate_up_proj' already exists"):
