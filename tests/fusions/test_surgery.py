@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from patcher import PatchedWeightsError, Patcher
+from patcher.codegen.runtime import fuse
+from patcher.compat.models import is_initialized, mark_initialized
+from patcher.fusions import Flatten, Rows
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits
@@ -196,6 +201,28 @@ def test_a_model_around_it_does_not_initialise_it_again(name: str, made: str, fo
 
     Around(tiny_llama_config(), model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("marked", [(), ("gate_proj",), ("gate_proj", "up_proj")])
+def test_a_layer_passes_for_initialized_where_all_its_parts_do(marked: tuple[str, ...]) -> None:
+    mlp: Any = LlamaMLP(tiny_llama_config())
+    for name in marked:
+        mark_initialized(mlp.get_submodule(name))
+    fuse(mlp, Rows(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight"))
+    assert is_initialized(mlp.gate_up_proj) == (len(marked) == 2)
+
+    convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
+    if marked:
+        mark_initialized(convolution)
+    layouts = (Flatten("weight", "linear.weight"), Rows("bias", "linear.bias"))
+    linear = fuse(convolution, *layouts, into=LinearPatchEmbedding)
+    assert is_initialized(linear) == is_initialized(linear.linear) == bool(marked)
+
+
+def test_what_is_joined_takes_the_place_of_the_first_part() -> None:
+    attention = LlamaAttention(tiny_llama_config(), 0)
+    fuse(attention, Rows(["k_proj.weight", "v_proj.weight"], "kv_proj.weight"))
+    assert list(attention._modules) == ["q_proj", "kv_proj", "o_proj"]
 
 
 # --- pickles ---------------------------------------------------------------------------------------------------------
