@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from patcher.fusions.fused_module import (
         FusedModule as FusedModule,
         fused_class_of as fused_class_of,
-        view_of as view_of,
     )
     from patcher.fusions.gate_up import GateUp as GateUp
     from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
+    from patcher.fusions.old_names import view_of as view_of
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
     from patcher.fusions.qkv import QKV as QKV
@@ -67,7 +67,7 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
     "called_with": "patcher.fusions.sharing",
     "compile_subclass": "patcher.fusions.rewrite",
     "fused_class_of": "patcher.fusions.fused_module",
-    "view_of": "patcher.fusions.fused_module",
+    "view_of": "patcher.fusions.old_names",
 }
 
 

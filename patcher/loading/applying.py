@@ -85,7 +85,8 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the classes, layers and functions of transformers, in place."""
     given = record_of(model)
     replaced = [(each.original, each.replacement) for each in given.replaced] if given is not None else []
-    unfuse(model, lambda path, carried: True, "Patcher().apply()")  # first: rebound classes were fused
+    # First: rebound classes were fused.
+    unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
     record = record_of(model)
     for _, module in named_modules(model):
         module.__class__ = unrebound(type(module))

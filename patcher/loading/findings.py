@@ -237,7 +237,7 @@ def found_by_reading(
             unused[entry, "conversions", (identity(transform),)] = reason
         texts = entry.patcher.dropped_weights
         names = {*keys, *unexpected}
-            found = [each for each in texts if selected.runtime_layout or any(search(each, name) for name in names)]
+        found = [each for each in texts if selected.runtime_layout or any(search(each, name) for name in names)]
         used |= {(entry, "dropped_weights", text) for text in found}
         unused |= _not_found(entry, "dropped_weights", "no key of the checkpoint", "checkpoint keys", keys)
     return Outcome(frozenset(used), unused)

@@ -99,13 +99,7 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
                 f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device. "
                 f"{_ADVICE}"
             )
-        fused = fuse(
-            fusion_named(key),
-            module,
-            cls,
-            resolution.fusion_plan.layouts.get(path, ()),
-            is_dry_run=construction.on_meta,
-        )
+        fused = fuse(fusion_named(key), module, cls, resolution.fusion_plan.layouts.get(path, ()))
         mark_original_class(fused, original)
         if fused is not module:
             parent_path, _, name = path.rpartition(".")

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.bridges.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses, unrebound
-from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import trees_of
+from patcher.fusions.old_names import OldNames
 from patcher.fusions.rewrite import class_text
 from patcher.layouts.layouts import Layout
 from patcher.source import trees
@@ -361,7 +361,7 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
 def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
     """The classes whose methods the rewritten ones use: those that a fused class inherits from besides."""
     bases = [base for base in fused.__mro__ if unrebound(base) is base]
-    besides = [base for base in bases if not issubclass(base, FusedModule) and base not in original.__mro__]
+    besides = [base for base in bases if not issubclass(base, OldNames) and base not in original.__mro__]
     return [base for base in besides if not any(issubclass(other, base) for other in besides if other is not base)]
 
 
