@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations import moe
 from transformers.integrations.accelerate import (
     get_device as get_device,
     load_offloaded_parameter,
@@ -29,8 +30,6 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
-#: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
-EXPERTS_HOME = "transformers.integrations.moe"
 
 #: Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
 #: its own takes them from the class that it replaces.
@@ -270,6 +269,11 @@ def experts_implementation(model: PreTrainedModel) -> str | None:
 
 def choose_experts_implementation(model: PreTrainedModel, name: str) -> None:
     model.config._experts_implementation = name
+
+
+def is_of_experts_decorator(function: Any) -> bool:
+    """Whether `use_experts_implementation` has put a function around `__init__` or `forward` of a class."""
+    return getattr(function, "__globals__", None) is vars(moe)
 
 
 def tie_partners(model: PreTrainedModel) -> set[str]:

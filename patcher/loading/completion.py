@@ -6,7 +6,7 @@ they do there, each by itself: with `ignore_mismatched_sizes=True` those of anot
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from patcher.compat.conversions import dot_natural_key, stock_conversions_from_s
 from patcher.compat.models import initial_values, named_parameters, tied_keys
 from patcher.construction.lock import construction_lock
 from patcher.errors import PatchedWeightsError
+from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.carried import fused_modules
 from patcher.layouts.sources import shape_of
 from patcher.layouts.transforms import is_concatenation
@@ -69,10 +70,12 @@ def complete(
     dtype: torch.dtype | None,
     ignores_shapes: bool,
     is_read: bool,
+    replaced: Iterable[str] = (),
 ) -> Completion:
     """Put in what conversions and fusions join with what the checkpoint has.
 
-    Fused parameters of which it has nothing at all transformers initialises by itself.
+    Fused parameters of which it has nothing at all transformers initialises by itself. But experts it would draw layer by
+    layer, and not stack by stack: where some are missing, all that is missing is drawn here, in the order of stock.
 
     Args:
         model: the patched model.
@@ -81,18 +84,24 @@ def complete(
         dtype: that of the load.
         ignores_shapes: whether tensors of other shapes count as missing.
         is_read: whether the checkpoint will be read; otherwise shapes are enough.
+        replaced: the paths of modules that initialise what they have by themselves.
     """
     reverted = stock_conversions_from_scratch(stock)
     tied = tied_keys(stock)
     parameters = {name: value for name, value in named_parameters(stock) if name not in tied}
     whole = {name: value.data for name, value in parameters.items()}
-    expected = _as_in(checkpoint, stock, stock_revert(stock, whole, reverted))
+    saved = stock_revert(stock, whole, reverted)
+    name_of = _names_in(checkpoint, stock, saved)
+    expected = {name_of(key): value for key, value in saved.items()}
     together: dict[Hashable, list[str]] = {}
     places = _places(model)
-    fused = set(places.values())
+    drawn = routing.missing if missing_experts(model, routing.missing) else frozenset()
+    drawn = {name for name in drawn if not any(name.startswith(inside(path)) for path in replaced)}
+    left_out = set(places.values()) - drawn
     for key in expected:
         found = routing.follow(key)
-        place = places.get(found.name, found.name if found.taker is not None and found.by else None)
+        is_alone = (found.taker is None or not found.by) and found.name not in drawn
+        place = places.get(found.name, None if is_alone else found.name)
         if place is not None:
             together.setdefault(place, []).append(key)
     misfits: list[str] = []
@@ -114,7 +123,7 @@ def complete(
                 if is_concatenation(routing.follow(key).taker)
             ]
             odd = []
-        if len(absent) < len(keys) or place not in fused:
+        if len(absent) < len(keys) or place not in left_out:
             wanted += [*absent, *odd]
             lacking += absent if len(absent) + len(odd) < len(keys) else []
     if misfits:
@@ -124,9 +133,9 @@ def complete(
     values: Mapping[str, torch.Tensor] = expected
     if is_read:
         with construction_lock.held_for(type(stock).__name__):
-            needed = _parameters_of(wanted, checkpoint, stock, whole, reverted)
+            needed = _parameters_of(wanted, name_of, stock, whole, reverted)
             made = initial_values(stock, needed, dtype)
-        values = _as_in(checkpoint, stock, stock_revert(stock, made, reverted))
+        values = {name_of(key): value for key, value in stock_revert(stock, made, reverted).items()}
     gone = {own[routing.renamed(key)] for key in wanted if key in shapes}
     kept = {key: value for key, value in checkpoint.items() if key not in gone}
     return Completion(
@@ -146,9 +155,19 @@ def _places(model: PreTrainedModel) -> dict[str, Hashable]:
     }
 
 
+def missing_experts(model: PreTrainedModel, missing: Container[str]) -> set[str]:
+    """What a stack of experts is fused into, where the checkpoint has nothing of it."""
+    return {
+        name
+        for path, _, carried in fused_modules(model)
+        for layout in carried.layouts
+        if isinstance(layout, Matrices) and (name := f"{inside(path)}{layout.fused[0]}") in missing
+    }
+
+
 def _parameters_of(
     keys: Iterable[str],
-    checkpoint: Iterable[str],
+    name_of: Callable[[str], str],
     stock: PreTrainedModel,
     whole: Mapping[str, torch.Tensor],
     reverted: list[Any],
@@ -158,16 +177,14 @@ def _parameters_of(
     return [
         name
         for name, value in whole.items()
-        if not wanted.isdisjoint(_as_in(checkpoint, stock, stock_revert(stock, {name: value}, reverted)))
+        if not wanted.isdisjoint(map(name_of, stock_revert(stock, {name: value}, reverted)))
     ]
 
 
-def _as_in(checkpoint: Iterable[str], stock: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors under the names that this checkpoint has: some are saved without the prefix of the base model."""
+def _names_in(checkpoint: Iterable[str], stock: PreTrainedModel, keys: Iterable[str]) -> Callable[[str], str]:
+    """Key of a saved model -> the one that this checkpoint has: some are saved without the prefix of the base model."""
     prefix = f"{stock.base_model_prefix}."
     has_prefix = any(key.startswith(prefix) for key in checkpoint)
-    if len(prefix) == 1 or has_prefix == any(key.startswith(prefix) for key in tensors):
-        return dict(tensors)
-    if has_prefix:
-        return {prefix + key: value for key, value in tensors.items()}
-    return {key.removeprefix(prefix): value for key, value in tensors.items()}
+    if len(prefix) == 1 or has_prefix == any(key.startswith(prefix) for key in keys):
+        return str
+    return prefix.__add__ if has_prefix else lambda key: key.removeprefix(prefix)

@@ -19,7 +19,7 @@ from patcher.compat.quantizers import is_prequantized, keeps_quantized
 from patcher.layouts.carried import fused_modules, is_shared
 from patcher.layouts.sources import named_sources, shape_of
 from patcher.layouts.transforms import is_concatenation
-from patcher.loading.completion import complete
+from patcher.loading.completion import complete, missing_experts
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.quantized_checkpoints import check_quantized
@@ -167,7 +167,9 @@ def _is_incomplete(selected: Selected, routing: Routing) -> bool:
         return not routing.is_hopeless
     amiss = bool(routing.missing or routing.mismatched or routing.errors)
     added = [each.transform for each in selected.conversions.added]
-    return any(amiss or is_concatenation(each) for each in added)
+    if any(amiss or is_concatenation(each) for each in added):
+        return True
+    return bool(routing.missing and missing_experts(selected.model, routing.missing))
 
 
 def _completed(
@@ -182,6 +184,7 @@ def _completed(
         dtype=load_config.dtype,
         ignores_shapes=load_config.ignore_mismatched_sizes,
         is_read=selected.dry_run is None,
+        replaced=selected.record.paths_of_replacements,
     )
     is_strict = selected.strict or bool(completion.misfits)  # transformers raises for shapes as well
     selected = replace(selected, diagnostics=selected.diagnostics.adding(completion.error, strict=is_strict))
