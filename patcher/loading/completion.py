@@ -6,7 +6,7 @@ they do there, each by itself: with `ignore_mismatched_sizes=True` those of anot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Completion:
     Attributes:
         checkpoint: it, as it is to be read.
         lacking: the keys that it should have, of what is joined with others that it has.
-        initialized: the keys that were put in.
+        initialized: the keys that were put in, and the parameters of which all were.
         misfits: what has another shape, and is joined all the same: `key: found ..., expected ...`.
     """
 
@@ -93,26 +93,32 @@ def complete(
     saved = stock_revert(stock, whole, reverted)
     name_of = _names_in(checkpoint, stock, saved)
     expected = {name_of(key): value for key, value in saved.items()}
-    together: dict[Hashable, list[str]] = {}
+    #: the parameters that are made together -> the keys that they are made of
+    together: dict[tuple[str, ...], list[str]] = {}
     places = _places(model)
-    drawn = routing.missing if missing_experts(model, routing.missing) else frozenset()
-    drawn = {name for name in drawn if not any(name.startswith(inside(path)) for path in replaced)}
-    left_out = set(places.values()) - drawn
+    is_drawn = is_read and bool(missing_experts(model, routing.missing))
+    drawn = {
+        name
+        for name in (routing.missing if is_drawn else ())
+        if not any(name.startswith(inside(path)) for path in replaced)
+    }
+    left_out = {place for place in places.values() if place[0] not in drawn}
     for key in expected:
         found = routing.follow(key)
         is_alone = (found.taker is None or not found.by) and found.name not in drawn
-        place = places.get(found.name, None if is_alone else found.name)
+        place = places.get(found.name, None if is_alone else (found.name,))
         if place is not None:
             together.setdefault(place, []).append(key)
     misfits: list[str] = []
     lacking: list[str] = []
     wanted: list[str] = []
+    initialized: list[str] = []
     # The checkpoint may have other names for them: those of an older release, or of a `key_mapping`.
     own = {routing.renamed(key): key for key in checkpoint}
     shapes = {key: shape_of(checkpoint[own[name]]) for key in expected if (name := routing.renamed(key)) in own}
     as_they_are = {found.name for key in checkpoint if (found := routing.follow(key)).taker is None}
     for place, keys in together.items():
-        if place in as_they_are:
+        if place[0] in as_they_are:
             continue
         absent = [key for key in keys if key not in shapes]
         odd = [key for key in keys if key not in absent and shapes[key] != expected[key].shape]
@@ -125,6 +131,7 @@ def complete(
             odd = []
         if len(absent) < len(keys) or place not in left_out:
             wanted += [*absent, *odd]
+            initialized += place if place[0] in drawn else [*absent, *odd]
             lacking += absent if len(absent) + len(odd) < len(keys) else []
     if misfits:
         return Completion(checkpoint, misfits=tuple(misfits))
@@ -141,14 +148,14 @@ def complete(
     return Completion(
         {**kept, **{key: values[key] for key in wanted}},
         tuple(sorted(lacking, key=dot_natural_key)),
-        tuple(wanted),
+        tuple(initialized),
     )
 
 
-def _places(model: PreTrainedModel) -> dict[str, Hashable]:
+def _places(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     """A parameter as transformers has it -> what it is fused into."""
     return {
-        f"{inside(path)}{name}": f"{inside(path)}{layout.fused[0]}"
+        f"{inside(path)}{name}": tuple(f"{inside(path)}{fused}" for fused in layout.fused)
         for path, _, carried in fused_modules(model)
         for layout in carried.layouts
         for name in layout.stock

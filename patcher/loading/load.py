@@ -310,13 +310,13 @@ class Selected(Constructed):
 
     Attributes:
         key_mapping: what the call renames before anything else.
-        initialized: the keys that were given initial values, the shape that the checkpoint has there, None where it
-            lacks them, and their own.
+        initialized: the keys that were given initial values, with the shape that the checkpoint has there, and their
+            own; None where it lacks them.
     """
 
     conversions: SelectedConversions
     key_mapping: Mapping[str, str] | None = None
-    initialized: Mapping[str, tuple[torch.Size | None, torch.Size]] = field(default_factory=dict)
+    initialized: Mapping[str, tuple[torch.Size, torch.Size] | None] = field(default_factory=dict)
 
 
 def select(

@@ -110,11 +110,11 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
 
 def tell_initialized(info: Any, selected: Selected) -> None:
     """Add to what a load gives out as its info the parts of parameters that it has initialised, as stock would."""
-    for key, (found, own) in selected.initialized.items():
-        if found is None:
+    for key, shapes in selected.initialized.items():
+        if shapes is None:
             info.missing_keys.add(key)
         else:
-            info.mismatched_keys.add((key, found, own))
+            info.mismatched_keys.add((key, *shapes))
 
 
 def unknown_keys(selected: Selected) -> frozenset[str]:
@@ -169,7 +169,7 @@ def _is_incomplete(selected: Selected, routing: Routing) -> bool:
     added = [each.transform for each in selected.conversions.added]
     if any(amiss or is_concatenation(each) for each in added):
         return True
-    return bool(routing.missing and missing_experts(selected.model, routing.missing))
+    return selected.dry_run is None and bool(missing_experts(selected.model, routing.missing))
 
 
 def _completed(
@@ -193,10 +193,10 @@ def _completed(
     if selected.dry_run is None:
         keys = ", ".join(compress(completion.initialized))
         logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
-    initialized = {
-        key: (torch.Size(shape_of(checkpoint[key])) if key in checkpoint else None, torch.Size(shape_of(value)))
+    initialized = dict.fromkeys(completion.initialized) | {
+        key: (torch.Size(shape_of(checkpoint[key])), torch.Size(shape_of(completion.checkpoint[key])))
         for key in completion.initialized
-        for value in [completion.checkpoint[key]]
+        if key in checkpoint
     }
     selected = replace(selected, initialized=initialized)
     return selected, completion.checkpoint, _routed(selected, completion.checkpoint, mapping, load_config)

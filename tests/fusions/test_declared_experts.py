@@ -347,4 +347,4 @@ def test_experts_of_llama4_are_an_adapters_own() -> None:
     rows = torch.randn(3 * EXPERTS, HIDDEN)
     assert SequentialExperts(all_tokens=True).refusal(stock) == ""
     for all_tokens in (False, True):
-        torch.testing.assert_close(listed(stock, all_tokens=all_tokens)(rows), stock(rows), atol=0, rtol=0)
+        torch.testing.assert_close(listed(stock, all_tokens=all_tokens)(rows), stock(rows), atol=1e-4, rtol=1e-4)
