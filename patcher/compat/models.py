@@ -30,7 +30,6 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
 
-
 #: Attributes of a model class that decide how it is loaded and saved: a replacement of the class that says nothing of
 #: its own takes them from the class that it replaces.
 LOADING_ATTRIBUTES = (

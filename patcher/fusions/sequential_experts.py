@@ -116,7 +116,7 @@ def _mismatch(module: Any, linear: type[LinearExperts]) -> str:
     if len(set(numbers.values())) > 1 and not linear.may_be_incomplete:
         return f"its stacks are of different numbers of experts: {numbers}"
     down = layouts.pop("down_proj", None)
-    for name, layout in layouts.items() if down is not None else ():
+    for layout in layouts.values() if down is not None else ():
         if layout.layers[0].endswith(".weight") and layout.fused_shapes()[0] != down.fused_shapes()[0][::-1]:
             both = (f"{each.stock[0]} of the shape {tuple(each.stock_shapes[0])}" for each in (layout, down))
             return f"{' and '.join(both)} don't fit together as is_transposed={layout.transposed} has it"

@@ -74,8 +74,8 @@ def complete(
 ) -> Completion:
     """Put in what conversions and fusions join with what the checkpoint has.
 
-    Fused parameters of which it has nothing at all transformers initialises by itself. But experts it would draw layer by
-    layer, and not stack by stack: where some are missing, all that is missing is drawn here, in the order of stock.
+    Fused parameters of which it has nothing at all transformers initialises by itself. But experts it would draw layer
+    by layer, and not stack by stack: where some are missing, all that is missing is drawn here, in the order of stock.
 
     Args:
         model: the patched model.
@@ -189,7 +189,7 @@ def _parameters_of(
 
 
 def _names_in(checkpoint: Iterable[str], stock: PreTrainedModel, keys: Iterable[str]) -> Callable[[str], str]:
-    """Key of a saved model -> the one that this checkpoint has: some are saved without the prefix of the base model."""
+    """Key of a saved model -> the one that this checkpoint has: some lack the prefix of the base model."""
     prefix = f"{stock.base_model_prefix}."
     has_prefix = any(key.startswith(prefix) for key in checkpoint)
     if len(prefix) == 1 or has_prefix == any(key.startswith(prefix) for key in keys):

@@ -283,9 +283,7 @@ def test_a_forward_with_other_globals_is_not_the_one_that_is_declared() -> None:
 
 
 def test_a_module_must_be_as_it_declares() -> None:
-    assert refusal(ForgetfulMixtral()) == (
-        "it has no has_gate: its __init__ doesn't call that of the declared class"
-    )
+    assert refusal(ForgetfulMixtral()) == ("it has no has_gate: its __init__ doesn't call that of the declared class")
 
     stock = Own()
     stock.num_experts = 3
@@ -303,8 +301,8 @@ def test_a_module_must_be_as_it_declares() -> None:
     stock = Own()
     stock.gate_up_proj = nn.Parameter(torch.randn(4, HIDDEN, 2 * INNER))
     assert refusal(stock) == (
-        "gate_up_proj of the shape (4, 8, 12) and down_proj of the shape (4, 8, 6) don't fit together as is_transposed="
-        "False has it"
+        "gate_up_proj of the shape (4, 8, 12) and down_proj of the shape (4, 8, 6) don't fit together as "
+        "is_transposed=False has it"
     )
 
     stock = Own()

@@ -32,7 +32,7 @@ class SummedInFloat32(LinearExperts):
 
 
 class WithIdentities(LinearExperts):
-    """The last experts return what they are given. They have a gate and an up projection all the same, and no other."""
+    """The last experts return what they are given. They have gate and up projections all the same."""
 
     counts: ClassVar[dict[str, str]] = {"num_routed_experts": "down_proj", "total_experts": "gate_up_proj"}
     may_be_incomplete = True
@@ -63,7 +63,9 @@ class InEqualParts(LinearExperts):
         gate = torch.stack([expert.gate_proj(part) for expert, part in zip(self, rows, strict=True)])
         up = torch.stack([expert.up_proj(part) for expert, part in zip(self, rows, strict=True)])
         rows = up * self.act_fn(gate)
-        return torch.stack([expert.down_proj(part) for expert, part in zip(self, rows, strict=True)]).view(-1, self.hidden_size)
+        return torch.stack([expert.down_proj(part) for expert, part in zip(self, rows, strict=True)]).view(
+            -1, self.hidden_size
+        )
 
     forward_of_all_tokens: ClassVar[Any] = forward
 
