@@ -62,7 +62,7 @@ class SequentialExperts(Fusion):
         linear = linear_experts(type(module))
         if isinstance(linear, str):
             return linear
-        if self.all_tokens and linear.forward_of_all_tokens is None:
+        if self.all_tokens and not linear.gives_all_tokens:
             return "all_tokens=True: the caller chooses the tokens of each expert"
         return _mismatch(module, linear)
 
@@ -115,9 +115,9 @@ def _mismatch(module: Any, linear: type[LinearExperts]) -> str:
             return f"{name} is {getattr(module, name)}, and {stack} has {numbers[stack]} experts"
     if len(set(numbers.values())) > 1 and not linear.may_be_incomplete:
         return f"its stacks are of different numbers of experts: {numbers}"
-    down = layouts.pop("down_proj", None)
-    for layout in layouts.values() if down is not None else ():
-        if layout.layers[0].endswith(".weight") and layout.fused_shapes()[0] != down.fused_shapes()[0][::-1]:
-            both = (f"{each.stock[0]} of the shape {tuple(each.stock_shapes[0])}" for each in (layout, down))
+    weights = [layout for layout in layouts.values() if layout.layers[0].endswith(".weight")]
+    for layout in weights[:-1]:  # those in front of the down projection
+        if layout.fused_shapes()[0] != weights[-1].fused_shapes()[0][::-1]:
+            both = (f"{each.stock[0]} of the shape {tuple(each.stock_shapes[0])}" for each in (layout, weights[-1]))
             return f"{' and '.join(both)} don't fit together as is_transposed={layout.transposed} has it"
     return ""

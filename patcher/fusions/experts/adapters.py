@@ -1,6 +1,6 @@
 """Which forward a class of experts gets: that of its declaration, or of an adapter for those that have none."""
 
-# mypy: disable-error-code="operator"
+# mypy: disable-error-code="call-overload, no-any-return, no-untyped-call, operator, override"
 from __future__ import annotations
 
 import sys
@@ -39,8 +39,8 @@ class WithIdentities(LinearExperts):
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
-        gate_and_up = Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight"))
-        return [gate_and_up, Matrices("down_proj", layers=("down_proj.weight",))]
+        gate_and_up = Matrices(("gate_up_proj",), layers=("gate_proj.weight", "up_proj.weight"))
+        return [gate_and_up, Matrices(("down_proj",), layers=("down_proj.weight",))]
 
     def run_expert(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         gate, up = expert.gate_proj, expert.up_proj
@@ -55,8 +55,8 @@ class InEqualParts(LinearExperts):
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
-        gate_and_up = Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight"), transposed=True)
-        return [gate_and_up, Matrices("down_proj", layers=("down_proj.weight",), transposed=True)]
+        gate_and_up = Matrices(("gate_up_proj",), layers=("gate_proj.weight", "up_proj.weight"), transposed=True)
+        return [gate_and_up, Matrices(("down_proj",), layers=("down_proj.weight",), transposed=True)]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.view(len(self), -1, self.hidden_size)
@@ -74,11 +74,11 @@ class InParts(LinearExperts):
     """The caller gives each expert its rows, and says how many. An expert is one linear layer."""
 
     counts: ClassVar[dict[str, str]] = {"num_experts": "weight"}
-    forward_of_all_tokens: ClassVar[Any] = None
+    gives_all_tokens = False
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
-        return [Matrices("weight", layers=("weight",))]
+        return [Matrices(("weight",), layers=("weight",))]
 
     def forward(self, inputs: torch.Tensor, expert_size: list[int]) -> torch.Tensor:
         parts = inputs.split(expert_size, dim=0)
@@ -92,7 +92,7 @@ class Shared(LinearExperts):
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
-        return [Matrices(name, layers=(f"{name}.weight",)) for name in ("gate_proj", "up_proj", "down_proj")]
+        return [Matrices((name,), layers=(f"{name}.weight",)) for name in ("gate_proj", "up_proj", "down_proj")]
 
     def forward(self, hidden_states: torch.Tensor, gammas: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -54,6 +54,8 @@ class LinearExperts(FusedModule, ListedExperts):
     counts: ClassVar[dict[str, str]] = {"num_experts": "down_proj"}
     #: Whether stacks may have different numbers of experts, so that the last ones lack layers.
     may_be_incomplete: ClassVar[bool] = False
+    #: Whether there is a forward in which every expert sees every token.
+    gives_all_tokens: ClassVar[bool] = True
 
     @classmethod
     def stacks(cls, module: Any) -> list[Matrices]:
@@ -74,10 +76,10 @@ class LinearExperts(FusedModule, ListedExperts):
         for name, parts in ((first, layers), ("down_proj", ("down_proj",))):
             interleaved = len(parts) > 1 and not says.is_concatenated
             weights = tuple(f"{part}.weight" for part in parts)
-            found.append(Matrices(name, layers=weights, transposed=says.is_transposed, interleaved=interleaved))
+            found.append(Matrices((name,), layers=weights, transposed=says.is_transposed, interleaved=interleaved))
             if says.has_bias:
                 biases = tuple(f"{part}.bias" for part in parts)
-                found.append(Matrices(f"{name}_bias", layers=biases, interleaved=interleaved))
+                found.append(Matrices((f"{name}_bias",), layers=biases, interleaved=interleaved))
         return found
 
     def forward(
