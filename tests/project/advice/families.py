@@ -89,9 +89,10 @@ class Redeclared(Overridden):
 )
 def experts_with_another_forward_than_they_declare(at: Place) -> Steps:
     experts = Patcher({"MixtralExperts": Overridden}, fusions="sequential_experts")
-    yield lambda: load(at.moe, experts)
+    read = MixtralForCausalLM.from_pretrained
+    yield lambda: read(at.moe, patcher=experts)
     for cls in (use_experts_implementation(type("Decorated", (Overridden,), {})), Redeclared):
-        assert same(load(at.moe, experts.replace(class_mapping={"MixtralExperts": cls})), at.moe)
+        assert same(read(at.moe, patcher=experts.replace(class_mapping={"MixtralExperts": cls})), at.moe)
 
 
 @advice("Take a checkpoint that has them.")
