@@ -43,11 +43,6 @@ class LinearExperts(FusedModule, ListedExperts):
     ...), `_apply_gate`, `act_fn` and `post_expert_norm` are those of the class itself, looked up when they are used.
     """
 
-    has_gate: bool
-    has_bias: bool
-    is_transposed: bool
-    is_concatenated: bool
-
     _rewritten: ClassVar[Any] = _Texts()
 
     #: Attribute -> the stack whose number of experts it is.
@@ -64,7 +59,7 @@ class LinearExperts(FusedModule, ListedExperts):
         Raises:
             InvalidPatcherError: the module lacks what its class declares.
         """
-        says = cls if hasattr(cls, "has_gate") else module
+        says: Any = cls if hasattr(cls, "has_gate") else module
         if missing := [name for name in DECLARED if not hasattr(says, name)]:
             raise InvalidPatcherError(f"it has no {missing[0]}: its __init__ doesn't call that of the declared class")
         called = ["_apply_gate" if says.has_gate else "act_fn"]

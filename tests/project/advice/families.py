@@ -88,11 +88,17 @@ class Redeclared(Overridden):
     "is_transposed and is_concatenated in its body and define _apply_gate(self, gate_up)"
 )
 def experts_with_another_forward_than_they_declare(at: Place) -> Steps:
-    experts = Patcher({"MixtralExperts": Overridden}, fusions="sequential_experts")
-    read = MixtralForCausalLM.from_pretrained
-    yield lambda: read(at.moe, patcher=experts)
+    experts = Patcher(fusions="sequential_experts")
+
+    def read(cls: Any) -> Any:
+        model = MixtralForCausalLM.from_pretrained(at.moe)
+        for layer in model.model.layers:
+            layer.mlp.experts.__class__ = cls
+        return model
+
+    yield lambda: experts.apply(read(Overridden))
     for cls in (use_experts_implementation(type("Decorated", (Overridden,), {})), Redeclared):
-        assert same(read(at.moe, patcher=experts.replace(class_mapping={"MixtralExperts": cls})), at.moe)
+        assert same(experts.apply(read(cls)), at.moe)
 
 
 @advice("Take a checkpoint that has them.")
