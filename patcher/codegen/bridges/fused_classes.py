@@ -252,9 +252,9 @@ def write_rewritten(
     mixins = {cls: _mixins(original, cls) for cls in fused.values()}
     for mixin in dict.fromkeys(each for listed in mixins.values() for each in listed):
         bring(mixin)
-    if only is not None and not _leaves_calls(only):
+    if only is not None and not mixins[only] and not _leaves_calls(only):
         why = _reason(only)
-        if not _is_wrapped_by_class(original, only) and not mixins[only]:
+        if not _is_wrapped_by_class(original, only):
             for method, code in only._rewritten.items():
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
@@ -262,7 +262,7 @@ def write_rewritten(
             owners.add(name, of_all, why)
             return
         # A decorator of the class chooses among forwards: the class is replaced as a whole.
-        if text := _replacement(original, only, of_all, mixins[only]):
+        if text := _replacement(original, only, of_all):
             described.replace_class(name, text, why)
             return
 
@@ -320,7 +320,7 @@ def _leaves_calls(fused: Any) -> bool:
 
 def _reason(fused: Any) -> str:
     """The first sentence of what a rewritten class says of itself, without its name."""
-    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2]
+    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2].removesuffix(".")
 
 
 def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
@@ -365,7 +365,7 @@ def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
     return [base for base in besides if not any(issubclass(other, base) for other in besides if other is not base)]
 
 
-def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[type]) -> str:
+def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
     node = trees.read_class(original)
     own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
@@ -379,5 +379,4 @@ def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Seq
         init: [init.with_changes(body=init.body.with_changes(body=statements))],
     }
     changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
-    bases = [*(cst.Arg(cst.Name(mixin.__name__)) for mixin in mixins), *changed.bases]
-    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[], bases=bases))
+    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))

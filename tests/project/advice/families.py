@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -63,6 +65,40 @@ class Down(Fusion):
 
 class DownWithScale(Down):
     becomes = TooMuch
+
+
+class Overridden(MixtralExperts):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+class Redeclared(Overridden):
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+@advice(
+    "Decorate the class that has it with use_experts_implementation of transformers, or set has_gate, has_bias, "
+    "is_transposed and is_concatenated in its body and define _apply_gate(self, gate_up)"
+)
+def experts_with_another_forward_than_they_declare(at: Place) -> Steps:
+    experts = Patcher(fusions="sequential_experts")
+
+    def read(cls: Any) -> Any:
+        model = MixtralForCausalLM.from_pretrained(at.moe)
+        for layer in model.model.layers:
+            layer.mlp.experts.__class__ = cls
+        return model
+
+    yield lambda: experts.apply(read(Overridden))
+    for cls in (use_experts_implementation(type("Decorated", (Overridden,), {})), Redeclared):
+        assert same(experts.apply(read(cls)), at.moe)
 
 
 @advice("Take a checkpoint that has them: transformers can't convert this one either.")
