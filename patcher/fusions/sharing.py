@@ -83,10 +83,14 @@ def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, .
     """The children of a module, among these, that a method calls with one variable, in the order of the calls."""
     found: list[tuple[str, ...]] = []
     for tree in trees_of(cls).values():
-        given: dict[str, list[str]] = {}
+        #: a variable, and how often it has been assigned -> what is called with it
+        given: dict[tuple[str, int], list[str]] = {}
         for call in called_parts(tree, names):
             if len(call.args) == 1 and isinstance(call.args[0], ast.Name) and not call.keywords:
-                given.setdefault(call.args[0].id, []).append(_name(call))
+                name = call.args[0].id
+                before = [each for each in ast.walk(tree) if name in _assigned_by(each)]
+                value = name, sum(positions(each)[1] <= positions(call)[0] for each in before)
+                given.setdefault(value, []).append(_name(call))
         found += [tuple(dict.fromkeys(called)) for called in given.values() if len(set(called)) > 1]
     return found
 
@@ -195,6 +199,11 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
     held: list[ast.expr] = []
     for node in ast.walk(tree):  # a node comes before those inside of it
         match node:
+            case ast.Attribute(value=owner, attr=attr) if attr.endswith("_") and not attr.endswith("__"):
+                inner = list(ast.walk(owner))
+                is_of_part = any(isinstance(each, ast.Attribute) and each.attr in group for each in inner)
+                if is_of_part and not any(isinstance(each, ast.Call) for each in inner):
+                    raise NotUnderstoodError(f"{cls.__name__}.{method} writes into it with {shown(node)!r}")
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self_of(tree) and attr in group:
                 if not isinstance(node.ctx, ast.Load):
                     raise NotUnderstoodError(f"{cls.__name__}.{method}: {attr} is assigned")
@@ -598,6 +607,8 @@ class _Calls:
                 kept = any(isinstance(each, ast.Subscript | ast.Attribute) for each in targets)
                 return kept and self._is_part(value)
             case ast.Match(subject=value) | ast.withitem(context_expr=value):
+                return self._is_part(value)
+            case ast.Attribute(value=value, attr=attr) if attr.endswith("_"):
                 return self._is_part(value)
             case ast.Return(value=ast.expr() as value):
                 return any(map(self._is_part, _returned(value)))
