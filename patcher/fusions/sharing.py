@@ -560,7 +560,7 @@ class _Calls:
                         names = _stored_in(*node.targets)
                         self._parts |= names
                         if isinstance(value, ast.Tuple | ast.List | ast.BinOp):
-                            self._containers |= names
+                            self._containers |= {each.id for each in node.targets if isinstance(each, ast.Name)}
                     case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value) if self._is_part(value):
                         self._parts |= _stored_in(node.target)
                     case ast.For(iter=value) | ast.comprehension(iter=value) if self._is_part(value):
