@@ -453,6 +453,8 @@ class Body:
             if name in _PLAIN_RESULTS:
                 return PLAIN, ""
             is_known = hasattr(torch.Tensor, name) and name not in _CHANGING and not name.startswith("_")
+            if self.is_lenient and name == "view" and [ast.unparse(each) for each in node.args] == ["-1"]:
+                return UNKNOWN, "only what is contiguous has such a view"
             if not is_known or (name.endswith("_") and kind != FRESH):
                 return UNKNOWN, "it may write in place"
             return FRESH if name in _MAKING else self._of_arguments(node, kind), ""

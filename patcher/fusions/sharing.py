@@ -31,7 +31,7 @@ from patcher.fusions.methods import (
     still_found,
     trees_of,
 )
-from patcher.fusions.purity import FRESH, PLAIN, Body, check, positions, problem_of, shown
+from patcher.fusions.purity import CACHE, FRESH, PLAIN, Body, check, positions, problem_of, shown
 from patcher.source.call_sites import none_by_default
 
 _HELD = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -549,79 +549,19 @@ class _Calls:
 
     def _is_written(self) -> bool:
         """Whether a part may be written into after it was computed, or leaves the method."""
-        self._parts: set[str] = set()
-        self._containers: set[str] = set()
-        self.body = self._body(is_lenient=True)
-        while True:  # names that hold a part, or a view of one
-            before = len(self._parts)
-            for node in ast.walk(self.method.node):
-                match node:
-                    case ast.Assign(value=value) if self._is_part(value):
-                        names = _stored_in(*node.targets)
-                        self._parts |= names
-                        if isinstance(value, ast.Tuple | ast.List | ast.BinOp):
-                            self._containers |= {each.id for each in node.targets if isinstance(each, ast.Name)}
-                    case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value) if self._is_part(value):
-                        self._parts |= _stored_in(node.target)
-                    case ast.For(iter=value) | ast.comprehension(iter=value) if self._is_part(value):
-                        self._parts |= _stored_in(node.target)
-            if len(self._parts) == before:
-                break
-        return any(self._gives_away(node) for node in ast.walk(self.method.node) if node is not self.method.node)
-
-    def _is_part(self, node: ast.AST) -> bool:
-        match node:
-            case ast.Name(id=name):
-                return name in self._parts
-            case ast.Constant() | ast.Compare():
-                return False
-            case ast.BinOp(left=left, right=right):  # of tensors it is new, of lists it holds what they do
-                return any(
-                    self._is_part(each)
-                    for each in (left, right)
-                    if isinstance(each, ast.Tuple | ast.List) or getattr(each, "id", "") in self._containers
-                )
-            case ast.Call() if node in self.calls:
-                return True
-            case ast.Call():
-                return self.body.kind(node) not in (PLAIN, FRESH) and any(map(self._is_part, _given_to(node)))
-            case ast.Attribute(value=inner):
-                return self._is_part(inner) and self.body.kind(node) != PLAIN
-        return any(map(self._is_part, ast.iter_child_nodes(node)))
-
-    def _gives_away(self, node: ast.AST) -> bool:
-        match node:
-            case ast.Call(func=ast.Name(id="eval" | "exec" | "locals")):
-                return True
-            case ast.Call(func=ast.Name(id="getattr" | "setattr" | "vars"), args=[value, *_]):
-                return self._is_part(value)
-            case ast.Call(func=ast.Attribute(attr="view", value=value), args=[size]) if ast.unparse(size) == "-1":
-                return self._is_part(value)  # only what is contiguous has such a view
-            case ast.Call() if node not in self.calls:
-                return any(map(self._is_part, _given_to(node))) and bool(problem_of(self.body, node))
-            case ast.AugAssign(target=target):
-                return self._is_part(target)
-            case ast.Assign(targets=targets, value=value):
-                if any(isinstance(each, ast.Subscript) and self._is_part(each.value) for each in targets):
-                    return True
-                kept = any(isinstance(each, ast.Subscript | ast.Attribute) for each in targets)
-                return kept and self._is_part(value)
-            case ast.Match(subject=value) | ast.withitem(context_expr=value):
-                return self._is_part(value)
-            case ast.Attribute(value=value, attr=attr) if attr.endswith("_"):
-                return self._is_part(value)
-            case ast.Return(value=ast.expr() as value):
-                return any(map(self._is_part, _returned(value)))
-            case ast.Lambda() | ast.FunctionDef() | ast.ClassDef() | ast.GeneratorExp():
-                return any(isinstance(each, ast.Name) and each.id in self._parts for each in ast.walk(node))
-        return False
-
-
-def _given_to(call: ast.Call) -> Iterator[ast.AST]:
-    yield from call.args
-    yield from (each.value for each in call.keywords)
-    if isinstance(call.func, ast.Attribute):
-        yield call.func.value
+        start = positions(self.calls[0])[1]
+        body = self._body(is_lenient=True)
+        behind = [node for node in self._reached if hasattr(node, "end_lineno") and positions(node)[1] > start]
+        try:
+            check(body, (node for node in behind if node is not self.method.node))
+        except NotUnderstoodError:
+            return True
+        return any(
+            body.kind(value) not in (FRESH, PLAIN, CACHE)
+            for node in behind
+            if isinstance(node, ast.Return) and node.value is not None
+            for value in _returned(node.value)
+        )
 
 
 def _returned(node: ast.expr) -> Iterator[ast.expr]:
@@ -634,11 +574,6 @@ def _returned(node: ast.expr) -> Iterator[ast.expr]:
                 yield from _returned(each)
         case _:
             yield node
-
-
-def _stored_in(*targets: ast.AST) -> set[str]:
-    names = (each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
-    return {each.id for each in names if isinstance(each.ctx, ast.Store)}
 
 
 def _name(call: ast.Call) -> str:
