@@ -245,7 +245,7 @@ def unwrapped(function: Any) -> Any:
     code = getattr(function, "__code__", None)
     home = getattr(function, "__globals__", {}).get("__name__", "")
     if code is not None and (home, code.co_qualname.partition(".")[0]) in _TRANSPARENT:
-        return unwrapped(function.__wrapped__)
+        return unwrapped(getattr(function, "__wrapped__", None)) or function
     return function
 
 

@@ -260,7 +260,7 @@ class Body:
         is_tensor = bool(classes) and all(issubclass(cls, torch.Tensor) for _, cls in classes)
         if any(isinstance(each, ast.Name) and each.id == name for each in self._unpacked):
             torch_ = next((key for key, found in self._namespace.items() if found is torch), "")
-            condition = f"all(isinstance(each, {torch_}.Tensor) for each in {name})"
+            condition = f"{name} is None or all(isinstance(each, {torch_}.Tensor) for each in {name})"
             return (TENSOR, condition) if torch_ else (UNKNOWN, "")
         if is_tensor:
             kind, texts = TENSOR, list(dict.fromkeys(text for text, _ in classes))

@@ -22,16 +22,19 @@ class SharedInput:
         self._module, self._joined = module, joined
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
+        self._given: list[str] = []  # those of them that have been taken
 
     def __call__(self, name: str, features: torch.Tensor) -> torch.Tensor:
         """What the projection `name` computes of features (..., in): (..., out)."""
         module, joined = self._module, self._joined
-        if self._input is None:
-            self._input = features
-            self._parts = getattr(module, joined.name)(features).split(getattr(module, joined.sizes), dim=-1)
         if features is not self._input:
-            alone: torch.Tensor = getattr(module, name)(features)
-            return alone
+            if self._input is not None and name not in self._given:
+                alone: torch.Tensor = getattr(module, name)(features)
+                return alone
+            # The first input, or the next one after all that: each projection is given one after the other.
+            self._input, self._given = features, []
+            self._parts = getattr(module, joined.name)(features).split(getattr(module, joined.sizes), dim=-1)
+        self._given.append(name)
         part = self._parts[joined.projections.index(name)]
         bias: torch.Tensor | None = getattr(module, f"{name}_bias", None)
         # The type is that of the product: under autocast it isn't that of the bias.

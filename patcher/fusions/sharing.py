@@ -383,30 +383,39 @@ class _Calls:
                 raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", call.lineno)
 
     def _shared_roots(self) -> set[str]:
-        """The variables whose value all projections may be given.
+        """The variables whose value each projection is given in turn.
 
         Raises:
-            NotUnderstoodError: there is none, or the caller passes another input for some of them.
+            NotUnderstoodError: they are given different ones, or the caller passes another input for some of them.
         """
-        node = self.method.node
-        of_parts: dict[str, set[str]] = {}
+        node, passed = self.method.node, ""
+        names = {_argument(call).id for call in self.calls}
+        if len(names) == 1:
+            return names
+        optional = none_by_default(node)
+        #: projection -> what each of its calls may be given
+        given: dict[str, set[frozenset[str]]] = {}
         for call in self.calls:
-            of_parts.setdefault(_name(call), set()).update(self._roots(call))
-        shared = set.intersection(*of_parts.values())
-        every = set().union(*of_parts.values())
-        texts = ", ".join(f"{name} {' or '.join(sorted(roots))}" for name, roots in of_parts.items())
-        parameters, optional = parameters_of(node), none_by_default(node)
-        for name in sorted(every - shared) if shared or self.caller is None else sorted(every & set(optional)):
-            if name not in optional:
-                raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
-            if self.caller is not None and (what := self.caller.passes(name)):
-                raise NotUnderstoodError(f"cross attention: {what}")
-        if shared:
-            return shared
-        if every <= set(parameters):
+            roots = self._roots(call)
+            for name in sorted(roots.intersection(optional)) if len(roots) > 1 else ():
+                what = self.caller.passes(name) if self.caller is not None else ""
+                roots -= set() if what else {name}
+                passed = passed or what
+            given.setdefault(_name(call), set()).add(frozenset(roots))
+        first, *others = given.values()
+        every = set().union(*(roots for each in given.values() for roots in each))
+        if all(each == first for each in others) and all(len(roots) == 1 for roots in first):
+            return every
+        if passed:
+            raise NotUnderstoodError(f"cross attention: {passed}")
+        if every <= set(parameters_of(node)) and all(len(each) == 1 for each in given.values()):
             if self.caller is not None and self.caller.same(tuple(sorted(every))):
                 return every
             raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
+        texts = ", ".join(
+            f"{name} {' or '.join(sorted({each for roots in several for each in roots}))}"
+            for name, several in given.items()
+        )
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
 
     def _roots(self, call: ast.Call) -> set[str]:
@@ -500,7 +509,9 @@ class _Calls:
         for node in ast.walk(self.method.node):
             if isinstance(node, _LATER) and node is not self.method.node and positions(node)[0] < positions(last)[1]:
                 if isinstance(node, ast.GeneratorExp) and not any(
-                    problem_of(self.body, each) for each in ast.walk(node) if each is not node
+                    problem_of(self.body, each)
+                    for each in ast.walk(node)
+                    if not isinstance(each, ast.GeneratorExp | ast.comprehension)
                 ):
                     continue
                 raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", node.lineno)

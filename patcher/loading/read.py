@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 from patcher.compat.conversions import (
+    copy_transform,
     is_prequantized,
     keeps_quantized,
     key_renamer,
     set_used_conversions,
     stock_conversions,
+    with_model_prefix,
 )
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
 from patcher.errors import PatchedWeightsError
@@ -88,7 +90,7 @@ def read(
     if dry_run is not None and loaded is not None:
         _settle(loaded)
         return loaded, loaded.info, None
-    weights, conversions = dict(routing.rest), mapping
+    weights, conversions = dict(routing.rest), [] if selected.runtime_layout else mapping
     if routing.sources:
         named, conversion = named_sources(routing.sources)
         weights, conversions = {**weights, **named}, [conversion, *mapping]
@@ -137,16 +139,18 @@ def _routed(selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any
 
 
 def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: list[Any]) -> Routing:
-    """A checkpoint that has the parameters of the model as they are."""
-    routing = route(
-        model, checkpoint, Conversions([each for each in mapping if not isinstance(each, WeightConverter)])
-    )
-    routing.rest, routing.sources, routing.is_runtime_layout = dict(checkpoint), {}, True
+    """A checkpoint that has the parameters of the model as they are: what has the name of one isn't renamed."""
+    own = state_tensors(model)
+    renamings = [copy_transform(each) for each in mapping if not isinstance(each, WeightConverter)]
+    rename = key_renamer(renamings, model, own)
+    known = {key: with_model_prefix(key, model, own) for key in checkpoint}
+    names = {key if name in own else rename(key)[0]: key for key, name in known.items()}
+    weights = {name: checkpoint[key] for name, key in names.items()}
+    routing = route(model, weights, Conversions())
+    routing.rest, routing.sources, routing.is_runtime_layout = weights, {}, True
     fused = fused_modules(model)
     if any(is_shared(carried) for *_, carried in fused):
-        own = state_tensors(model)
-        rename = key_renamer(mapping, model, own)
-        share(routing.rest, {rename(key)[0]: key for key in checkpoint}, fused)
+        share(routing.rest, {with_model_prefix(name, model, own): name for name in names}, fused)
     return routing
 
 
