@@ -358,6 +358,8 @@ class _Calls:
         every = set().union(*of_parts.values())
         texts = ", ".join(f"{name} {' or '.join(sorted(roots))}" for name, roots in of_parts.items())
         parameters, optional = parameters_of(node), none_by_default(node)
+        if not shared and self.caller is not None and self.caller.same(tuple(sorted(every))):
+            return every
         for name in sorted(every - shared) if shared or self.caller is None else sorted(every & set(optional)):
             if name not in optional:
                 raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
@@ -366,8 +368,6 @@ class _Calls:
         if shared:
             return shared
         if every <= set(parameters):
-            if self.caller is not None and self.caller.same(tuple(sorted(every))):
-                return every
             raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
 
@@ -512,17 +512,13 @@ class _Calls:
     def _is_written(self) -> bool:
         """Whether a part may be written into after it was computed, or leaves the method."""
         self._parts: set[str] = set()
-        self._containers: set[str] = set()
         self.body = self._body(is_lenient=True)
         while True:  # names that hold a part, or a view of one
             before = len(self._parts)
             for node in ast.walk(self.method.node):
                 match node:
                     case ast.Assign(value=value) if self._is_part(value):
-                        names = _stored_in(*node.targets)
-                        self._parts |= names
-                        if isinstance(value, ast.Tuple | ast.List | ast.BinOp):
-                            self._containers |= names
+                        self._parts |= _stored_in(*node.targets)
                     case ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value) if self._is_part(value):
                         self._parts |= _stored_in(node.target)
                     case ast.For(iter=value) | ast.comprehension(iter=value) if self._is_part(value):
@@ -538,11 +534,7 @@ class _Calls:
             case ast.Constant() | ast.Compare():
                 return False
             case ast.BinOp(left=left, right=right):  # of tensors it is new, of lists it holds what they do
-                return any(
-                    self._is_part(each)
-                    for each in (left, right)
-                    if isinstance(each, ast.Tuple | ast.List) or getattr(each, "id", "") in self._containers
-                )
+                return self.body.kind(node) != FRESH and any(map(self._is_part, (left, right)))
             case ast.Call() if node in self.calls:
                 return True
             case ast.Call():
@@ -580,8 +572,7 @@ class _Calls:
 def _given_to(call: ast.Call) -> Iterator[ast.AST]:
     yield from call.args
     yield from (each.value for each in call.keywords)
-    if isinstance(call.func, ast.Attribute):
-        yield call.func.value
+    yield call.func.value if isinstance(call.func, ast.Attribute) else call.func
 
 
 def _returned(node: ast.expr) -> Iterator[ast.expr]:
