@@ -12,7 +12,7 @@ import ast
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +212,7 @@ class _Calls:
         self.around = dict(_parents(method.node))
         self.watched: frozenset[str] = frozenset()
         self.body = self._body()
-        self._reached = set(self._branches_that_run())
+        self._reached = dict.fromkeys(self._branches_that_run())
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
         for call in self.calls if self.are_all_called else ():
@@ -436,8 +436,9 @@ class _Calls:
                 if isinstance(node, _LOOPS) and node not in again:
                     start, end = min(start, positions(node)[0]), max(end, positions(node)[1])
         containing = set(self._ancestors(last))
-        for node in self._reached:
-            if node is self.method.node or not hasattr(node, "end_lineno") or node in self.calls:
+        placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
+        for node in sorted(placed, key=_outer_first):
+            if node in self.calls:
                 continue
             if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
                 raise NotUnderstoodError(
@@ -447,6 +448,7 @@ class _Calls:
             # An expression takes effect where it ends; one that holds the last call does so after it.
             if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
                 yield node
+                yield from getattr(node, "generators", ())
 
     def _holds_all_or_none(self, node: ast.AST) -> bool:
         inside = [call for call in self.calls if node in self._ancestors(call)]
@@ -592,6 +594,12 @@ def _stored_in(*targets: ast.AST) -> set[str]:
     return {each.id for each in names if isinstance(each.ctx, ast.Store)}
 
 
+def _outer_first(node: ast.AST) -> tuple[Any, ...]:
+    """In the order of the source, what is around another node before it."""
+    (line, column), (end_line, end_column) = positions(node)
+    return line, column, -end_line, -end_column
+
+
 def _name(call: ast.Call) -> str:
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
@@ -631,7 +639,7 @@ def _value_of(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _names_of(value: ast.expr | None, reached: set[ast.AST]) -> list[str] | None:
+def _names_of(value: ast.expr | None, reached: Container[ast.AST]) -> list[str] | None:
     """The variables that an expression chooses among, None if it is anything else."""
     match value:
         case ast.Name(id=name):
