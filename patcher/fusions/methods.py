@@ -121,6 +121,8 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     node = body[0] if len(body) == 1 else None
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
         return f"the source of {code.co_name} can't be read (it isn't a function)"
+    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
+        return f"{code.co_name} uses {', '.join(free)} of the function around it"
     # In a class, where names are private and `super()` has a class.
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
     text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
@@ -221,9 +223,6 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     """
     found = looks.at(member, cls, name)
     method = read_function(inspect.unwrap(found))
-    code = method.function.__code__
-    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
-        raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
     if (found is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
     if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):
