@@ -92,7 +92,10 @@ def _code(function: FunctionType, name: str) -> CodeType:
     return function.__code__
 
 
-_read: weakref.WeakKeyDictionary[CodeType, tuple[str, ast.FunctionDef] | str] = weakref.WeakKeyDictionary()
+#: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
+#: decorators may have equal code.
+_read: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
+_read = weakref.WeakKeyDictionary()
 
 
 def read_function(function: FunctionType) -> Method:
@@ -103,12 +106,13 @@ def read_function(function: FunctionType) -> Method:
             its import, or another tool has changed the function.
     """
     code = looks.at(_code, function, "")
-    if code not in _read:
+    known, found = _read.get(function, (None, ""))
+    if known is not code:
         try:
-            _read[code] = _source_of(code)
+            found = _source_of(code)
         except (OSError, TypeError, SyntaxError, ValueError) as error:
-            _read[code] = f"the source of {code.co_name} can't be read ({error})"
-    found = _read[code]
+            found = f"the source of {code.co_name} can't be read ({error})"
+        _read[function] = code, found
     if isinstance(found, str):
         raise NotUnderstoodError(found)
     return Method(code.co_name, function, *found)

@@ -119,8 +119,10 @@ def test_a_forward_that_is_rebound_runs_in_the_next_load_and_no_longer_than_it_i
     again = patcher.apply(stock)
 
     torch.testing.assert_close(again(**inputs).logits, before, atol=1e-5, rtol=0)
-    layers = [type(model.model.layers[0].get_submodule(path)) for model in (old, new, again)]
+    layers: list[Any] = [type(model.model.layers[0].get_submodule(path)) for model in (old, new, again)]
     assert layers[0] is not layers[1] is not layers[2]
+    assert [list(layer._rewritten) for layer in layers] == [["forward"]] * 3
+    torch.testing.assert_close(new(**inputs).logits, expected, atol=1e-5, rtol=0)  # as it was when it was fused
 
 
 def test_a_forward_that_writes_now_is_refused_and_what_was_fused_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +197,12 @@ def test_a_wrapper_around_a_forward_is_refused(odd: Any, monkeypatch: pytest.Mon
     assert "forward is wrapped by something that its source doesn't show" in QKV().refusal(odd.Odd())
 
 
+def test_two_functions_of_one_name_are_refused(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(odd.Odd, "other", odd.Odd.forward, raising=False)
+
+    assert QKV().refusal(odd.Odd()) == "two of its methods are functions of one name"
+
+
 # --- the file is another one now -------------------------------------------------------------------------------------
 
 
@@ -226,6 +234,21 @@ def test_a_file_with_the_same_code_in_its_place_is_understood(tmp_path: Path) ->
     path.write_text(MODEL.replace("return torch.tanh", "return  torch.tanh"))
 
     assert QKV().is_fusable(module)
+
+
+def test_defaults_are_those_in_force(tmp_path: Path) -> None:
+    def fused_with(default: str, written: str = "") -> Any:
+        path, text = tmp_path / "odd_modeling.py", MODEL.replace("(self, x)", "(self, x, *, n={0})")
+        text = text.replace("+ y)", "+ y) * n")
+        module = written_module(text.replace("{0}", default), path).Odd()
+        path.write_text(text.replace("{0}", written or default))
+        made, x = fused(module), torch.randn(2, 8)
+        torch.testing.assert_close(made(x), module(x), atol=1e-5, rtol=0)
+        return made
+
+    assert type(fused_with("1.0")).forward.__kwdefaults__ == {"n": 1.0}
+    assert type(fused_with("2.0")).forward.__kwdefaults__ == {"n": 2.0}  # of another file, with the same code
+    assert type(fused_with("3.0", "4.0")).forward.__kwdefaults__ == {"n": 3.0}  # edited after its import
 
 
 # --- how long classes live -------------------------------------------------------------------------------------------
