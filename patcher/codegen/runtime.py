@@ -26,6 +26,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.fused_module import fuse_in_place, put_in_place
 from patcher.fusions.joined import Joined, part_property
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
+from patcher.fusions.shared_input import SharedInput
 from patcher.layouts.layouts import Flatten, Layout, Rows, named_parameter
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
@@ -44,6 +45,7 @@ __all__ = [
     "is_custom_code",
     "joined_part",
     "save_pretrained",
+    "shared_input",
     "under_construction",
 ]
 
@@ -143,3 +145,8 @@ def _with_biases(module: nn.Module, layouts: Sequence[Layout]) -> list[Layout]:
 def joined_part(module: nn.Module, name: str, names: Sequence[str], joined: str) -> Any:
     """One of several projections that were joined, for code that looks at it; itself until they are."""
     return part_property(Joined(tuple(names), joined), names.index(name)).__get__(module)
+
+
+def shared_input(module: nn.Module, names: Sequence[str], joined: str) -> SharedInput:
+    """What a forward asks, call by call, for the rows of projections that were joined."""
+    return SharedInput(module, Joined(tuple(names), joined))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations import moe
 from transformers.integrations.accelerate import (
     get_device as get_device,
     load_offloaded_parameter as load_offloaded_parameter,
@@ -27,10 +28,6 @@ from transformers.utils.generic import TransformersKwargs as TransformersKwargs
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.parallel import unsplit_class
 from patcher.patterns import inside
-
-#: Where the wrapper lives that transformers puts around the forward of experts, to choose among implementations.
-EXPERTS_HOME = "transformers.integrations.moe"
-
 
 #: What of `PreTrainedModel` says something of one class, and not of what it loads.
 _OF_ONE_CLASS = ("config_class", "_auto_class", "model_tags")
@@ -205,6 +202,11 @@ def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel]
     found: Any = mapping.get(type(config), None)
     listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
     return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
+
+
+def is_of_experts_decorator(function: Any) -> bool:
+    """Whether `use_experts_implementation` has put a function around `__init__` or `forward` of a class."""
+    return getattr(function, "__globals__", None) is vars(moe)
 
 
 def kept_in_fp32(model: PreTrainedModel, key: str) -> tuple[bool, bool]:

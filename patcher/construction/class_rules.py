@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.modeling_code import module_subclasses
-from patcher.construction.in_force import InForce, Matched
+from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
@@ -112,28 +112,23 @@ class ClassRules:
                 return Match(keys[0], mapping[keys[0]], entry, "module_mapping")
         return None
 
-    def matched_paths(self, path: str, used: Container[tuple[InForce, str]] = ()) -> Matched:
+    def matched_paths(self, path: str, used: Container[tuple[InForce, str]] = ()) -> set[Key]:
         """The keys that have done their part when the module at a path is replaced, those included that others win
         over."""
-        return Matched(
-            frozenset(
-                (entry, "module_mapping", key)
-                for entry in self.entries
-                for key in entry.patcher.module_mapping
-                if (entry, key) not in used and matches_path(key, path)
-            )
-        )
+        return {
+            (entry, "module_mapping", key)
+            for entry in self.entries
+            for key in entry.patcher.module_mapping
+            if (entry, key) not in used and matches_path(key, path)
+        }
 
-    def matched(self, cls: type[nn.Module], match: Match) -> Matched:
+    def matched(self, cls: type[nn.Module], match: Match) -> set[Key]:
         """The keys that have done their part when `match` decides about `cls`, those included that it overrides."""
-        found: set[tuple[InForce, str, Hashable]] = set()
+        found: set[Key] = set()
         for entry in self.entries[self.entries.index(match.entry) :]:
-            if match.field == "fusions":
-                if match.key in entry.patcher.fusions:
-                    found.add((entry, "fusions", match.key))
-            elif match.field == "class_mapping" and entry is match.entry:  # by a name that the class was bound to
+            if match.field == "class_mapping" and entry is match.entry:  # by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 named = hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
                 found.update((entry, "class_mapping", key) for key in named)
-        return Matched(frozenset(found))
+        return found

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.in_force import InForce, Matched, T, entered, tell_blocks, unpatched
+from patcher.construction.in_force import InForce, Outcome, T, entered, tell_blocks, unpatched
 from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
 from patcher.errors import PatchConstructionError
 
@@ -67,7 +67,7 @@ class Construction:
     #: the classes of what a module mapping names and whose constructor arguments were not recorded
     unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
-    matched: Matched = field(init=False, default_factory=Matched)
+    outcome: Outcome = field(init=False, default_factory=Outcome)
     #: whether the model has called `post_init`
     stands: bool = field(init=False, default=False)
     #: what the patchers in force do to the model where its modules stand
@@ -75,8 +75,8 @@ class Construction:
     #: the classes of what may be built again, with the constructor arguments that are kept of their objects
     recorded: frozenset[type[nn.Module]] = frozenset()
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
-    #: class -> the one with other functions as which it is initialised
-    rebound: Mapping[type[nn.Module], type[nn.Module]] = field(init=False, default_factory=dict)
+    #: the functions that are replaced in the model
+    functions: Any = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
     at_end: Callable[[], None] | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
@@ -99,14 +99,9 @@ class Construction:
 
     def note(self, cls: type[nn.Module], match: Match) -> None:
         """Remember which keys have had an effect."""
-        if self._noted.get(cls) is match:
-            return
-        self._noted[cls] = match
-        matched = self.rules.matched(cls, match)
-        if not matched.keys <= self.matched.keys:
-            self.matched |= matched
-            if not self.is_skeleton:
-                tell_blocks(matched)
+        if self._noted.get(cls) is not match:
+            self._noted[cls] = match
+            self.outcome |= Outcome(frozenset(self.rules.matched(cls, match)))
 
     def decides(self, module: nn.Module | None, depth: int) -> bool:
         """Whether what is about to be built may be replaced.
@@ -135,12 +130,11 @@ class Construction:
             )
         mark_original_class(module, original)
         is_outermost = not self._building
-        replacement = self.rebound.get(match.replacement, match.replacement)
-        numbers = self._construct(module, original, replacement, args, kwargs)
+        numbers = self._construct(module, original, match.replacement, args, kwargs)
         mark_original_class(module, original)  # again: `__init__` may have started from an empty `__dict__`
         if match.field != "module_mapping":  # which says itself what it has matched
             self.note(original, match)
-        built = Built(module, original, replacement, match.entry, args, kwargs, is_outermost, numbers)
+        built = Built(module, original, match.replacement, match.entry, args, kwargs, is_outermost, numbers)
         self.built.append(built)
 
     def build_in_place_of(
@@ -243,6 +237,7 @@ def construction_here() -> Iterator[Construction | None]:
     if construction is None and (entries := entered()):
         with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
             yield construction
+        tell_blocks(construction.outcome)
     else:
         yield construction
 

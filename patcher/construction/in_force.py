@@ -7,10 +7,10 @@ hold blocks may end in any order. The registry is replaced as a whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from patcher.spec.patcher import Patcher
@@ -36,57 +36,37 @@ class InForce:
         return self.origin == REGISTRY
 
 
+#: What had an effect: (patcher in force, field, what of that field).
+Key = tuple[InForce, str, Hashable]
+#: What had none: the same, with all of that field of which one is enough.
+Unused = tuple[InForce, str, tuple[Hashable, ...]]
+
+
 @dataclass(frozen=True)
-class Matched:
-    """What patchers in force have matched in a model and its checkpoint, and what there was to match.
+class Outcome:
+    """What had an effect of the patchers in force, and why the rest hadn't, as whoever decides about it has found.
 
     Attributes:
-        keys: (patcher in force, field, what of that field) of all that had an effect.
-        classes: the names of the classes in the models, as they were before anything was replaced.
-        refused: (fusion, path, reason) of what fusions left alone.
-        paths: those of the modules in the models, where a patcher says any.
-        shared: (patcher in force, key, path, another path) of what a key of a module mapping names under one of its
-            paths only.
-        places: (path, class) of the modules, where the key of a class may be meant as a path.
-        functions: the names of the functions that the modeling code calls, where a patcher replaces any.
-        registries: (function, table) of what it looks for in tables that all models share.
-        hidden: (function, another one) of what is called by another one that is replaced.
-        unchosen: (function, default, argument of a load, its value) of what isn't called under that value, for it is
-            that default, or is called by it.
-        parameters: the names of what the models hold, where a patcher says any.
-        patterns: the patterns of stock conversions.
-        checkpoint_keys: the keys of the checkpoints.
-        renamed: (conversion, name that it gives) of added ones that had no effect.
-        has_read: whether a checkpoint was read: filters and conversions are judged only then.
+        used: what had an effect.
+        unused: what is said of the rest, by the model that was looked at last.
     """
 
-    keys: frozenset[tuple[InForce, str, Hashable]] = frozenset()
-    classes: frozenset[str] = frozenset()
-    refused: frozenset[tuple[Hashable, str, str]] = frozenset()
-    paths: frozenset[str] = frozenset()
-    shared: frozenset[tuple[InForce, str, str, str]] = frozenset()
-    places: frozenset[tuple[str, str]] = frozenset()
-    functions: frozenset[str] = frozenset()
-    registries: frozenset[tuple[str, str]] = frozenset()
-    hidden: frozenset[tuple[str, str]] = frozenset()
-    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
-    parameters: frozenset[str] = frozenset()
-    patterns: frozenset[str] = frozenset()
-    checkpoint_keys: frozenset[str] = frozenset()
-    renamed: frozenset[tuple[Hashable, str]] = frozenset()
-    has_read: bool = False
+    used: frozenset[Key] = frozenset()
+    unused: Mapping[Unused, Callable[[], str]] = field(default_factory=dict)
 
-    def __or__(self, other: Matched) -> Matched:
-        both = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Matched(*(mine | theirs for mine, theirs in both))  # sets, and a flag
+    def __or__(self, other: Outcome) -> Outcome:
+        return Outcome(self.used | other.used, {**self.unused, **other.unused})
 
-    def of(self, entry: InForce, field: str) -> set[Hashable]:
-        """What of a field of one patcher has had an effect."""
-        return {key for owner, kind, key in self.keys if kind == field and owner == entry}
+    def problems_of(self, entry: InForce) -> Iterator[Callable[[], str]]:
+        """What is said of all of one patcher that had no effect anywhere."""
+        if not entry.is_registry:  # it meets every model of the process
+            for (owner, kind, keys), problem in self.unused.items():
+                if owner == entry and not any((entry, kind, key) in self.used for key in keys):
+                    yield problem
 
 
 class Block:
-    """What is in force for a while in the contexts that carry it, and what was matched meanwhile in all of them.
+    """What is in force for a while in the contexts that carry it, and what was found meanwhile in all of them.
 
     Attributes:
         entries: the innermost first.
@@ -102,12 +82,12 @@ class Block:
         self.thread = thread
         self.cover: Any = None
         self.ended = False
-        self.matched = Matched()
+        self.outcome = Outcome()
         self._lock = threading.Lock()
 
-    def tell(self, matched: Matched) -> None:
+    def tell(self, outcome: Outcome) -> None:
         with self._lock:
-            self.matched |= matched
+            self.outcome |= outcome
 
 
 #: Inside of it nothing is in force that is outside, nor is the process-wide registry.
@@ -172,11 +152,11 @@ def entering(block: Block) -> Iterator[None]:
         _BLOCKS.set(blocks())
 
 
-def tell_blocks(matched: Matched) -> None:
-    """Tell the blocks around this code what was matched in them."""
+def tell_blocks(outcome: Outcome) -> None:
+    """Tell the blocks around this code what was found in them."""
     for block in blocks():
         if block is not _STOCK:
-            block.tell(matched)
+            block.tell(outcome)
 
 
 def unpatched(call: Callable[[], T]) -> T:

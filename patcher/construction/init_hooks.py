@@ -45,13 +45,9 @@ class _Gate:
         @functools.wraps(cls.__init__)
         def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             with construction_here() if type(self) is cls else nullcontext() as construction:
-                if construction is not None:
-                    if build_replacement(construction, cls, cls.__name__, self, args, kwargs) is not None:
-                        return
-                    if (rebound := construction.rebound.get(cls)) is not None:
-                        self.__class__ = rebound
-                        rebound.__init__(self, *args, **kwargs)
-                        return
+                built = construction and build_replacement(construction, cls, cls.__name__, self, args, kwargs)
+                if built is not None:
+                    return
                 if before is None:
                     super(cls, self).__init__(*args, **kwargs)
                 else:

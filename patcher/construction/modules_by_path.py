@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import stock_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.construction.in_force import InForce, Outcome
 from patcher.errors import PatchConflictError, PatchConstructionError
 
 #: What constructors of torch take besides what makes a module what it is.
@@ -66,10 +67,8 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new
                 matched = construction.rules.matched_paths(each, _used_around(each, used))
-                used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched.keys}
-                construction.matched |= matched
-                if not construction.is_skeleton:
-                    tell_blocks(matched)
+                used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched}
+                construction.outcome |= Outcome(frozenset(matched))
     return frozenset(unrecorded)
 
 
@@ -93,7 +92,9 @@ def _match(
         return None
     for each, other in matches.items():
         if other is None:
-            construction.matched |= Matched(shared=frozenset({(match.entry, str(match.key), path, each)}))
+            named = match.entry, "module_mapping"
+            problem = partial(_shared, match.key, path, each)
+            construction.outcome |= Outcome(frozenset({(*named, match.key)}), {(*named, ((path, each),)): problem})
             return None
         if other.replacement is not match.replacement:
             raise PatchConflictError(
@@ -102,6 +103,13 @@ def _match(
                 "both to one class."
             )
     return match
+
+
+def _shared(key: str, path: str, other: str) -> str:
+    return (
+        f"module_mapping: {key!r} names {path}, which is {other} as well: a module at two paths is replaced where "
+        f"both are named; add {other!r} with the same class"
+    )
 
 
 def _arguments(

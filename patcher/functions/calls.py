@@ -56,6 +56,7 @@ class Node:
         shared: (function, table) of what it finds in tables that all models share.
         builds: the classes of modules that it calls.
         defaults: id -> a function that runs where a config chooses none of a shared table, and the table.
+        kept: the ids of what it finds by a global name and doesn't call.
     """
 
     function: Any
@@ -63,6 +64,7 @@ class Node:
     shared: list[tuple[Any, str]] = field(default_factory=list)
     builds: set[type[nn.Module]] = field(default_factory=set)
     defaults: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
     @property
     def hits(self) -> list[Hit]:
@@ -171,6 +173,7 @@ class CallGraph:
                     tables += [value] * is_shared_table(value)
                     (called.add(id(value)) if reference.is_called else handed.append(value))
                     self._read(node, value, reference)
+            node.kept = {id(value) for value in handed} - called
             for imported in references.imported:
                 self._imported(node, *imported)
         for variable, value in closure_of(function).items():

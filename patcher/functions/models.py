@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
@@ -49,20 +49,13 @@ class Functions:
         classes: class -> the one derived from it whose functions call the replacements.
         replaced: each function that is replaced.
         known: the names of the functions that the modeling code of the model calls.
-        registries: (function, the table, shared by all models, in which the modeling code looks for it).
-        hidden: (function, the one that is replaced and that alone calls it).
-        unchosen: (function, default, argument, value) of what nothing calls under that value of an argument of a load:
-            the modeling code has this default for others, itself or what calls it.
-        initialized: the classes whose `__init__` calls a function that is replaced.
+        hints: name of a function -> why replacing it has no effect, where that is known.
     """
 
     classes: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     replaced: tuple[ReplacedFunction, ...] = ()
     known: frozenset[str] = frozenset()
-    registries: frozenset[tuple[str, str]] = frozenset()
-    hidden: frozenset[tuple[str, str]] = frozenset()
-    unchosen: frozenset[tuple[str, str, str, str]] = frozenset()
-    initialized: frozenset[type[nn.Module]] = frozenset()
+    hints: Mapping[str, str] = field(default_factory=dict)
     rebinder: Rebinder | None = field(default=None, repr=False)
 
 
@@ -77,24 +70,6 @@ def find_functions(model: nn.Module, layers: Layers) -> Functions:
     """
     with lock:
         return _Search(model, rebinder_for(layers)).result()
-
-
-def check_initialized(model: nn.Module, functions: Functions) -> None:
-    """Raise for modules that were built with the originals: their `__init__` has called one already.
-
-    Raises:
-        PatchConstructionError: it is the model itself, or of a class that isn't built through modeling code.
-    """
-    for module in model.modules():
-        cls = type(module)
-        if cls in functions.initialized:
-            keys = sorted({each.keys[0][1] for each in functions.replaced if cls.__name__ in each.callers})
-            what = "the model itself" if module is model else f"a {cls.__name__}"
-            raise PatchConstructionError(
-                f"function_mapping: {', '.join(map(repr, keys))} can't be replaced for {type(model).__name__} alone: "
-                f"{cls.__name__}.__init__ calls it, and {what} is built before that can be changed. "
-                f"Replace {cls.__name__} as a whole instead, with class_mapping."
-            )
 
 
 def swap_functions(model: nn.Module, functions: Functions) -> None:
@@ -138,12 +113,19 @@ class _Search:
         self.chosen: dict[int, tuple[str, str, str]] = {}
 
     def result(self) -> Functions:
-        initialized = {cls for cls in self.roots if self._search_class(cls)}
+        initialized = [cls for cls in self.roots if self._search_class(cls)]
         for module in self.modules:
             self._search_attributes(module)
         nodes = {cls: list(self.graph.reached(roots, all_of_them=True)) for cls, roots in self.roots.items()}
         for cls, reached in nodes.items():
             self._check_shared(cls, reached)
+        for cls in initialized:
+            hits = {hit.keys[0][1] for hit, callers in self.found.values() if cls.__name__ in callers}
+            raise PatchConstructionError(
+                f"function_mapping: {', '.join(map(repr, sorted(hits)))} can't be replaced for "
+                f"{type(self.model).__name__} alone: {cls.__name__}.__init__ calls it, and has run before functions "
+                f"are replaced. Replace {cls.__name__} as a whole instead, with class_mapping."
+            )
         own = [
             node
             for node in {id(node): node for reached in nodes.values() for node in reached}.values()
@@ -159,26 +141,38 @@ class _Search:
                 if key in self.called
             ),
             known=frozenset(use.name for node in own for use in node.uses if use.name),
-            registries=frozenset((_name(each), table) for node in own for each, table in node.shared if _name(each)),
-            hidden=frozenset(self._hidden()),
-            unchosen=frozenset(
-                (_name(hit.original), *self.chosen.get(key, next(iter(self.chosen.values()))))
-                for key, (hit, _) in self.found.items()
-                if key not in self.called
-            ),
-            initialized=frozenset(initialized),
+            hints={name: hint for name, hint in self._hints(own) if name},
             rebinder=self.rebinder,
         )
 
-    def _hidden(self) -> Iterator[tuple[str, str]]:
+    def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
+        """Why replacing a function, by its name, has no effect: the later ones tell more."""
+        for name, table in sorted({(_name(each), table) for node in own for each, table in node.shared}):
+            yield (
+                name,
+                f": the modeling code looks for it in {table}, which all models share, when it runs. Register a "
+                "function of your own there, and choose it by its name",
+            )
         for hit, _ in self.found.values():
             function = inspect.unwrap(hit.original)
             if isinstance(function, FunctionType):
-                for name in references_of(function.__code__).read:
-                    yield name.name, _name(hit.original)
+                for reference in references_of(function.__code__).read:
+                    yield reference.name, f": what calls it, {_name(hit.original)}, is itself replaced"
+        for key, (hit, _) in self.found.items():
+            if key not in self.called:
+                default, argument, value = self.chosen.get(key, next(iter(self.chosen.values())))
+                hint = f" under {argument}={value!r}: load the model with {argument}='eager'"
+                if default != _name(hit.original):
+                    hint = f", for nothing calls {default}{hint}"
+                elif argument == "attn_implementation":
+                    hint += (
+                        ", or make your function an implementation: transformers.AttentionInterface.register('mine', "
+                        "function), and attn_implementation='mine' in place of the function_mapping"
+                    )
+                yield _name(hit.original), hint
 
     def _search_class(self, cls: type[nn.Module]) -> bool:
-        """Note what a class calls; whether its `__init__` does."""
+        """Note what a class calls; whether its `__init__` calls something that is replaced."""
         roots = self.roots[cls]
         for use in roots:
             if use.hit is not None and not isinstance(use.hit.replacement, FunctionType):
@@ -193,7 +187,8 @@ class _Search:
                 for use in filter(self.graph.changes, self.rebinder.add(made)):
                     how = f"through a {made.__name__} that it makes each time it runs"
                     raise self._refused(use, cls, node.function, how)
-        return any(use.name == "__init__" and self.graph.needs(use.to) for use in roots)
+        first = self.graph.reached([use for use in roots if use.name == "__init__"], unused=lambda node: node.kept)
+        return any(id(hit.original) not in node.kept for node in first for hit in node.hits)
 
     def _search_attributes(self, module: nn.Module) -> None:
         cls = type(module)

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from patcher.fusions.fused_module import (
         FusedModule as FusedModule,
         fused_class_of as fused_class_of,
-        view_of as view_of,
     )
     from patcher.fusions.gate_up import GateUp as GateUp
     from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
+    from patcher.fusions.old_names import view_of as view_of
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
     from patcher.fusions.qkv import QKV as QKV
     from patcher.fusions.rewrite import compile_subclass as compile_subclass
     from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
+    from patcher.fusions.sharing import called_with as called_with
+    from patcher.fusions.siblings import Siblings as Siblings
 
 __all__ = [
     "KV",
@@ -47,7 +49,9 @@ __all__ = [
     "Projections",
     "Rows",
     "SequentialExperts",
+    "Siblings",
     "Surroundings",
+    "called_with",
     "compile_subclass",
     "fused_class_of",
     "more_than_a_weight_and_bias",
@@ -60,9 +64,10 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
     "NotUnderstoodError": "patcher.fusions.methods",
     "Projections": "patcher.fusions.projections",
     "Surroundings": "patcher.fusions.finding",
+    "called_with": "patcher.fusions.sharing",
     "compile_subclass": "patcher.fusions.rewrite",
     "fused_class_of": "patcher.fusions.fused_module",
-    "view_of": "patcher.fusions.fused_module",
+    "view_of": "patcher.fusions.old_names",
 }
 
 

@@ -175,7 +175,7 @@ def more_than_a_weight_and_bias(module: nn.Module) -> str:
     """What a layer of weight and bias has that would be lost in another layout, "" if there is nothing."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "has hooks"
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+    if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):
         return "has a forward of its own"
     if set(module._parameters) != {"weight", "bias"} or module._buffers or module._modules:
         return "has parameters of its own besides weight and bias"

@@ -32,6 +32,7 @@ FAMILIES: dict[str, str] = {
     "patch_embeddings": "patcher.fusions.patch_embeddings:PatchEmbeddings",
     "qkv": "patcher.fusions.qkv:QKV",
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
+    "siblings": "patcher.fusions.siblings:Siblings",
 }
 #: Where packages register theirs.
 GROUP = "patcher.fusions"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
-from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized
+from patcher.compat.models import DisableTorchFunction, is_initialized, mark_initialized, named_modules
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
 from patcher.fusions.methods import is_importable, member
+from patcher.fusions.old_names import Moved, OldNames
 from patcher.layouts.carried import ModuleLayouts, PickledClass
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
@@ -94,7 +95,7 @@ class MadeClass:
     @staticmethod
     def of(fused: type[nn.Module]) -> MadeClass | type[nn.Module]:
         """What to pickle for a class: the class itself, if no family has made it."""
-        made_by: MadeClass | None = getattr(fused, "_made_by", None)
+        made_by: MadeClass | None = vars(fused).get("_made_by")
         return fused if made_by is None else made_by
 
     def __reduce__(self) -> Any:
@@ -115,8 +116,11 @@ def takes_modules(cls: type[nn.Module]) -> bool:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """For classes made at run time: the process that reads the pickle makes its own."""
-    return (_restored, (type(self)._made_by,), self.__getstate__())
+    """For classes made at run time: the process that reads the pickle makes its own. Not for what derives from one."""
+    made_by: MadeClass | None = vars(type(self)).get("_made_by")
+    if made_by is None:
+        return object.__reduce_ex__(self, protocol)
+    return (_restored, (made_by,), self.__getstate__())
 
 
 def _restored(made_by: MadeClass) -> nn.Module:
@@ -124,7 +128,7 @@ def _restored(made_by: MadeClass) -> nn.Module:
     return cls.__new__(cls)
 
 
-class FusedModule:
+class FusedModule(OldNames):
     """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
 
     _made_by: ClassVar[MadeClass]
@@ -134,23 +138,16 @@ class FusedModule:
         made_by, module = self._made_by, cast(nn.Module, self)
         fuse_in_place(module, made_by.fusion.layouts(module), made_by.original, shortest(made_by.fusion))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduce(self, protocol)
+    __reduce_ex__ = _reduce
 
 
 def fuse(
-    fusion: Fusion,
-    module: nn.Module,
-    cls: type[nn.Module],
-    layouts: Iterable[Layout] | None = None,
-    *,
-    is_dry_run: bool = False,
+    fusion: Fusion, module: nn.Module, cls: type[nn.Module], layouts: Iterable[Layout] | None = None
 ) -> nn.Module:
     """Make a module that stands one of the fused class, with its values.
 
     Args:
         layouts: what becomes of its parameters, where that is known; the family is asked otherwise.
-        is_dry_run: whether the model will be looked at and thrown away.
 
     Raises:
         PatchConstructionError: the class doesn't have the parameters that the layouts of the family give.
@@ -161,7 +158,7 @@ def fuse(
     module.__class__ = cls
     # Where a device is in force, every look at a tensor passes through a mode. Ours make tensors of tensors only.
     with DisableTorchFunction() if is_our_own(fusion) else nullcontext():
-        fuse_in_place(module, layouts, original, shortest(fusion), is_dry_run=is_dry_run)
+        fuse_in_place(module, layouts, original, shortest(fusion))
     return module
 
 
@@ -188,15 +185,12 @@ def put_in_place(module: nn.Module, cls: Any, layouts: Iterable[Layout], fusion:
         owner, _, last = name.rpartition(".")
         new.get_submodule(owner)._parameters[last] = parameter
     new.train(module.training)
-    kept = {name: _is_in_initialized_layer(module, name) for name in wanted if name not in fused}
-    _mark_initialized_layers(new, _initialized(module, layouts) | kept | {"": is_initialized(module)})
+    _mark_layers(new, layouts, _initialized_layers(module), kept=["", *(wanted.keys() - fused.keys())])
     carry(new, ModuleLayouts(layouts, (), fusion, type(module), tuple(module.state_dict(keep_vars=True))))
     return new
 
 
-def fuse_in_place(
-    module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any, *, is_dry_run: bool = False
-) -> None:
+def fuse_in_place(module: nn.Module, layouts: Iterable[Layout], original: type[nn.Module], fusion: Any) -> None:
     """Give a module the parameters of the layouts in the place of its own.
 
     Each `<name>.weight` of two dimensions is that of an `nn.Linear` called `<name>`. Of joined rows the module keeps
@@ -209,47 +203,23 @@ def fuse_in_place(
     if not layouts:
         return
     names = tuple(module.state_dict(keep_vars=True))
-    fused, initialized = _fused_parameters(module, layouts), _initialized(module, layouts)
-    place = _remove(module, [name for layout in layouts for name in layout.stock])
-    before = list(module._modules.items())
-    _add(module, fused, is_dry_run)
-    _mark_initialized_layers(module, initialized)
-    if place is not None:  # in the place of the first that is gone, so that parameters keep their order
-        added = [item for item in module._modules.items() if item not in before]
-        module._modules.clear()
-        module._modules.update([*before[:place], *added, *before[place:]])
+    fused, initialized = _fused_parameters(module, layouts), _initialized_layers(module)
+    before = list(module._modules)
+    _remove(module, [name for layout in layouts for name in layout.stock])
+    _add(module, fused)
+    _mark_layers(module, layouts, initialized)
+    # What is new takes the place of the first that is gone, so that parameters keep their order.
+    new = [name for name in module._modules if name not in before]
+    order = [name for old in before for name in ([old] if old in module._modules else new)] + new
+    children = {name: module._modules[name] for name in order}
+    module._modules.clear()
+    module._modules.update(children)
     for layout in layouts:
         module.__dict__.update({name: Moved(name, layout.fused) for name in layout.stock if "." not in name})
         owner, _, last = layout.fused[0].rpartition(".")
         if isinstance(layout, Rows) and len(layout.stock) > 1 and last == "weight":
             setattr(module, f"{owner}_sizes", layout.sizes)
     carry(module, ModuleLayouts(layouts, (), fusion, original, names))
-
-
-class Moved:
-    """What a fused module has under the name of a parameter of its own, which modules around it may initialise.
-
-    It says that it is initialised. All else that is asked of it is an error.
-    """
-
-    def __init__(self, name: str, fused: Sequence[str]) -> None:
-        self._text = f"{name} is fused: its values are in {', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}"
-        mark_initialized(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(f"{self._text}. It has no {name!r}: ask these")
-
-    def __repr__(self) -> str:
-        return f"<{self._text}>"
-
-
-def view_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """A view of a parameter, which passes for initialised where that is: transformers asks the tensor it is given."""
-    if is_initialized(parameter):
-        mark_initialized(view)
-    return view
 
 
 def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, nn.Parameter]:
@@ -270,27 +240,25 @@ def _fused_parameters(module: nn.Module, layouts: Iterable[Layout]) -> dict[str,
     return result
 
 
-def _initialized(module: nn.Module, layouts: Iterable[Layout]) -> dict[str, bool]:
-    """Fused parameter -> whether its values stand: transformers marks the layers that it has initialised."""
-    found: dict[str, bool] = {}
+def _initialized_layers(module: nn.Module) -> set[str]:
+    return {path for path, layer in named_modules(module) if is_initialized(layer)}
+
+
+def _mark_layers(
+    module: nn.Module, layouts: Iterable[Layout], initialized: set[str], kept: Iterable[str] = ()
+) -> None:
+    """Mark layers that are made of initialised ones: a model around them shall not initialise them once more."""
+    made_of: dict[str, set[str]] = {_owner(name): {_owner(name)} for name in kept}
     for layout in layouts:
-        found |= dict.fromkeys(layout.fused, all(_is_in_initialized_layer(module, name) for name in layout.stock))
-    return found
-
-
-def _is_in_initialized_layer(module: nn.Module, name: str) -> bool:
-    return is_initialized(module.get_submodule(name.rpartition(".")[0]))
-
-
-def _mark_initialized_layers(module: nn.Module, initialized: Mapping[str, bool]) -> None:
-    """Mark the layers of fused parameters, so that a model around them doesn't initialise them once more."""
-    layers: dict[str, bool] = {}
-    for name, stands in initialized.items():
-        layer = name.rpartition(".")[0]
-        layers[layer] = layers.get(layer, True) and stands
-    for layer, stands in layers.items():
-        if stands:
+        for name in layout.fused:
+            made_of.setdefault(_owner(name), set()).update(map(_owner, layout.stock))
+    for layer, layers in made_of.items():
+        if layers <= initialized:
             mark_initialized(module.get_submodule(layer))
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,8 +266,8 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if is_alone(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
-    """Take parameters off, and the children that have nothing else; the place of the first child that is gone."""
+def _remove(module: nn.Module, names: Iterable[str]) -> None:
+    """Take parameters off, and the children that have nothing else."""
     taken: dict[str, list[str]] = {}
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -312,7 +280,6 @@ def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
             raise PatchConstructionError(
                 f"The layouts take parameters of {owner} and leave {', '.join(left)}. Say what these become, too."
             )
-    place = None
     for owner, own in taken.items():
         if not owner:
             for name in own:
@@ -321,14 +288,10 @@ def _remove(module: nn.Module, names: Iterable[str]) -> int | None:
             mark_initialized(module)
             continue
         parent, _, last = owner.rpartition(".")
-        if not parent:
-            number = list(module._modules).index(last)
-            place = number if place is None else min(place, number)
         del module.get_submodule(parent)._modules[last]
-    return place
 
 
-def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], is_dry_run: bool) -> None:
+def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner, _, last = name.rpartition(".")
         at, path = module, owner.split(".") if owner else []
@@ -336,28 +299,12 @@ def _add(module: nn.Module, parameters: Mapping[str, nn.Parameter], is_dry_run: 
             child = at._modules.get(part)
             if child is None:
                 is_linear = number == len(path) - 1 and last == "weight" and parameter.dim() == 2
-                child = at._modules[part] = _bare(nn.Linear if is_linear else nn.Module, is_dry_run)
+                # By hand: a constructor would initialise values, seconds in vain for 30,000 experts.
+                child = at._modules[part] = nn.Module.__new__(nn.Linear if is_linear else nn.Module)
+                nn.Module.__init__(child)
                 if is_linear:
                     child.__dict__.update(zip(("out_features", "in_features"), parameter.shape, strict=True))
                     child._parameters.update(weight=None, bias=None)
                 child.__dict__["training"] = module.training
             at = child
         at._parameters[last] = parameter
-
-
-def _bare(cls: type[nn.Module], is_dry_run: bool) -> nn.Module:
-    """A module with nothing in it: that of `nn.Linear` gives values, seconds in vain for 30,000 experts.
-
-    In a dry run nobody puts hooks or buffers on it: what holds them, a dozen for each of 60,000, is then the same for
-    all.
-    """
-    module = cls.__new__(cls)
-    if is_dry_run:
-        module.__dict__.update(_BARE)
-        module.__dict__.update(_parameters={}, _modules={})
-    else:
-        nn.Module.__init__(module)
-    return module
-
-
-_BARE = vars(nn.Module())

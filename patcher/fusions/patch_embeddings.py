@@ -9,10 +9,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from patcher.errors import PatchConflictError
 from patcher.fusions import Decision, Flatten, Fusion, Layout, Rows, Surroundings, more_than_a_weight_and_bias, view_of
 
 #: Whether this CPU convolves in bfloat16 without oneDNN, which wants AVX-512 for that: ARM has other ways.
 LACKS_BFLOAT16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+#: What a convolution goes by, and a linear layer of its patches doesn't.
+_CONVOLUTION = frozenset(
+    "weight bias in_channels out_channels kernel_size stride padding dilation groups padding_mode".split()
+)
 
 
 class LinearPatchEmbedding(nn.Module):
@@ -87,7 +92,15 @@ class LinearPatchEmbedding(nn.Module):
             has_type = weight.is_floating_point() and weight.dtype.itemsize > 1
             dtype = weight.dtype if has_type else self._input_dtype
             return torch.empty((), dtype=dtype, device=weight.device).expand(shape)
-        return view_of(weight, weight.view(shape))
+        return view_of(weight, lambda tensor: tensor.view(shape), f"{type(self).__name__}.weight is its linear.weight")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CONVOLUTION and "linear" in self._modules:
+            raise PatchConflictError(
+                f"{type(self).__name__} computes a convolution by its linear layer, and the {name} of the convolution "
+                "can't be set on it. Take the fusions off with Patcher().apply(model) first."
+            )
+        super().__setattr__(name, value)
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -107,7 +120,8 @@ class LinearPatchEmbedding(nn.Module):
             )
         if max(counts) > 1 and not self._gains_by_cutting(input) and self._has_plain_linear():
             convolve = {2: nn.functional.conv2d, 3: nn.functional.conv3d}[rank]
-            return convolve(input, self.weight, self.linear.bias, self.stride)
+            kernel = self.linear.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
+            return convolve(input, kernel, self.linear.bias, self.stride)
         patches = input
         for axis, patch in enumerate(self.kernel_size, 2):
             patches = patches.unfold(axis, patch, patch)

@@ -40,7 +40,17 @@ class Projections(Fusion):
 
     def groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
         """The names, among those of a module's children, that play the roles of this family together."""
-        raise NotImplementedError
+        return iter(())
+
+    def group_in(self, module: nn.Module) -> tuple[str, ...] | None:
+        """The children that play them: those that are all linear layers, before those of which one is."""
+        linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
+        groups = list(self.groups(linear)) if any(linear.values()) else []
+        for enough in (all, any):
+            for group in groups:
+                if enough(linear[name] for name in group):
+                    return group
+        return None
 
     # What the engine asks for.
 
@@ -109,7 +119,7 @@ class Projections(Fusion):
         return cls
 
     def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
-        group = self._group_of(module)
+        group = self.group_in(module)
         if group is None:
             return None
         if reason := _shared(path, module, group, surroundings, self._free_name(module._modules)):
@@ -130,7 +140,7 @@ class Projections(Fusion):
 
     def _joined(self, module: nn.Module) -> Joined | None:
         """What takes the place of the projections of a module, None where it has none."""
-        group = self._group_of(module)
+        group = self.group_in(module)
         if group is None:
             return None
         biased = tuple(name for name in group if getattr(module._modules[name], "bias", None) is not None)
@@ -152,16 +162,6 @@ class Projections(Fusion):
         except NotUnderstoodError as error:
             return None, str(error)
         return plan, ""
-
-    def _group_of(self, module: nn.Module) -> tuple[str, ...] | None:
-        """The children that play this family's roles: those that are alike, before those of which one is a Linear."""
-        linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
-        groups = list(self.groups(linear)) if any(linear.values()) else []
-        for enough in (all, any):
-            for group in groups:
-                if enough(linear[name] for name in group):
-                    return group
-        return None
 
 
 def _unlike(group: tuple[str, ...], children: list[nn.Module | None]) -> str:

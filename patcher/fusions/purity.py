@@ -145,6 +145,7 @@ class Body:
         constants: the attributes of the module whose values were used.
         is_lenient: whether what the parts give is watched, in place of what they are given. That only decides whether
             it is copied, so all of them are trusted, and methods of unknown objects do what those of tensors do.
+        considered: the nodes that may have run, where that is known.
         parts: the children whose calls give new tensors, and aren't looked at.
     """
 
@@ -153,6 +154,7 @@ class Body:
     given: Mapping[str, str] = field(default_factory=dict)
     watched: frozenset[str] = frozenset()
     parts: frozenset[str] = frozenset()
+    considered: frozenset[ast.AST] | None = None
     depth: int = 0
     trusted: frozenset[str] = frozenset()
     is_lenient: bool = False
@@ -174,7 +176,10 @@ class Body:
         for name in self._annotations:
             self._add(name, lambda name=name: self._parameter(name))  # type: ignore[misc]
         for node in ast.walk(self.method.node):
-            self._note(node)
+            if self.considered is None or node in self.considered:
+                self._note(node)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._assigned.setdefault(node.id, [])  # a variable of the function all the same
         # What a name is follows from all that is assigned to it, wherever: the same until nothing changes.
         self._kinds: dict[str, str] = dict.fromkeys(self._assigned, "")
         for _ in range(10):
@@ -187,7 +192,7 @@ class Body:
             self._kinds = dict.fromkeys(self._assigned, UNKNOWN)
         self._kinds = {name: kind or UNKNOWN for name, kind in self._kinds.items()}
         if self.depth == 0 and CACHE in self._kinds.values():
-            for node in self.nodes():  # first whether a cache keeps what is watched
+            for node in self.considered or self.nodes():  # first whether a cache keeps what is watched
                 if isinstance(node, ast.Call):
                     self.call(node)
 

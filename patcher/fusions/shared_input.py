@@ -33,6 +33,6 @@ class SharedInput:
             alone: torch.Tensor = getattr(module, name)(features)
             return alone
         part = self._parts[joined.projections.index(name)]
-        bias: torch.Tensor | None = getattr(module, f"{name}_bias", None) if name in joined.biased else None
+        bias: torch.Tensor | None = getattr(module, f"{name}_bias", None)
         # The type is that of the product: under autocast it isn't that of the bias.
         return part if bias is None else part + bias.to(part.dtype)

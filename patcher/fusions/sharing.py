@@ -79,6 +79,22 @@ def called_parts(tree: ast.AST, group: Iterable[str], this: str = "") -> list[as
     return sorted(found, key=positions)
 
 
+def called_with(cls: type[nn.Module], names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The children of a module, among these, that a method calls with one variable, in the order of the calls."""
+    found: list[tuple[str, ...]] = []
+    for tree in trees_of(cls).values():
+        #: a variable, and how often it has been assigned -> what is called with it
+        given: dict[tuple[str, int], list[str]] = {}
+        for call in called_parts(tree, names):
+            if len(call.args) == 1 and isinstance(call.args[0], ast.Name) and not call.keywords:
+                name = call.args[0].id
+                before = [each for each in ast.walk(tree) if name in _assigned_by(each)]
+                value = name, sum(positions(each)[1] <= positions(call)[0] for each in before)
+                given.setdefault(value, []).append(_name(call))
+        found += [tuple(dict.fromkeys(called)) for called in given.values() if len(set(called)) > 1]
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Answer:
     """What was found out about modules of a class, as long as all that was looked at is what it was."""
@@ -183,6 +199,11 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
     held: list[ast.expr] = []
     for node in ast.walk(tree):  # a node comes before those inside of it
         match node:
+            case ast.Attribute(value=owner, attr=attr) if attr.endswith("_") and not attr.endswith("__"):
+                inner = list(ast.walk(owner))
+                is_of_part = any(isinstance(each, ast.Attribute) and each.attr in group for each in inner)
+                if is_of_part and not any(isinstance(each, ast.Call) for each in inner):
+                    raise NotUnderstoodError(f"{cls.__name__}.{method} writes into it with {shown(node)!r}")
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self_of(tree) and attr in group:
                 if not isinstance(node.ctx, ast.Load):
                     raise NotUnderstoodError(f"{cls.__name__}.{method}: {attr} is assigned")
@@ -211,6 +232,8 @@ class _Calls:
         self.constants = constants
         self.around = dict(_parents(method.node))
         self.watched: frozenset[str] = frozenset()
+        self.calls: list[ast.Call] = []
+        self._reached: set[ast.AST] = set()
         self.body = self._body()
         self._reached = dict.fromkeys(self._branches_that_run())
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
@@ -218,8 +241,22 @@ class _Calls:
         for call in self.calls if self.are_all_called else ():
             self._check_call(call)
         if self.are_all_called:
+            self.body = self._body()
             self.watched = self.body.reaching(_argument(call).id for call in self.calls)
         self.body = self._body()
+
+    def _considered(self) -> frozenset[ast.AST] | None:
+        """What may run before the last call: only that decides what variables are between the calls."""
+        if not self.calls:
+            return None
+        loops = [each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)]
+        end = max(positions(each)[1] for each in (self.calls[-1], *loops))
+        holding = set(self._ancestors(self.calls[-1]))
+        return frozenset(
+            node
+            for node in self._reached
+            if not hasattr(node, "end_lineno") or positions(node)[0] <= end or node in holding
+        )
 
     def _body(self, trusted: Iterable[str] = (), *, is_lenient: bool = False) -> Body:
         return Body(
@@ -227,6 +264,7 @@ class _Calls:
             self.module,
             watched=frozenset() if is_lenient else self.watched,
             parts=frozenset(self.group),
+            considered=None if is_lenient else self._considered(),
             trusted=frozenset(trusted),
             is_lenient=is_lenient,
             constants=self.constants,
@@ -563,6 +601,8 @@ class _Calls:
                 kept = any(isinstance(each, ast.Subscript | ast.Attribute) for each in targets)
                 return kept and self._is_part(value)
             case ast.Match(subject=value) | ast.withitem(context_expr=value):
+                return self._is_part(value)
+            case ast.Attribute(value=value, attr=attr) if attr.endswith("_"):
                 return self._is_part(value)
             case ast.Return(value=ast.expr() as value):
                 return any(map(self._is_part, _returned(value)))

@@ -28,11 +28,10 @@ from patcher.inspection.unseen import Unseen, table_of, unseen
 from patcher.integrations import install
 from patcher.layouts.conversion import Converted
 from patcher.layouts.transforms import describe
-from patcher.loading.checks import Diagnostics
-from patcher.loading.dry_run import dry_run
+from patcher.loading.findings import Diagnostics, ordered
+from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
-from patcher.loading.matches import ordered
 from patcher.loading.record import PatchRecord
 from patcher.loading.routes import Route, Routing
 from patcher.patterns import compress, without_numbers

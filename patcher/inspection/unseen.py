@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from patcher.display.parts import Table
-from patcher.loading.matches import folded
+from patcher.loading.findings import folded
 from patcher.loading.routes import Route
 
 #: What may be otherwise, and the parameters of which that is so.

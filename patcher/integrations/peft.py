@@ -23,7 +23,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
 from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
 from patcher.loading.integration import Integration, register
-from patcher.loading.later_loads import listed_layers
+from patcher.loading.state_dicts import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse
 from patcher.patterns import inside
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.conversions import (
@@ -16,18 +20,26 @@ from patcher.compat.conversions import (
     set_used_conversions,
     used_conversions,
 )
+from patcher.compat.copies import has_gradient_hooks, is_compiled, share_storage
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import ORIGINAL, forget_no_split_names, kept_in_fp32, named_modules, stock_class
+from patcher.compat.models import (
+    ORIGINAL,
+    forget_no_split_names,
+    kept_in_fp32,
+    named_modules,
+    named_parameters,
+    stock_class,
+)
+from patcher.compat.recorders import forget_recorded
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import Block, InForce, Matched, entered, entering, unpatched
+from patcher.construction.in_force import Block, InForce, Outcome, entered, entering, unpatched
 from patcher.construction.init_hooks import in_force
 from patcher.errors import InvalidPatcherError
-from patcher.functions.models import Functions, function_attributes, swap_functions
+from patcher.functions.models import function_attributes
 from patcher.layouts.either_layout import carry
 from patcher.layouts.selection import converts
-from patcher.loading.checks import Diagnostics
-from patcher.loading.copying import check_can_be_copied, shared_copy
+from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.load import seen
 from patcher.loading.record import RECORD, PatchRecord, keep_record, record_of
 from patcher.loading.saving import saved_state_dict
@@ -41,8 +53,7 @@ from patcher.loading.transplanting import (
 from patcher.loading.unfusing import take_hooks, unfuse
 from patcher.patterns import compress, inside
 from patcher.resolution.fused_modules import fuse_standing_modules
-from patcher.resolution.replaced_functions import functions_in_force, matched_functions
-from patcher.resolution.resolution import resolve_standing, skeleton
+from patcher.resolution.resolution import replace_functions, resolve_standing, skeleton
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -55,11 +66,12 @@ _OF_A_LOAD = ("read", "routes", "dropped", "new_weights", "dropped_weights")
 def applied(patcher: Patcher, *, origin: str = "applied()") -> Iterator[Patcher]:
     """See `Patcher.applied`."""
     block = Block((InForce(patcher, origin),))
+    block.tell(found_in_modules(Construction(ClassRules(block.entries))))  # as long as nothing is built
     check_pins(patcher)
     with in_force(block, ClassRules((*block.entries, *entered())), models=True):
         yield patcher
     # Over the whole block: a patcher may be meant for one of several models that are built in it.
-    Diagnostics().adding_matches(block.entries, block.matched).warn()
+    Diagnostics().adding_unused(block.entries, block.outcome).warn()
 
 
 def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
@@ -73,7 +85,8 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the classes, layers and functions of transformers, in place."""
     given = record_of(model)
     replaced = [(each.original, each.replacement) for each in given.replaced] if given is not None else []
-    unfuse(model, lambda path, carried: True, "Patcher().apply()")  # first: rebound classes were fused
+    # First: rebound classes were fused.
+    unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
     record = record_of(model)
     for _, module in named_modules(model):
         module.__class__ = unrebound(type(module))
@@ -81,7 +94,6 @@ def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
             if (stock := unrebound(value)) is not value:
                 module.__dict__[name] = stock
     paths, entries = replaced_paths(model), record.in_force if record is not None else ()
-    _functions(entries, model)
     if paths or (record is not None and record.dropped):
         weights = _checkpoint(model, paths)
         with entering(Block(tuple(_without_what_is_undone(each, record) for each in entries))):
@@ -108,18 +120,6 @@ def _without_what_is_undone(entry: InForce, record: PatchRecord | None) -> InFor
     return replace(entry, patcher=entry.patcher.replace(fusions=fusions, function_mapping={}))
 
 
-def _functions(entries: Iterable[InForce], model: PreTrainedModel) -> Functions:
-    """What function mappings do to a model of transformers, or have done."""
-    functions = functions_in_force(entries, model)
-    if functions.initialized:
-        names = ", ".join(sorted(each.__name__ for each in functions.initialized))
-        raise InvalidPatcherError(
-            f"Patcher.apply can't replace a function that {names} calls while it is constructed, nor undo that. Load "
-            "the model again with the patcher that it is to have."
-        )
-    return functions
-
-
 def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     """A model of transformers with what a patcher makes of it, in place."""
     entry = InForce(patcher, "patcher=")
@@ -130,12 +130,10 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
         model, record = _replaced(patcher, model)
         known = {name: getattr(record, name) for name in _OF_A_LOAD}
         named = ((kind, key) for kind in _JUDGED_BY_THE_LOAD for key in getattr(patcher, kind))
-        construction.matched |= Matched(frozenset((entry, *each) for each in named))
+        construction.outcome |= Outcome(frozenset((entry, *each) for each in named))
     construction.root = model
-    functions = _functions((entry,), model)
-    swap_functions(model, functions)
-    construction.matched |= matched_functions((entry,), functions)
-    resolution = construction.resolution = resolve_standing((entry,), model, functions=functions)
+    replace_functions(construction, model)
+    resolution = construction.resolution = resolve_standing((entry,), model, functions=construction.functions)
     if resolution.fusion_plan.rebuilt:
         path = min(resolution.fusion_plan.rebuilt)
         raise InvalidPatcherError(
@@ -147,8 +145,8 @@ def _patched(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
     for path, module in before.items():
         if (new := model.get_submodule(path)) is not module:
             take_hooks(new, module)
-    matched, record, _, models = seen(construction, model)
-    Diagnostics().adding_matches((entry,), matched, type(model).__name__).warn()
+    outcome, record, _, models = seen(construction, model)
+    Diagnostics().adding_unused((entry,), outcome, type(model).__name__).warn()
     if patcher != Patcher():
         keep_record(models, replace(record, **known))
     return model
@@ -169,14 +167,6 @@ def _replaced(patcher: Patcher, model: PreTrainedModel) -> tuple[PreTrainedModel
     model = Transplant(model, base, made, converted_names(made), frozenset(record.new_weights)).run(paths)
     set_used_conversions(model, (), used_conversions(made))
     return model, record
-
-
-def _drop_values(model: nn.Module) -> None:
-    """Move the parameters of a model to the meta device: buffers and all else stay."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _check_replaceable(patcher: Patcher, model: PreTrainedModel, base: PreTrainedModel) -> None:
@@ -258,3 +248,95 @@ def _keep_dtypes(model: PreTrainedModel, result: PreTrainedModel, weights: Mappi
             f"Patcher.apply can't convert weights of several dtypes: {', '.join(compress(sorted(converted))[:3])} "
             f"would become {model.dtype}. Cast the model to one dtype first, with model.to(...)."
         )
+
+
+# --- a copy on the same weights --------------------------------------------------------------------------------------
+
+
+def cannot(what: str, instead: str) -> InvalidPatcherError:
+    return InvalidPatcherError(f"Patcher.apply can't take {what}. {instead}")
+
+
+def check_can_be_copied(model: Any) -> None:
+    """Raise for what a copy would lack, or would share with the given model although the two must not.
+
+    Raises:
+        InvalidPatcherError: it names what it is and where, and what to do instead.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidPatcherError(
+            f"Patcher.apply takes a model of transformers, found {type(model).__name__}; "
+            "take the model out of its wrapper."
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise cannot("a quantized model: its weights can't be restored", "Load it again with patcher=...")
+    for name, parameter in named_parameters(model):
+        if isinstance(parameter, DTensor):
+            raise cannot(
+                f"a model that is split over processes ({name})",
+                "Save it with save_pretrained, and load that with patcher=...",
+            )
+        if parameter.is_meta:
+            raise cannot("a model whose weights are offloaded", "Load it again with patcher=..., device_map=...")
+        if has_gradient_hooks(parameter):
+            raise cannot(f"a hook on the gradient of {name}: a copy has other gradients", "Register it on the result.")
+    own = {id(parameter): name for name, parameter in named_parameters(model)}
+    own |= {id(module): path or "the model" for path, module in named_modules(model)}
+    for path, module in named_modules(model):
+        if hasattr(module, "_hf_hook"):
+            raise cannot(
+                f"a model that accelerate has spread over devices ({own[id(module)]})",
+                "Load it again with patcher=..., device_map=...",
+            )
+        if is_compiled(module):
+            raise cannot(f"what is compiled ({own[id(module)]})", "Compile the result instead.")
+        for name, value in vars(module).items():
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if held := next((own[id(held)] for held in _closed_over(each) if id(held) in own), None):
+                    raise cannot(
+                        f"{inside(path)}{name}: a function has {held} in its closure, and a copy would go on using "
+                        "that of the given model",
+                        "Bind it to its module with types.MethodType(function, module), or apply the patcher first.",
+                    )
+
+
+def _closed_over(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What a function holds in its closure, as do functions in that. A copy of a function has the same closure."""
+    value = getattr(value, "__func__", value.func if isinstance(value, partial) else value)
+    if isinstance(value, FunctionType) and depth < 5:
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                held = cell.cell_contents
+                yield getattr(held, "__self__", held)
+                yield from _closed_over(held, depth + 1)
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with parameters of its own on the same storage, and buffers of its own.
+
+    Raises:
+        InvalidPatcherError: something that the model holds can't be copied.
+    """
+    memo: dict[int, Any] = {}
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    for each in [*model.parameters(), *attributes]:
+        if type(each) is nn.Parameter and id(each) not in memo:
+            share_storage(each, memo)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise cannot(
+            f"a model that can't be copied ({type(error).__name__}: {error})",
+            "Take off what was added to it, or load it again with patcher=...",
+        ) from error
+    for _, module in named_modules(copied):
+        forget_recorded(module)  # the hooks are installed anew, on what the modules are then
+    return copied
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Move the parameters of a model to the meta device: buffers and all else stay."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

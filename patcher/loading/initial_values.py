@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_module_tensor_to_device  # type: ignore[import-untyped]
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patcher.compat.models import (
-    declare_shared,
     forget_initialized,
     get_device,
     is_initialized,
@@ -36,59 +35,33 @@ from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import MetaInit, like, without_value
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.expressions import search
 from patcher.layouts.sharded import one_piece, split_like
+from patcher.loading.missing_experts import MissingExperts
 from patcher.patterns import inside
 
 if TYPE_CHECKING:
     from patcher.loading.load import Loaded
 
 
-@dataclass(frozen=True)
-class ParameterTraits:
-    """What replacements have done with parameters besides giving them values; a load makes new ones of all."""
+def frozen_parameters(model: PreTrainedModel, outermost: Placed) -> frozenset[str]:
+    """The parameters that replacements have made not to be trained: a load makes new ones of all.
 
-    #: the names of each parameter that has several, the first one first
-    shared: tuple[tuple[str, ...], ...]
-    #: what must not be trained
-    frozen: frozenset[str]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, outermost: Placed) -> ParameterTraits:
-        """What is to be seen in modules as they were built. Shared names are declared, so that they can be saved."""
-        shared, frozen = [], set()
-        tied = ties(model).keys()
-        for path, built in outermost:
-            names: dict[int, list[str]] = {}
-            for name, parameter in named_parameters(built.module):
-                names.setdefault(id(parameter), []).append(name)
-                if not parameter.requires_grad and parameter.is_floating_point():
-                    frozen.add(inside(path) + name)
-            several = [group for group in names.values() if len(group) > 1]
-            for group in several:
-                keys = tuple(inside(path) + name for name in group)
-                if tied.isdisjoint(keys):
-                    shared.append(keys)
-            if several:
-                declare_shared(built.module, {name: group[0] for group in several for name in group[1:]})
-        return cls(tuple(shared), frozenset(frozen))
-
-    def without_aliases(self, missing: set[str], expressions: Iterable[str] = ()) -> set[str]:
-        """Of a parameter with several names that one of them brings, none is missing; otherwise one is.
-
-        That one is the first that an expression names, or else the first.
-        """
-        result, named = set(missing), list(expressions)
-        for keys in self.shared:
-            result.difference_update(keys)
-            if missing.issuperset(keys):
-                result.add(next((key for key in keys if any(search(each, key) for each in named)), keys[0]))
-        return result
-
-    def with_aliases(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The names, and after each of them the others of the same parameter."""
-        groups = {key: keys for keys in self.shared for key in keys}
-        return tuple(each for name in names for each in groups.get(name, (name,)))
+    Raises:
+        PatchConstructionError: a replacement has a parameter under several names, of which a load would make several.
+    """
+    frozen, tied = set(), ties(model).keys()
+    for path, built in outermost:
+        names: dict[int, str] = {}
+        for name, parameter in named_parameters(built.module, path):
+            first = names.setdefault(id(parameter), name)
+            if first != name and parameter.is_meta and tied.isdisjoint((first, name)):
+                raise PatchConstructionError(
+                    f"{built.replacement.__qualname__} has one parameter under two names, {first} and {name}, and a "
+                    "load makes two of them. Register it once, and use it in both places."
+                )
+            if not parameter.requires_grad and parameter.is_floating_point():
+                frozen.add(name)
+    return frozenset(frozen)
 
 
 class InitialValues:
@@ -96,19 +69,23 @@ class InitialValues:
 
     def __init__(self, load: Loaded) -> None:
         self.model = model = load.model
+        self.model_class = load.record.model_class
         self.rules = load.rules
-        self.traits = load.traits
+        self.frozen = load.frozen
         self.disk_index = load.disk_index
         self.missing = set(load.info.missing_keys) | {name for name, *_ in load.info.mismatched_keys}
         # A quantizer may have put others in the place of some.
         self.replaced = [(path, built) for path, built in load.outermost if module_at(model, path) is built.module]
         self.tied = ties(model).keys()
-        self.absent = self.traits.without_aliases(self.missing) - self.tied
+        self.absent = self.missing - self.tied
         self.buffers: dict[str, torch.Tensor] = {}
         #: parameters that were given to a replacement with their values, in a model that somebody else has loaded
         self.given: dict[str, nn.Parameter] = {}
         #: what the checkpoint lacks -> the innermost replacement that has it
         self.new: dict[str, tuple[str, Built]] = {}
+        under = tuple(inside(path) for path, _ in self.replaced)
+        drawn = {key for key in self.absent if not (under and key.startswith(under))}
+        self.experts = MissingExperts.of(model, drawn) if drawn else None
         for path, built in self.replaced:
             for key, buffer in self._kept_buffers(path, built.module):
                 self.buffers[key] = buffer
@@ -127,6 +104,10 @@ class InitialValues:
             PatchConstructionError: what `__init__` gives to a new weight can't be known.
         """
         device_map = load_config.device_map or {"": "cpu"}
+        if self.experts is not None:
+            values = self.experts.values(self.model_class, self.model.config, load_config.dtype)
+            for key, tensor in values.items():
+                self._fill(key, tensor, device_map, load_config.disk_offload_folder)
         for key, parameter in self.given.items():
             if get_device(device_map, key, valid_torch_device=True) == parameter.device:
                 _set(self.model, key, parameter)  # the very object
@@ -142,12 +123,9 @@ class InitialValues:
             self.buffers |= dict(self._kept_buffers(path, module))
         for key, buffer in self.buffers.items():
             self._put_buffer(key, buffer.detach(), load_config)
-        for keys in self.traits.shared:
-            self._share(keys)
-        if self.traits.frozen:
-            for key, parameter in self.model.named_parameters():
-                if key in self.traits.frozen:
-                    parameter.requires_grad_(False)
+        for key, parameter in self.model.named_parameters() if self.frozen else ():
+            if key in self.frozen:
+                parameter.requires_grad_(False)
         if not set(map(str, device_map.values())) - {"cpu", "disk"}:
             return  # plain tensors were computed on the CPU, and stay there
         for path, built in self.replaced:
@@ -200,6 +178,14 @@ class InitialValues:
         if key in self.missing and load_config.offload_buffers:
             self._offload(key, value, device_map, load_config.disk_offload_folder)
 
+    def _fill(self, key: str, value: torch.Tensor, device_map: Any, folder: Any) -> None:
+        """Give a parameter, which may be tied, other values."""
+        parameter = self.model.get_parameter(key)
+        if type(parameter) is nn.Parameter and not parameter.is_meta and not isinstance(parameter.data, DTensor):
+            parameter.data.copy_(value)
+        else:
+            self._put(key, nn.Parameter(value, parameter.requires_grad), device_map, folder)
+
     def _put(self, key: str, value: nn.Parameter, device_map: Any, folder: Any) -> None:
         made = value.data.to(get_device(device_map, key, valid_torch_device=True))
         value = like(value, split_like(made, self.model.get_parameter(key)))
@@ -217,16 +203,6 @@ class InitialValues:
             )
         Path(folder).mkdir(parents=True, exist_ok=True)
         offload_weight(value, key, folder, self.disk_index)
-
-    def _share(self, keys: tuple[str, ...]) -> None:
-        read = [key for key in keys if key not in self.missing]
-        source = (read or keys)[0]
-        parameter = self.model.get_parameter(source)
-        for key in keys:
-            if key != source and (key in self.missing or _equal(self.model.get_parameter(key), parameter)):
-                _set(self.model, key, parameter)
-                if self.disk_index is not None and source in self.disk_index:
-                    self.disk_index[key] = self.disk_index[source]
 
 
 @contextmanager

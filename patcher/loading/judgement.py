@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from patcher.compat.conversions import copy_transform, source_patterns, target_patterns
-from patcher.compat.models import state_tensors
-from patcher.construction.in_force import InForce, Matched, tell_blocks
+from transformers import PreTrainedModel
+
+from patcher.compat.conversions import source_patterns
+from patcher.compat.models import named_modules, named_parameters, ties
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, tell_blocks
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
 from patcher.layouts.conversion import Converted
 from patcher.layouts.selection import converts
-from patcher.layouts.transforms import identity
-from patcher.loading.checks import Diagnostics, check_weights, failed_text
+from patcher.layouts.sources import shape_of
+from patcher.layouts.transforms import is_concatenation
+from patcher.loading.findings import folded, found_by_reading, idle_source, ordered
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.matches import idle_source
-from patcher.loading.routes import Routing
+from patcher.loading.routes import Routing, joined_wrong
+from patcher.patterns import inside, without_numbers
 
 
 def judge(
@@ -45,91 +49,304 @@ def judge(
     }
     if routing.failure is not None:
         diagnostics = replace(diagnostics, errors=(*diagnostics.errors, routing.failure))
-        return _loaded(selected, routing, info, diagnostics, done)
-    if _fails_to_quantize(info, routing):
-        raise PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
-    matched = selected.matched | _matched_by_reading(selected, routing, checkpoint, info.unexpected_keys)
-    if selected.dry_run is None:
-        tell_blocks(matched)
-    for entry in selected.own:
-        classes = not entry.patcher.strict  # otherwise what the model doesn't have was said when it was built
-        diagnostics = diagnostics.adding_matches([entry], matched, selected.model_class.__name__, classes=classes)
-    expressions = [text for entry in selected.in_force for text in entry.patcher.new_weights]
-    found = check_weights(
-        selected.model,
-        selected.record.replaced,
-        selected.in_force,
-        info,
-        missing=selected.traits.without_aliases(set(info.missing_keys), expressions),
-        parts_of=routing.parts_of,
-        checkpoint=checkpoint,
-        idle=_idle_sources(routing, checkpoint),
-        stock_outcome=stock_routing,
-    )
-    diagnostics = diagnostics.adding(found.error, strict=selected.strict)
-    done |= {"new_weights": selected.traits.with_aliases(found.new), "dropped_weights": found.dropped}
-    return _loaded(selected, routing, info, diagnostics, done)
-
-
-def _loaded(
-    selected: Selected, routing: Routing, info: Any, diagnostics: Diagnostics, done: Mapping[str, Any]
-) -> Loaded:
+    else:
+        made = {name for route in routing.routes if route.by for name in route.parameters}
+        if not made.isdisjoint(info.conversion_errors):
+            raise PatchedWeightsError(failed_text(info.conversion_errors, selected.model))
+        outcome = found_by_reading(selected, routing, checkpoint, info.unexpected_keys)
+        if selected.dry_run is None:
+            tell_blocks(outcome)
+        for entry in selected.own:
+            # What the model doesn't have was said when it was built, where that is an error.
+            found = outcome if entry.patcher.strict else selected.outcome | outcome
+            diagnostics = diagnostics.adding_unused([entry], found, selected.model_class.__name__)
+        new = [text for entry in selected.in_force for text in entry.patcher.new_weights]
+        if routing.made_of or any(is_concatenation(each.transform) for each in selected.conversions.added):
+            diagnostics = diagnostics.adding(joined_wrong(routing, stock_routing(), new), strict=True)
+        weights = _Weights(selected, routing, checkpoint, info)
+        diagnostics = diagnostics.adding(weights.error(stock_routing), strict=selected.strict)
+        done |= {"new_weights": weights.new, "dropped_weights": weights.dropped}
     values = vars(selected) | {"record": replace(selected.record, **done), "diagnostics": diagnostics}
     return Loaded(**values, info=info, routing=routing)
 
 
-def _fails_to_quantize(info: Any, routing: Routing) -> bool:
-    """Whether a quantizer has raised for parameters that conversions of patchers have made."""
-    made = {name for route in routing.routes if route.by for name in route.parameters}
-    return not made.isdisjoint(info.conversion_errors)
+class _Weights:
+    """The weights under replaced modules that the checkpoint doesn't have, or has for nothing.
+
+    Attributes:
+        absent: parameters that the checkpoint doesn't have, or in another shape.
+        left_over: its keys that go nowhere.
+        new, dropped: those of both that a patcher has declared.
+    """
+
+    def __init__(self, selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], info: Any) -> None:
+        self.selected, self.routing, self.checkpoint, self.info = selected, routing, checkpoint, info
+        self.model = model = selected.model
+        self.patchers = [entry.patcher for entry in selected.in_force if not entry.is_registry]
+        self.missing = set(info.missing_keys)
+        self.mismatched = {
+            name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
+        }
+        self._replaced = tuple(inside(item.path) for item in selected.record.replaced if item.chosen)
+        # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
+        is_converted = any(map(converts, self.patchers))
+        amiss = self.missing | self.mismatched.keys()
+        absent = {key for key in amiss if is_converted or self._is_under_replaced(key)}
+        if absent:  # persistent buffers keep what was computed, so only parameters count
+            absent &= {name for name, _ in named_parameters(model)} - ties(model).keys()
+        left_over = set(filter(self._is_under_replaced, info.unexpected_keys))
+        self.new, self.dropped = self._declared(absent, "new_weights"), self._declared(left_over, "dropped_weights")
+        self.absent, self.left_over = absent.difference(self.new), left_over.difference(self.dropped)
+
+    def _is_under_replaced(self, key: str) -> bool:
+        # A checkpoint may have the prefix of the base model where the model's names have none, or the other way round.
+        prefix = inside(self.model.base_model_prefix)
+        return any(name.startswith(self._replaced) for name in (key, prefix + key, key.removeprefix(prefix)))
+
+    def _declared(self, keys: Iterable[str], name: str) -> tuple[str, ...]:
+        expressions = [text for patcher in self.patchers for text in getattr(patcher, name)]
+        return ordered(key for key in keys if any(search(text, key) for text in expressions))
+
+    def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
+        """The error for them: what the unpatched load would miss or ignore as well doesn't count."""
+        if torn := self._torn():
+            return torn
+        if self.absent or self.left_over:
+            stock, parts_of = stock_routing(), self.routing.parts_of
+            not_read = {*stock.missing, *stock.mismatched}
+            self.absent = {key for key in self.absent if not not_read.issuperset(parts_of.get(key, (key,)))}
+            self.left_over -= stock.unexpected
+        if not self.patchers or not (self.absent or self.left_over):
+            return None
+        failed = {key: text for key, text in self.info.conversion_errors.items() if key in self.absent}
+        return PatchedWeightsError(failed_text(failed, self.model) if failed else self._text())
+
+    def _torn(self) -> PatchedWeightsError | None:
+        """The error for a runtime layout whose modules aren't fused here, as the config says that they are.
+
+        Parameters of theirs are missing, of which the checkpoint has others: of joined projections one level below
+        (`x.q_proj.weight`, `x.qkv_proj.weight`), of others inside of the very module (`x.proj.weight`,
+        `x.proj.linear.weight`). Beside the whole model there may be what other heads need.
+        """
+        entries = [entry for entry in self.selected.in_force if entry.origin in (FUSION_CONFIG, LAYOUT)]
+        named = [name for entry in entries for name in entry.patcher.fusions]
+        if not named:
+            return None
+        missing = self.missing & {name for name, _ in named_parameters(self.model)}
+        holders = [{_above(key, levels) for key in missing} for levels in (1, 2)]
+        places = [{_above(key, levels) for key in self.info.unexpected_keys} for levels in (1, 2, 3)]
+        torn = ((holders[0] & set().union(*places)) | (holders[1] & set().union(*places[:2]))) - {""}
+        if not torn:
+            return None
+        return PatchedWeightsError(
+            f"The config names fusions, {', '.join(map(repr, named))}, in whose layout the checkpoint is, and these "
+            "modules of it are not fused here:\n"
+            + "".join(f"  {path}\n" for path in folded(torn))
+            + f"Patcher(fusions={named!r}).resolve(model_class, config).refused says why. Load it with the releases "
+            "that have saved it, and save it in the original format (the default)."
+        )
+
+    def _text(self) -> str:
+        own = dict(named_parameters(self.model))
+        absent = set(filter(self._is_under_replaced, self.absent))
+        lines = []
+        if elsewhere := self.absent - absent:
+            lines.append(
+                "The patcher's conversions or filters keep the checkpoint from modules that are not replaced:"
+            )
+            lines += self._listed(elsewhere)
+            if any(patcher.filtered_weight_conversion_patterns for patcher in self.patchers):
+                lines.append(
+                    "A filter drops a stock conversion for the whole model: replace every class that needs it, or "
+                    "take the filter out."
+                )
+        if not absent and not self.left_over:
+            return "\n".join(lines)
+        lines.append("The replaced modules and the checkpoint don't fit together.")
+        if absent:
+            lines.append("Not in the checkpoint, so these would keep what __init__ gave them:")
+            lines += self._listed(absent)
+        if self.left_over:
+            lines.append("In the checkpoint, and unused:")
+            lines += self._listed(self.left_over)
+        lines += self._idle_sources()
+        suggested = missing_conversions(
+            {name: tuple(own[name].shape) for name in own if name in absent and name not in self.mismatched},
+            {key: shape_of(self.checkpoint[key]) for key in self.checkpoint if key in self.left_over},
+            self.checkpoint.keys() - self.left_over,
+        )
+        if suggested:
+            lines.append(
+                "The checkpoint has tensors of these shapes under other names. Convert them "
+                "(from transformers.core_model_loading):"
+            )
+            lines.append(f"  extra_weight_conversions=[{', '.join(suggested)}]")
+            lines.append("Names and shapes can't tell whether they are in this order: patcher.verify does.")
+            lines.append("To declare them new would leave them as __init__ makes them, as a rule random.")
+        if turned := transposing(self.info.mismatched_keys):
+            lines.append("The checkpoint has some transposed. Convert them (from transformers.core_model_loading):")
+            lines.append(f"  extra_weight_conversions=[{', '.join(turned)}]")
+        additions = [f"new_weights={expressions_for(absent, own)}"] if absent else []
+        additions += [f"dropped_weights={expressions_for(self.left_over, ())}"] if self.left_over else []
+        lines.append(f"If that is meant, add to the Patcher: {', '.join(additions)}")
+        if absent & self.mismatched.keys():
+            lines.append("Where shapes differ, load with ignore_mismatched_sizes=True as well, or give it that shape.")
+        if not suggested and not turned:
+            lines.append(
+                "If not, a conversion is missing: "
+                "extra_weight_conversions=[WeightConverter([...], [...], operations=[...])]."
+            )
+        return "\n".join(lines)
+
+    def _listed(self, keys: set[str]) -> list[str]:
+        misshapen = ordered(keys & self.mismatched.keys())[:5]
+        return [f"  {key}" for key in folded(keys)] + [f"  ({key}: {self.mismatched[key]})" for key in misshapen]
+
+    def _idle_sources(self) -> list[str]:
+        """What is said of source patterns that took nothing while others of the same conversion did."""
+        taken: dict[Any, set[str]] = {}
+        for route in self.routing.routes:
+            if route.by and isinstance(route.layout, Converted):
+                taken.setdefault(route.by[-1], set()).update(route.layout.patterns)
+        return [
+            idle_source("extra_weight_conversions", added.transform, text, self.checkpoint, of_several=True)
+            for added, patterns in taken.items()
+            for text, pattern in zip(source_patterns(added.transform), added.transform.source_patterns, strict=True)
+            if pattern not in patterns
+        ]
 
 
-def _idle_sources(routing: Routing, checkpoint: Mapping[str, Any]) -> list[str]:
-    """What is said of source patterns that took nothing while others of the same conversion did."""
-    taken: dict[Any, set[str]] = {}
-    for route in routing.routes:
-        if route.by and isinstance(route.layout, Converted):
-            taken.setdefault(route.by[-1], set()).update(route.layout.patterns)
-    return [
-        idle_source(added.transform, text, checkpoint)
-        for added, patterns in taken.items()
-        for text, pattern in zip(source_patterns(added.transform), added.transform.source_patterns, strict=True)
-        if pattern not in patterns
-    ]
+def _above(key: str, levels: int) -> str:
+    """The path some levels above a name; "" where there is none."""
+    return ".".join(key.split(".")[:-levels])
 
 
-def _matched_by_reading(
-    selected: Selected, routing: Routing, checkpoint: Mapping[str, Any], unexpected: Iterable[str]
-) -> Matched:
-    """Which filters, conversions and dropped weights had an effect, and what there was for them."""
-    entries = [entry for entry in selected.in_force if converts(entry.patcher) or entry.patcher.dropped_weights]
-    if not entries:
-        return Matched(has_read=True)
-    added = selected.conversions.added
-    parameters = set(state_tensors(selected.model)) if added else set()
-    names = {*checkpoint, *unexpected}
-    effective = added if selected.runtime_layout else routing.effective
-    done = {identity(each.transform) for each in effective}
-    idle = [each for each in added if identity(each.transform) not in done]
-    keys: set[tuple[InForce, str, Hashable]] = set()
-    for entry in entries:
-        keys |= {(entry, "filtered_weight_conversion_patterns", text) for _, text in selected.conversions.dropped}
-        keys |= {(entry, "conversions", each) for each in done}
-        dropped = entry.patcher.dropped_weights
-        found = [each for each in dropped if selected.runtime_layout or any(search(each, name) for name in names)]
-        keys |= {(entry, "dropped_weights", text) for text in found}
-    stock = [*selected.conversions.kept, *(transform for transform, _ in selected.conversions.dropped)]
-    patterns = {text for each in stock for text in (*source_patterns(each), *target_patterns(each))}
-    renamed = set()
-    for each in idle:  # what it would make, which the model doesn't have
-        renaming = copy_transform(each.transform)
-        made = {renaming.rename_source_key(key) for key in checkpoint}
-        renamed |= {(identity(each.transform), name) for name, pattern in made if pattern is not None}
-    return Matched(
-        frozenset(keys),
-        parameters=frozenset(parameters),
-        patterns=frozenset(patterns),
-        checkpoint_keys=frozenset(checkpoint),
-        renamed=frozenset(renamed),
-        has_read=True,
+def failed_text(failed: Mapping[str, str], model: PreTrainedModel) -> str:
+    """What a quantizer has raised for parameters that are therefore missing, from what transformers has kept of it."""
+    reasons: dict[str, list[str]] = {}
+    for key, text in failed.items():
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        # A traceback, the line of the error, the error again, what it was doing.
+        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        reasons.setdefault("".join(raised[:1] or lines[-1:]), []).append(key)
+    listed = "".join(f"  {', '.join(folded(keys)[:3])}: {reason}\n" for reason, keys in reasons.items())
+    # Some quantizers look for these in names of modules, some in names of parameters, from the beginning.
+    layers = sorted({rf".*\.{key.split('.')[-2]}" for key in failed if "." in key})
+    # The head they leave out by themselves, until they are given a list.
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    layers += [path for path, module in named_modules(model) if module is head]
+    return (
+        f"These weights are in the checkpoint, and quantizing them failed:\n{listed}"
+        "They aren't new, and the patcher isn't the cause. Give the quantization config what it asks for, or leave "
+        f"these layers out of it: modules_to_not_convert={layers!r}."
     )
+
+
+# --- what to add to a patcher, as code -------------------------------------------------------------------------------
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def missing_conversions(absent: Shapes, left_over: Shapes, others: Iterable[str]) -> list[str]:
+    """The conversions from what is left over to what is absent, as code.
+
+    Args:
+        absent: parameters that the checkpoint lacks.
+        left_over: keys of the checkpoint that nobody takes.
+        others: the keys that somebody takes, so that no conversion takes them away.
+    """
+    layers: dict[tuple[str, ...], tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]] = {}
+    for number, shapes in enumerate((absent, left_over)):
+        for name, shape in shapes.items():
+            layers.setdefault(tuple(re.findall(r"(?<![^.])\d+(?![^.])", name)), ({}, {}))[number][name] = shape
+    found = [_of_layer(*layer) for layer in layers.values()]
+    alike = {tuple((without_numbers(name), *map(without_numbers, keys)) for name, keys in pairs) for pairs in found}
+    if len(alike) != 1:
+        return []
+    taken = list(others)
+    return [_code(name, keys, taken) for name, keys in found[0]]
+
+
+def _of_layer(absent: Shapes, left_over: Shapes) -> list[tuple[str, tuple[str, ...]]]:
+    """(parameter, the keys that it is made of), of one layer."""
+    pairs: list[tuple[str, tuple[str, ...]]] = []
+    free = dict(left_over)
+    for name, shape in absent.items():
+        same = [key for key in free if free[key] == shape]
+        if len(same) == 1 and list(absent.values()).count(shape) == 1:
+            pairs.append((name, (same[0],)))
+            del free[same[0]]
+    done = dict(pairs)
+    for name, shape in absent.items():
+        if name in done or not shape:
+            continue
+        leaf = name.rpartition(".")[2]
+        parts = [key for key, found in free.items() if key.rpartition(".")[2] == leaf and found[1:] == shape[1:]]
+        wanted = [other for other, found in absent.items() if other not in done and other.rpartition(".")[2] == leaf]
+        if len(parts) > 1 and len(wanted) == 1 and sum(free[key][0] for key in parts) == shape[0]:
+            pairs.append((name, tuple(sorted(parts, key=lambda key: _place(key, name, parts)))))
+    return pairs
+
+
+def _place(key: str, joined: str, parts: Sequence[str]) -> tuple[int, int]:
+    """Where the name of a joined parameter names a part: `gate` comes first in `gate_up_proj`, `q` in `qkv_proj`."""
+    own, whole = (name.split(".")[-2] if "." in name else name for name in (key, joined))
+    at = whole.find(own.split("_")[0])
+    return (at if at >= 0 else len(whole), parts.index(key))
+
+
+def _code(name: str, keys: Sequence[str], others: Iterable[str]) -> str:
+    sources, target = _tails([*keys], others), ""
+    if sources:
+        target = ".".join(name.split(".")[-len(sources[0].split(".")) :])
+    else:  # a tail would take what others need: the whole names, with their numbers as groups
+        sources = ["^" + re.sub(r"(?<![^.])\d+(?![^.])", r"(\\d+)", key).replace(".", r"\.") + "$" for key in keys]
+        numbers = iter(range(1, name.count(".") + 2))
+        target = re.sub(r"(?<![^.])\d+(?![^.])", lambda match: rf"\{next(numbers)}", name)
+    if len(sources) == 1:
+        return f"WeightRenaming({sources[0]!r}, {target!r})"
+    return f"WeightConverter({sources!r}, [{target!r}], operations=[Concatenate(dim=0)])"
+
+
+def _tails(keys: list[str], others: Iterable[str]) -> list[str]:
+    """The ends of the keys, behind the last number, if nothing else ends so and they have one length."""
+    tails = [re.split(r"(?<![^.])\d+\.", key)[-1] for key in keys]
+    if len({tail.count(".") for tail in tails}) > 1 or tails == keys:
+        return tails if tails == keys and len(tails) == 1 else []
+    return [] if any(tail in other for tail in tails for other in others) else tails
+
+
+def transposing(mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> list[str]:
+    """The conversions of parameters that the checkpoint has transposed, as code.
+
+    Args:
+        mismatched: name, the shape that was found, its own.
+    """
+    names = sorted(
+        name for name, found, own in mismatched if len(tuple(own)) == 2 and tuple(own) == tuple(found)[::-1]
+    )
+    tails = dict.fromkeys(re.escape(".".join(name.split(".")[-2:])).replace(r"\.", ".") for name in names)
+    return [f"WeightConverter({tail!r}, {tail!r}, operations=[Transpose(0, 1)])" for tail in tails]
+
+
+def expressions_for(keys: set[str], others: Iterable[str]) -> list[str]:
+    """Expressions that name the keys by their tails: long enough to tell them from the other parameters."""
+    rest = {_in_layers(key) for key in others if key not in keys}
+    tails = {parts[-length:] for parts in rest for length in range(2, len(parts))}
+    result: dict[str, None] = {}
+    for key in ordered(keys):
+        parts = _in_layers(key)
+        escaped = [r"\d+" if part is None else re.escape(part) for part in parts]
+        length = next((length for length in range(2, len(parts)) if parts[-length:] not in tails), None)
+        if length is not None:
+            expression = r"\." + r"\.".join(escaped[-length:]) + "$"
+        else:
+            expression = f"^{re.escape(key)}$" if parts in rest else "^" + r"\.".join(escaped) + "$"
+        result[expression] = None
+    return list(result)
+
+
+def _in_layers(key: str) -> tuple[str | None, ...]:
+    """The segments of a name, with None for each number."""
+    return tuple(None if part.isdecimal() else part for part in key.split("."))

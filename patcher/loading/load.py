@@ -18,31 +18,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from patcher.compat.conversions import distributed_checkpoint, is_deepspeed_zero3_enabled
 from patcher.compat.modeling_code import unrebound
-from patcher.compat.models import follow_no_split_names, named_modules, original_class, state_tensors, stock_class
+from patcher.compat.models import follow_no_split_names, named_modules, original_class, stock_class
 from patcher.compat.parallel import sizes
 from patcher.compat.seams import not_called
 from patcher.construction.class_rules import ClassRules
 from patcher.construction.construction import Construction, Placed
-from patcher.construction.in_force import InForce, Matched, in_force_for, tell_blocks
+from patcher.construction.in_force import InForce, Outcome, in_force_for, tell_blocks
 from patcher.construction.init_hooks import building
 from patcher.construction.meta_init import NoValues
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
-from patcher.expressions import search
-from patcher.functions.models import full_name
-from patcher.fusions.base import Fusion
+from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
-from patcher.loading.checks import Diagnostics
-from patcher.loading.initial_values import ParameterTraits
+from patcher.loading.findings import Diagnostics, found_in_modules
+from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
-from patcher.patterns import matches_path
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
@@ -91,7 +87,7 @@ class Request:
 def request(
     model_class: type[PreTrainedModel], patcher: Any, path: Any, options: Mapping[str, Any], dry_run: DryRun | None
 ) -> Request | None:
-    """What a load is asked for, None where nothing is in force.
+    """What a load is to do, None where nothing is in force.
 
     Raises:
         InvalidPatcherError: `patcher` is no Patcher, or comes with what its conversions are not known to survive.
@@ -122,20 +118,20 @@ def check_supported(entries: tuple[InForce, ...], path: Any, options: Mapping[st
     """
     if entries and is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         raise InvalidPatcherError(
-            "A patcher was asked for while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
+            "A patcher was requested while DeepSpeed ZeRO-3 is on, which partitions each parameter as soon as it is "
             "made and reads weights in a way of its own: no patcher follows that. Load the model before the ZeRO-3 "
             "config is made (HfDeepSpeedConfig, or TrainingArguments with deepspeed=), or use ZeRO stage 2."
         )
     if not any(map(brings_conversions, entries)):
         return
-    asked = [name for name in ("device_mesh",) if options.get(name)]
+    beside = [name for name in ("device_mesh",) if options.get(name)]
     if sizes(options.get("distributed_config")).stages > 1:
-        asked.append("a distributed_config with pp_size")
+        beside.append("a distributed_config with pp_size")
     if distributed_checkpoint(path, options):
-        asked.append(f"the distributed checkpoint in {path}")
-    if asked:
+        beside.append(f"the distributed checkpoint in {path}")
+    if beside:
         raise InvalidPatcherError(
-            f"A patcher with weight conversions was asked for together with {', '.join(asked)}, which is not "
+            f"A patcher with weight conversions was requested together with {', '.join(beside)}, which is not "
             "supported. Load the model without the patcher, save it with save_pretrained, and load that with it."
         )
 
@@ -154,14 +150,14 @@ class Constructed(Request):
     models: list[tuple[str, PreTrainedModel]]
     outermost: Placed
     record: PatchRecord
-    traits: ParameterTraits
-    matched: Matched
+    frozen: frozenset[str]
+    outcome: Outcome
     diagnostics: Diagnostics
     seconds: float
 
 
 @contextmanager
-def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
+def construct(load: Request, done: Callable[[Constructed], object]) -> Iterator[None]:
     """Build the model inside the block.
 
     Args:
@@ -172,28 +168,27 @@ def construct(asked: Request, done: Callable[[Constructed], object]) -> Iterator
         UnmatchedPatchError: a class key or a fusion has matched nothing.
     """
     started = time.perf_counter()
-    rules = ClassRules(asked.in_force)
-    construction = Construction(rules, on_meta=asked.dry_run is not None)
+    rules = ClassRules(load.in_force)
+    construction = Construction(rules, on_meta=load.dry_run is not None)
     with building(construction), NoValues():
         yield
-    model = check_stands(construction, asked.model_class)
-    if construction.resolution is None and any(entry.patcher.fusions for entry in asked.in_force):
+    model = check_stands(construction, load.model_class)
+    if construction.resolution is None and any(entry.patcher.fusions for entry in load.in_force):
         raise not_called("patch_output_recorders")
-    matched, record, outermost, models = seen(construction, model)
-    strict = [entry for entry in asked.own if entry.patcher.strict]  # of the others all is said at the end, at once
-    diagnostics = Diagnostics(goes_on=asked.dry_run is not None).adding_matches(
-        strict, matched, asked.model_class.__name__, conversions=False
-    )
+    outcome, record, outermost, models = seen(construction, model)
+    strict = [entry for entry in load.own if entry.patcher.strict]  # of the others all is said at the end, at once
+    diagnostics = Diagnostics(goes_on=load.dry_run is not None)
+    diagnostics = diagnostics.adding_unused(strict, outcome, load.model_class.__name__)
     done(
         Constructed(
-            **vars(asked),
+            **vars(load),
             rules=rules,
             model=model,
             models=models,
             outermost=outermost,
             record=record,
-            traits=ParameterTraits.of(model, outermost),
-            matched=matched,
+            frozen=frozen_parameters(model, outermost),
+            outcome=outcome,
             diagnostics=diagnostics,
             seconds=time.perf_counter() - started,
         )
@@ -231,8 +226,10 @@ def never_constructed(load: Request) -> PatcherError:
     )
 
 
-def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, PatchRecord, Placed, Any]:
-    """What was matched and done, the outermost replacements, and the models; blocks around it are told."""
+def seen(
+    construction: Construction, model: PreTrainedModel
+) -> tuple[Outcome, PatchRecord, Placed, list[tuple[str, PreTrainedModel]]]:
+    """What was found and done, the outermost replacements, and the models; blocks around it are told."""
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
@@ -241,23 +238,9 @@ def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, P
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
-    matched = construction.matched | Matched(
-        classes=frozenset(stock_class(module).__name__ for _, module in modules),
-        refused=frozenset(
-            (fusion, path, reason)
-            for fusion, found in resolution.fusion_plan.refused.items()
-            for path, reason in found.items()
-        ),
-    )
-    keys = _asked_paths(construction, resolution)
-    if keys or construction.rules.has_paths:
-        matched |= Matched(
-            keys=frozenset(key for key, took in keys.items() if took), paths=frozenset(path for path, _ in modules)
-        )
-    matched |= _declared_as_new(construction, model)
-    if any("." in key for entry in construction.rules.entries for key in entry.patcher.class_mapping):
-        matched |= Matched(places=frozenset((path, stock_class(module).__name__) for path, module in modules))
-    tell_blocks(matched)
+    functions: Functions = construction.functions or NO_FUNCTIONS
+    outcome = found_in_modules(construction, model, modules)
+    tell_blocks(outcome)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
     follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
@@ -270,38 +253,11 @@ def seen(construction: Construction, model: PreTrainedModel) -> tuple[Matched, P
         layouts=dict(resolution.fusion_plan.layouts),
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
-        functions=tuple(
-            (each.name, full_name(each.replacement), each.callers) for each in resolution.functions.replaced
-        ),
+        functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]
-    return matched, record, tuple(outermost), models
-
-
-def _declared_as_new(construction: Construction, model: PreTrainedModel) -> Matched:
-    """The expressions of `new_weights` that name something which the model holds."""
-    asked = [(entry, text) for entry in construction.rules.entries for text in entry.patcher.new_weights]
-    if not asked:
-        return Matched()
-    names = frozenset(state_tensors(model))
-    found = {text for _, text in asked if any(search(text, name) for name in names)}
-    return Matched(frozenset((entry, "new_weights", text) for entry, text in asked if text in found), parameters=names)
-
-
-def _asked_paths(
-    construction: Construction, resolution: Resolution
-) -> dict[tuple[InForce, str, tuple[Fusion, str]], bool]:
-    """Each path that a fusion is asked for, as a key of `Matched`, and whether the fusion took a module there."""
-    return {
-        (entry, "modules", (fusion, pattern)): any(
-            matches_path(pattern, path) for path in resolution.fusion_plan.by_fusion.get(fusion, ())
-        )
-        for entry in construction.rules.entries
-        for fusion in entry.patcher.fusions
-        if isinstance(fusion, Fusion)
-        for pattern in fusion.modules
-    }
+    return outcome, record, tuple(outermost), models
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -310,27 +266,24 @@ class Selected(Constructed):
 
     Attributes:
         key_mapping: what the call renames before anything else.
-        initialized: the keys that were given initial values, the shape that the checkpoint has there, None where it
-            lacks them, and their own.
     """
 
     conversions: SelectedConversions
     key_mapping: Mapping[str, str] | None = None
-    initialized: Mapping[str, tuple[torch.Size | None, torch.Size]] = field(default_factory=dict)
 
 
 def select(
     constructed: Constructed, stock: list[WeightTransform], key_mapping: Mapping[str, str] | None
 ) -> tuple[Selected, list[WeightTransform]]:
     """The conversions of the load, and those that transformers runs: before the quantizer adapts them."""
-    asked = len(key_mapping or ())  # what the user's key_mapping asks for runs first and is never filtered
+    first = len(key_mapping or ())  # what the user's key_mapping says runs first and is never filtered
     record = constructed.record
-    conversions = select_conversions(stock[asked:], record.patchers, record.fusion_transforms, record.replacements())
+    conversions = select_conversions(stock[first:], record.patchers, record.fusion_transforms, record.replacements())
     if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
         kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
         conversions = replace(conversions, kept=kept_names)
     selected = Selected(**vars(constructed), conversions=conversions, key_mapping=key_mapping)
-    return selected, [*stock[:asked], *conversions.kept]
+    return selected, [*stock[:first], *conversions.kept]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -369,10 +322,10 @@ def put_down(load: Constructed) -> None:
 
 
 def finish(load: Constructed) -> None:
-    """Add to the record what is known at the end, and warn of what is not as it was asked for.
+    """Add to the record what is known at the end, and warn of what is not as requested.
 
     Raises:
-        PatcherError: transformers has gone around one of the steps, so the weights aren't what was asked for.
+        PatcherError: transformers has gone around one of the steps, so the weights aren't what was requested.
     """
     diagnostics = load.diagnostics
     if type(load) is not Finalized:
@@ -380,7 +333,7 @@ def finish(load: Constructed) -> None:
             raise not_called(_LEADS_ON[type(load)])
         put_down(load)  # torch.distributed has read it
         lenient = [entry for entry in load.own if not entry.patcher.strict]
-        diagnostics = diagnostics.adding_matches(lenient, load.matched, load.model_class.__name__)
+        diagnostics = diagnostics.adding_unused(lenient, load.outcome, load.model_class.__name__)
     total = time.perf_counter() - load.started
     seconds = {"construction": load.seconds, "reading": total - load.seconds, "total": total}
     record = record_of(load.model) or load.record  # an adapter may have been loaded, too
@@ -390,6 +343,5 @@ def finish(load: Constructed) -> None:
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
     """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
-    construction.matched, record, outermost, models = seen(construction, model)
-    ParameterTraits.of(model, outermost)
+    construction.outcome, record, _, models = seen(construction, model)
     keep_record(models, record)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
-from transformers.utils import logging
 
 from patcher.compat.conversions import (
     is_prequantized,
@@ -21,18 +20,15 @@ from patcher.compat.conversions import (
     stock_conversions,
 )
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
-from patcher.layouts.carried import fused_modules, is_shared
-from patcher.layouts.sources import named_sources, shape_of
-from patcher.layouts.transforms import is_concatenation
-from patcher.loading.completion import complete
+from patcher.errors import PatchedWeightsError
+from patcher.layouts.carried import fused_modules, is_quantized, is_shared
+from patcher.layouts.sources import dtype_of, named_sources
+from patcher.loading.expert_names import quantized_experts
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.quantized_checkpoints import check_quantized
 from patcher.loading.routes import Conversions, Routing, route, share
-from patcher.patterns import compress
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
-
-logger = logging.get_logger(__name__)
 
 
 class ExpectedInfo:
@@ -82,14 +78,11 @@ def read(
         return Loaded(**vars(selected), info=info), info, None
     mapping, quantizer = list(load_config.weight_mapping or []), load_config.hf_quantizer
     routing = _routed(selected, checkpoint, mapping, load_config)
-    # Names and shapes don't say what comes of the parts of weights that are quantized.
-    if not is_prequantized(quantizer) and not selected.runtime_layout and _is_incomplete(selected, routing):
-        selected, checkpoint, routing = _completed(selected, checkpoint, mapping, load_config, routing)
     expected = ExpectedInfo(routing)
     if dry_run is None and (problem := routing.problem or routing.failure):
         raise problem
     is_told = not is_prequantized(quantizer) and not routing.errors
-    unpatched = partial(stock_routing, selected, checkpoint)
+    unpatched = cache(partial(stock_routing, selected, checkpoint))
     judged = partial(judge, selected, routing, checkpoint, stock_routing=unpatched)
     loaded = judged(expected) if is_told or dry_run is not None else None
     if dry_run is not None and loaded is not None:
@@ -111,15 +104,6 @@ def stock_routing(selected: Selected, checkpoint: Mapping[str, Any]) -> Routing:
     stock = skeleton(selected.record.model_class, selected.model.config)
     conversions = stock_conversions(stock, dict(selected.key_mapping) if selected.key_mapping else None)
     return route(stock, checkpoint, Conversions(conversions), unknown=unknown_keys(selected))
-
-
-def tell_initialized(info: Any, selected: Selected) -> None:
-    """Add to what a load gives out as its info the parts of parameters that it has initialised, as stock would."""
-    for key, (found, own) in selected.initialized.items():
-        if found is None:
-            info.missing_keys.add(key)
-        else:
-            info.mismatched_keys.add((key, found, own))
 
 
 def unknown_keys(selected: Selected) -> frozenset[str]:
@@ -166,44 +150,6 @@ def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: li
     return routing
 
 
-def _is_incomplete(selected: Selected, routing: Routing) -> bool:
-    """Whether something that is made of several tensors may lack one of them."""
-    if routing.problem is not None:
-        return not routing.is_hopeless
-    amiss = bool(routing.missing or routing.mismatched or routing.errors)
-    added = [each.transform for each in selected.conversions.added]
-    return any(amiss or is_concatenation(each) for each in added)
-
-
-def _completed(
-    selected: Selected, checkpoint: Mapping[str, Any], mapping: list[Any], load_config: Any, routing: Routing
-) -> tuple[Selected, Mapping[str, Any], Routing]:
-    """The load with initial values for parts that the checkpoint lacks, or with what is said of them."""
-    completion = complete(
-        selected.model,
-        skeleton(selected.record.model_class, selected.model.config),
-        checkpoint,
-        routing,
-        dtype=load_config.dtype,
-        ignores_shapes=load_config.ignore_mismatched_sizes,
-        is_read=selected.dry_run is None,
-    )
-    is_strict = selected.strict or bool(completion.misfits)  # transformers raises for shapes as well
-    selected = replace(selected, diagnostics=selected.diagnostics.adding(completion.error, strict=is_strict))
-    if not completion.initialized:
-        return selected, checkpoint, routing
-    if selected.dry_run is None:
-        keys = ", ".join(compress(completion.initialized))
-        logger.warning(f"Not in the checkpoint, or of another shape there, so newly initialized: {keys}")
-    initialized = {
-        key: (torch.Size(shape_of(checkpoint[key])) if key in checkpoint else None, torch.Size(shape_of(value)))
-        for key in completion.initialized
-        for value in [completion.checkpoint[key]]
-    }
-    selected = replace(selected, initialized=initialized)
-    return selected, completion.checkpoint, _routed(selected, completion.checkpoint, mapping, load_config)
-
-
 def _settle(loaded: Loaded) -> None:
     """Take from the keys of a dry run what transformers doesn't mind, as a load does at its end."""
     parameters = dict(named_parameters(loaded.model))
@@ -220,3 +166,79 @@ def _dtype(load_config: Any, own: Mapping[str, torch.Tensor], name: str) -> torc
             found: torch.dtype = dtype
             return found
     return own[name].dtype if name in own else torch.get_default_dtype()
+
+
+# --- checkpoints that are quantized already --------------------------------------------------------------------------
+
+
+#: Types of one byte, as safetensors calls them.
+_BYTES = ("I8", "U8", "F8")
+
+
+def check_quantized(model: PreTrainedModel, checkpoint: Mapping[str, Any], routing: Routing, *, keeps: bool) -> None:
+    """Note in a routing what is wrong with a load that would make other weights of quantized ones.
+
+    Beside these lie tensors that belong to the layer as it is (`SCB`, `weight_scale`). What the quantizer has left
+    alone is taken as ever.
+
+    Args:
+        keeps: whether what is quantized in the checkpoint is so in the model as well.
+    """
+    fused, own = fused_modules(model), state_tensors(model)
+    wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock} if keeps else set()
+    experts = quantized_experts(model, checkpoint, fused, own)
+
+    def is_taken(key: str) -> bool:
+        found = routing.follow(key)
+        return found.name in wanted or bool(found.by)
+
+    left = [key for key in checkpoint if key not in experts]
+    problem = _refused(
+        "it has these quantized, of which the patcher makes others", _quantized_keys(left, checkpoint, is_taken)
+    )
+    as_they_are = {target for target, _ in experts.values()}
+    whole = [
+        key
+        for route in routing.routes
+        if route.layout is not None and keeps
+        for target in route.parameters
+        if target in own and target not in as_they_are and is_quantized(own[target])
+        for key in route.keys
+    ]
+    problem = problem or routing.problem
+    routing.problem = problem or _refused(
+        "it has these in full precision, of which the patcher makes layers that are quantized then", whole
+    )
+
+
+def _quantized_keys(keys: Iterable[str], checkpoint: Mapping[str, Any], is_taken: Callable[[str], bool]) -> list[str]:
+    """Of the layers whose weight is quantized, and taken, all keys."""
+    layers: dict[str, list[str]] = {}
+    for key in keys:
+        # `x.weight.absmax` is of the layer x too.
+        layer = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
+        layers.setdefault(layer, []).append(key)
+    return [
+        key
+        for layer, held in layers.items()
+        if _has_quantized(layer, held, checkpoint) and is_taken(f"{layer}.weight")
+        for key in held
+    ]
+
+
+def _has_quantized(layer: str, held: list[str], checkpoint: Mapping[str, Any]) -> bool:
+    if any(key not in (f"{layer}.weight", f"{layer}.bias") for key in held):
+        return True
+    dtype: Any = dtype_of(checkpoint[held[0]]) if held[0].endswith(".weight") else None
+    return dtype.startswith(_BYTES) if isinstance(dtype, str) else dtype is not None and dtype.itemsize == 1
+
+
+def _refused(what: str, keys: Iterable[str]) -> PatchedWeightsError | None:
+    listed = compress(keys)
+    if not listed:
+        return None
+    lines = "".join(f"  {key}\n" for key in listed[:5])
+    return PatchedWeightsError(
+        f"The checkpoint is quantized, and {what}:\n{lines}"
+        "Fuse the full-precision checkpoint, and quantize that while it loads."
+    )

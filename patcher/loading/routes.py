@@ -14,6 +14,7 @@ quantizes and shards them as any other tensor; what only transformers converts, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -24,8 +25,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
-from patcher.compat.models import ModelView, state_tensors
+from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
+from patcher.expressions import search
 from patcher.layouts.carried import Carrier, fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
@@ -33,7 +35,7 @@ from patcher.layouts.names import Named, Names
 from patcher.layouts.operations import joins_unequal, only_moves
 from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import describe, has_known_operations, single
+from patcher.layouts.transforms import describe, has_known_operations, is_concatenation, single
 from patcher.loading.expert_names import quantized_experts
 from patcher.patterns import compress, inside
 
@@ -78,11 +80,11 @@ class Routing:
         errors: parameter -> why the conversion that makes it raises.
         failures: the conversions of patchers that raise, for which parameters, and why first.
         parts_of: fused parameter -> its parts, of those of which the checkpoint has none.
+        made_of: parameter -> what conversions of patchers make it of, of those that are missing or of another shape.
         used: the conversions of transformers that have had a part.
         follow: tells where a key goes.
         renamed: tells what the renamings of transformers make of a key.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
-        is_hopeless: whether conversions of transformers can't run, so that no load can read it.
         problem: why it can't be read.
     """
 
@@ -95,9 +97,9 @@ class Routing:
     errors: dict[str, str] = field(default_factory=dict)
     failures: dict[WeightTransform, tuple[list[str], str]] = field(default_factory=dict)
     parts_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    made_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     used: list[WeightTransform] = field(default_factory=list)
     is_runtime_layout: bool = False
-    is_hopeless: bool = False
     problem: PatchedWeightsError | None = None
     follow: Callable[[str], Named] = Named
     renamed: Callable[[str], str] = str
@@ -154,16 +156,18 @@ def route(
     return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
 
 
-def stock_tensors(own: Mapping[str, torch.Tensor], fused: Iterable[Carrier]) -> dict[str, torch.Tensor]:
-    """The state dict of the model as transformers has it without the fusions, on the meta device."""
+def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[tuple[str, Layout]]) -> dict[str, torch.Tensor]:
+    """The state dict of a model as transformers has it, with the shapes of what is made otherwise, on the meta device.
+
+    Args:
+        made: what the names of a layout begin with, and the layout.
+    """
     stock = dict(own)
-    for path, _, carried in fused:
-        prefix = inside(path)
-        for layout in carried.layouts:
-            for name in layout.fused:
-                stock.pop(f"{prefix}{name}", None)
-            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-                stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+    for prefix, layout in made:
+        for name in layout.fused:
+            stock.pop(f"{prefix}{name}", None)
+        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
+            stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
     return stock
 
 
@@ -214,7 +218,7 @@ class _Router:
         self.fused = fused_modules(model)
         #: what the model would have without its fusions, and those of them that are parts of others
         self.tensors, self.wanted = stock or (
-            stock_tensors(self.own, self.fused) if self.fused else self.own,
+            stock_tensors(self.own, ((inside(path), each) for path, _, own in self.fused for each in own.layouts)),
             {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
         )
         self.view: Any = ModelView(model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
@@ -505,9 +509,8 @@ class _Router:
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         lacking = [*incomplete, *self.lacking]
-        routing.is_hopeless = bool(self.lacking or self.failed)
-        problem = _problem(lacking, [] if self.lacking else misfits, companions, self.twice, self.failed)
-        routing.problem = problem
+        misfits, stock_reads = ([], False) if self.lacking else (misfits, True)
+        routing.problem = _problem(lacking, misfits, companions, self.twice, self.failed, stock_reads=stock_reads)
 
     def _companions(self, quantized: AbstractSet[str]) -> list[str]:
         """The keys of what a quantizer has put beside weights that are fused.
@@ -537,6 +540,13 @@ class _Router:
                 routing.unexpected.add(name)
             elif tuple(shape) != tuple(self.own[name].shape):
                 routing.mismatched[name] = torch.Size(shape), self.own[name].shape
+        amiss = {*routing.missing, *routing.mismatched} if self.conversions.added else set()
+        for name in amiss.difference(ties(self.model)):
+            for added in self.conversions.added:
+                with suppress(Exception):  # it may have no reverse
+                    found = stock_revert(self.view, {name: self.own[name]}, [copy_transform(added.transform)])
+                    if name not in found:
+                        routing.made_of[name] = tuple(found)
 
 
 def share(rest: dict[str, Any], read: Mapping[str, str], fused: Iterable[Carrier]) -> None:
@@ -559,6 +569,25 @@ def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> 
         f"{describe(transform)} failed for {', '.join(targets[:3])}: {reason}\n"
         "Check the patterns, the order of the sources and the operations of this conversion."
     )
+
+
+def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> PatchedWeightsError | None:
+    """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
+
+    Args:
+        stock: what the unpatched model makes of the checkpoint: the parts may add up to the shape of the whole.
+        new: names what is declared new.
+    """
+    made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
+    lacking = stock.missing.intersection(part for parts in made_of for part in parts)
+    joining = [route for route in routing.routes if route.by and is_concatenation(route.by[-1].transform)]
+    misfits = [
+        f"{name}: found {tuple(stock.mismatched[name][0])}, expected {tuple(stock.mismatched[name][1])}"
+        for route in joining
+        for name in route.stock
+        if name in stock.mismatched
+    ]
+    return _problem([*lacking], misfits, (), (), ())
 
 
 def _is_below(key: str, paths: AbstractSet[str]) -> bool:
@@ -585,6 +614,8 @@ def _problem(
     companions: Sequence[str],
     twice: Sequence[str],
     failed: Sequence[str],
+    *,
+    stock_reads: bool = True,
 ) -> PatchedWeightsError | None:
     lines = [f"The checkpoint holds {text}. Take one of them out." for text in twice[:3]]
     if companions:
@@ -596,13 +627,21 @@ def _problem(
         lines += [f"  {reason}" for reason in dict.fromkeys(failed)][:5]
         lines.append("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
     if lacking:
-        lines.append("Fused parameters are made of several tensors, of which the checkpoint has only some. It lacks:")
+        lines.append(
+            "Parameters of the patched model are made of tensors of which the checkpoint doesn't have all. It lacks:"
+        )
         lines += [f"  {key}" for key in compress(sorted(dict.fromkeys(lacking), key=dot_natural_key))]
-        lines.append("Take a checkpoint that has them.")
+        lines.append(
+            "Take a checkpoint that has them; or load this one without the patcher, which initialises them, save "
+            "that, and load it with the patcher."
+            if stock_reads
+            else "Take a checkpoint that has them: transformers can't convert this one either."
+        )
     if misfits:
-        lines.append("Parts of fused parameters don't have the shapes that the model has for them:")
+        lines.append("Tensors that are joined don't have the shapes that the model has for them:")
         lines += [f"  {line}" for line in misfits[:5]]
         lines.append(
-            "Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True."
+            "Take a checkpoint that fits the config; or load this one without the patcher, with "
+            "ignore_mismatched_sizes=True, save that, and load it with the patcher."
         )
     return PatchedWeightsError("\n".join(lines)) if lines else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
@@ -19,7 +20,7 @@ from patcher.compat.conversions import (
     stock_revert,
     used_conversions,
 )
-from patcher.compat.models import ModelView
+from patcher.compat.models import ModelView, load_offloaded_parameter
 from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
@@ -29,23 +30,8 @@ from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, inside, layer_of
 from patcher.resolution.resolution import skeleton
-
-
-@dataclass(frozen=True, eq=False)
-class TakenApart:
-    """A state dict in the layout of transformers, whose conversions are still to be reversed.
-
-    Attributes:
-        tensors: by the names that they have in the model of transformers.
-        converted: those that are tensors of a checkpoint already: of their names only the renamings are left.
-        as_they_are: what has its name in the checkpoint.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    converted: AbstractSet[str] = frozenset()
-    as_they_are: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +74,19 @@ class SavePlan:
         Raises:
             PatchedWeightsError: something in it can't be restored.
         """
-        return self.named(self.taken_apart(state_dict, self.carrying))
+        moved: dict[str, str] = {}
+        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
+        is_read = getattr(self.model, "hf_quantizer", None) is not None
+        revert = reverted_from_scratch(self.model) if is_read else functools.partial(self._named, restored={})
+        for each in self.carrying if not self._is_quantized_by_the_load else ():
+            # Experts that a tool has quantized, where the checkpoint has names for each.
+            moved |= named_as_in_checkpoint(each, state_dict, revert)
+        others = {key: each for key, each in state_dict.items() if key not in moved}
+        # What patchers have made, apart again; what is a tensor of a checkpoint then has only its renamings left.
+        tensors, converted = separated(list(self.carrying), others)
+        rest = {name: tensor for name, tensor in tensors.items() if name not in converted}
+        restored = {name: tensor for name, tensor in tensors.items() if name in converted}
+        return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
@@ -99,37 +97,6 @@ class SavePlan:
                 if lies_in_blocks(layout) and key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
-
-    def taken_apart(self, state_dict: Mapping[str, torch.Tensor], carrying: Iterable[Carrier]) -> TakenApart:
-        """What patchers have made, apart again; the conversions of transformers are still to be reversed.
-
-        Args:
-            carrying: the modules that the state dict is of.
-
-        Raises:
-            PatchedWeightsError: something in it can't be told.
-        """
-        moved: dict[str, str] = {}
-        # The load of a quantized checkpoint has read such layers as they are, and run no conversion of stacks.
-        is_read = getattr(self.model, "hf_quantizer", None) is not None
-        revert = reverted_from_scratch(self.model) if is_read else self._reverted
-        carrying = list(carrying)
-        for each in carrying if not self._is_quantized_by_the_load else ():
-            # Experts that a tool has quantized, where the checkpoint has names for each.
-            moved |= named_as_in_checkpoint(each, state_dict, revert)
-        as_they_are = {name: state_dict[key] for key, name in moved.items()}
-        tensors, converted = separated(carrying, {key: each for key, each in state_dict.items() if key not in moved})
-        return TakenApart(tensors, converted, as_they_are)
-
-    def named(self, parts: TakenApart) -> dict[str, torch.Tensor]:
-        """The checkpoint of what has been taken apart: the conversions of transformers are reversed."""
-        rest = {name: tensor for name, tensor in parts.tensors.items() if name not in parts.converted}
-        restored = {name: parts.tensors[name] for name in parts.tensors if name in parts.converted}
-        return self._named(rest, restored) | parts.as_they_are
-
-    def _reverted(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The checkpoint of a state dict in the layout of transformers."""
-        return self._named(dict(state_dict), {})
 
     def _view(self, state_dict: Mapping[str, torch.Tensor]) -> Any:
         """The model for operations, which look at parameters: some of them it has in another form."""
@@ -200,7 +167,7 @@ def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) ->
     is_read = record is None or (record.read and (has_used_conversions(model) or is_converted))
     if record is not None and record.read and not is_read:
         record = replace(record, read=False)
-    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock).used
+    conversions = used_conversions(model) if record is None or is_read else from_scratch(model, record, stock)[1]
     order: dict[str, int] = {}
     if is_converted or (record is not None and record.dropped):
         # transformers sorts what it has loaded, and leaves what it has made in the order of the modules.
@@ -249,3 +216,68 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
     return [f"new: {key}" for key in compress(sorted(only_here))] + [
         f"without {key}" for key in compress(sorted(stock - found))
     ]
+
+
+# --- a model that is partly on the disk ------------------------------------------------------------------------------
+
+
+class OffloadedCheckpoint(dict[str, Any]):
+    """What `plan` saves of a state dict; tensors that will be computed are on the meta device.
+
+    transformers takes one tensor after the other out of the state dict that it saves, right before it writes the file
+    which that belongs to: the values of a layer are read and converted when the first of its tensors is taken out.
+    """
+
+    def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
+        self._plan = plan
+        whole = plan.saved_state_dict(_on_meta(state_dict))
+        self._groups = self._grouped(state_dict, whole)
+        self._group_of = {key: group for group in self._groups for key in group.keys}
+        self._ready: dict[str, torch.Tensor] = {}
+        # Each by itself: shards are cut by the size of what a tensor is a view of.
+        super().__init__({name: torch.empty_like(value) if value.is_meta else value for name, value in whole.items()})
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """The values of one tensor, which are dropped here."""
+        value = super().pop(key, *default)
+        group = self._group_of.get(key)
+        if group is None:
+            return value
+        if key not in self._ready:
+            self._ready.clear()  # before others are read
+            self._ready = group.values(self._plan)
+        return self._ready.pop(key)
+
+    def _grouped(self, state_dict: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> list[_Group]:
+        """The layers, each of which is converted by itself; as one group, where conversions reach across layers."""
+        layers: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in state_dict.items():
+            layers.setdefault(layer_of(name), {})[name] = tensor
+        try:
+            groups = [_Group(own, list(self._plan.saved_state_dict(_on_meta(own)))) for own in layers.values()]
+        except Exception:  # it can be reversed only together with others
+            groups = []
+        if sorted(key for group in groups for key in group.keys) != sorted(whole):
+            groups = [_Group(dict(state_dict), list(whole))]
+        return groups
+
+
+class _Group:
+    """Tensors of the model that are converted together, and the keys of the checkpoint that they become."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], keys: list[str]) -> None:
+        self.tensors, self.keys = tensors, keys
+
+    def values(self, plan: SavePlan) -> dict[str, torch.Tensor]:
+        read = {
+            name: load_offloaded_parameter(plan.model, name) if tensor.is_meta else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return plan.saved_state_dict(read)
+
+
+def _on_meta(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.detach().to("meta") if type(tensor) in (torch.Tensor, nn.Parameter) else tensor
+        for name, tensor in tensors.items()
+    }

@@ -25,7 +25,7 @@ from patcher.layouts.layouts import Layout, Rows
 from patcher.layouts.selection import converts, select_conversions
 from patcher.layouts.sharded import whole
 from patcher.loading.record import PatchRecord, record_of
-from patcher.loading.routes import Conversions, Route, route
+from patcher.loading.routes import Conversions, Route, route, stock_tensors
 from patcher.patterns import compress, in_state_dict, inside, without_numbers
 from patcher.resolution.resolution import resolve_in_force, skeleton
 
@@ -91,13 +91,8 @@ def stock_view(model: nn.Module) -> StockView:
 
 def _view(model: nn.Module, carrying: list[Carrier]) -> StockView:
     own = {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
-    tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
-    for each in carrying:
-        for layout in each.carried.all:
-            for name in layout.fused:
-                tensors.pop(f"{each.prefix}{name}", None)
-            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-                tensors[f"{each.prefix}{name}"] = torch.empty(shape, device="meta")
+    on_meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
+    tensors = stock_tensors(on_meta, ((each.prefix, layout) for each in carrying for layout in each.carried.all))
     return StockView(own, tensors, tuple(carrying))
 
 
@@ -150,32 +145,22 @@ def carriers_in(model: nn.Module) -> list[Carrier]:
         if not any((found := carried_by(each)) and found.converted for _, each in named_modules(part)) and (
             record.fusion_transforms or record.added
         ):
-            carry_routes(part, from_scratch(part, record).routes, record.paths_of_replacements)
+            carry_routes(part, from_scratch(part, record)[0], record.paths_of_replacements)
     return carriers(model)
-
-
-@dataclass(frozen=True, eq=False)
-class FromScratch:
-    """What the load of a checkpoint of a model would have done that was made without one.
-
-    Attributes:
-        routes: those of conversions of patchers.
-        used: the conversions of transformers that have had a part.
-    """
-
-    routes: tuple[Route, ...]
-    used: tuple[WeightTransform, ...]
 
 
 def from_scratch(
     model: PreTrainedModel, record: PatchRecord, stock: Callable[[], PreTrainedModel] | None = None
-) -> FromScratch:
+) -> tuple[tuple[Route, ...], tuple[WeightTransform, ...]]:
     """The conversions of a model that was made without a checkpoint: those that loading one would have run.
 
     The stock model says what its checkpoint looks like.
 
     Args:
         stock: gives the model as transformers has it, on the meta device.
+
+    Returns:
+        The routes of conversions of patchers, and the conversions of transformers that have had a part.
     """
     unpatched = stock() if stock is not None else skeleton(record.model_class, model.config)
     conversions = stock_conversions_from_scratch(unpatched)
@@ -186,12 +171,12 @@ def from_scratch(
     if record.is_part and not record.replaced:  # what the patcher's conversions are for lies elsewhere
         selected = replace(selected, added=())
     if not selected.added and len(selected.kept) == len(conversions):
-        return FromScratch((), selected.kept)
+        return (), selected.kept
     checkpoint = stock_revert(unpatched, dict(unpatched.state_dict()))
     routing = route(
         model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)
     )
-    return FromScratch(tuple(each for each in routing.routes if each.is_carried), tuple(routing.used))
+    return tuple(each for each in routing.routes if each.is_carried), tuple(routing.used)
 
 
 # --- names that are parts of others ----------------------------------------------------------------------------------
@@ -202,7 +187,7 @@ def parts_of(load: Constructed) -> Parts:
     carrying = carriers(load.model)
     if not any(converts(entry.patcher) for entry in load.in_force):
         return _view(load.model, carrying).parts
-    converted = tuple(_carried_layouts(from_scratch(load.model, load.record).routes))
+    converted = tuple(_carried_layouts(from_scratch(load.model, load.record)[0]))
     carrying.append(Carrier("", load.model, ModuleLayouts(converted=converted)))
     rename = key_renamer(stock_conversions(load.model))
     view, found = _view(load.model, carrying), dict[str, tuple[str, ...]]()

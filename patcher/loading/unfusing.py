@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import ORIGINAL, is_initialized, mark_initialized, named_modules
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.fused_module import FusedModule, MadeClass
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
 from patcher.layouts.either_layout import carry
 from patcher.layouts.transforms import by_itself
@@ -40,11 +40,12 @@ Wanted = Callable[[str, ModuleLayouts], bool]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
-def unfuse(model: nn.Module, wanted: Wanted, reason: str) -> list[str]:
+def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collection[type] = ()) -> list[str]:
     """Give fused modules their class and their layers back; all of them are checked before one is changed.
 
     Args:
         reason: why, for the report.
+        replacements: classes derived from fused ones that the caller takes off as well.
 
     Returns:
         The paths of the modules.
@@ -56,7 +57,7 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str) -> list[str]:
     chosen = {id(module) for path, module, carried in fused if wanted(path, carried)}
     fused = [each for each in fused if id(each[1]) in chosen]  # at all their paths
     for path, module, carried in fused:
-        _check(path, module, carried)
+        _check(path, module, carried, replacements)
     made: dict[int, nn.Module] = {}
     for path, module, carried in reversed(fused):  # the inner ones first
         if id(module) not in made:
@@ -90,7 +91,7 @@ def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRe
     )
 
 
-def _check(path: str, module: nn.Module, carried: ModuleLayouts) -> None:
+def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: Collection[type]) -> None:
     def cannot(why: str) -> InvalidPatcherError:
         return InvalidPatcherError(
             f"{path} is fused, and its layers are needed one by one ({', '.join(sorted(carried.stock)[:3])}): {why}. "
@@ -121,6 +122,9 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts) -> None:
         held = {**at._parameters, **at._buffers, **at._modules}
         if added := [key for key, each in held.items() if each is not None and f"{owner}.{key}" not in carried.fused]:
             raise cannot(f"{owner}.{added[0]} was added to it")
+    cls = unrebound(type(module))
+    if isinstance(module, FusedModule) and MadeClass.of(cls) is cls and cls not in replacements:
+        raise cannot(f"its class {cls.__qualname__} was derived from the fused one, and would be lost")
 
 
 def _stock_module(module: nn.Module, carried: ModuleLayouts) -> nn.Module:

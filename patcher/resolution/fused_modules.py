@@ -11,13 +11,18 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import InForce, Matched, tell_blocks
+from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.errors import PatchConstructionError
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import fuse
-from patcher.resolution.replaced_functions import prepare_functions
-from patcher.resolution.resolution import NO_CHANGE, Resolution, needs_skeleton, resolve_in_force, resolve_standing
+from patcher.resolution.resolution import (
+    NO_CHANGE,
+    Resolution,
+    needs_skeleton,
+    resolve_in_force,
+    resolve_standing,
+)
 
 _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 
@@ -25,15 +30,13 @@ _ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
 def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept.
 
-    Where it can wait until these stand on the meta device, it does: a skeleton takes as long as the model.
+    Where it can wait until these are there, it does: a skeleton takes as long as the model.
     """
     patchers = [entry.patcher for entry in construction.rules.entries]
-    waits = not construction.by_hand and not needs_skeleton(patchers)
-    if not (waits or construction.is_skeleton) and any(
-        each.fusions or each.module_mapping or each.function_mapping for each in patchers
-    ):
+    acts = any(each.fusions or each.module_mapping or each.function_mapping for each in patchers)
+    # What is built by hand may be given parts that are patched already, so it can't be looked at afterwards.
+    if not construction.is_skeleton and acts and (construction.by_hand or needs_skeleton(patchers)):
         resolution = construction.resolution = resolve_in_force(construction.rules.entries, model_class, config)
-        prepare_functions(construction, resolution.functions)
         rebuilt = (resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
         construction.recorded = resolution.recorded.union(map(unrebound, rebuilt))
     if construction.recorded:
@@ -75,22 +78,19 @@ def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> N
     entries = construction.rules.entries
     if any(entry.patcher.fusions for entry in entries):
         with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
-            construction.resolution = resolve_standing(entries, model)
+            construction.resolution = resolve_standing(entries, model, functions=construction.functions)
         fuse_standing_modules(construction, model)
 
 
 def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Fuse the modules that stand and have their initial values."""
     resolution: Resolution = construction.resolution or NO_CHANGE
-    matched: set[tuple[InForce, str, Any]] = set()
     for path in resolution.fused:
         if path in resolution.fusion_plan.rebuilt:
             continue
         module = model.get_submodule(path)
         original, cls = resolution.original_classes[path], resolution.fused[path]
-        key, entry = _fusion_of(construction, path)
-        entries = construction.rules.entries
-        matched |= {(each, "fusions", key) for each in entries[entries.index(entry) :] if key in each.patcher.fusions}
+        key, _ = _fusion_of(construction, path)
         if type(module) is cls:
             continue  # of a part that was loaded by itself, or of a model that calls `post_init` again
         if type(module) is not original:
@@ -99,20 +99,11 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
                 f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device. "
                 f"{_ADVICE}"
             )
-        fused = fuse(
-            fusion_named(key),
-            module,
-            cls,
-            resolution.fusion_plan.layouts.get(path, ()),
-            is_dry_run=construction.on_meta,
-        )
+        fused = fuse(fusion_named(key), module, cls, resolution.fusion_plan.layouts.get(path, ()))
         mark_original_class(fused, original)
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
             model.get_submodule(parent_path)._modules[name] = fused
-    if matched:
-        construction.matched |= Matched(frozenset(matched))
-        tell_blocks(construction.matched)
 
 
 def _fusion_of(construction: Construction, path: str) -> tuple[Any, InForce]:

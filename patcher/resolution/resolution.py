@@ -24,7 +24,13 @@ from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import NoValues
 from patcher.display.shown import folded
 from patcher.errors import PatchConflictError
-from patcher.functions.models import NO_FUNCTIONS, Functions, check_initialized, full_name, swap_functions
+from patcher.functions.models import (
+    NO_FUNCTIONS,
+    Functions,
+    find_functions,
+    full_name,
+    swap_functions,
+)
 from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.finding import discover
@@ -32,7 +38,6 @@ from patcher.fusions.fused_module import fused_class, original_of, takes_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe
-from patcher.resolution.replaced_functions import functions_in_force, prepare_functions
 from patcher.spec.patcher import Patcher
 
 
@@ -115,33 +120,20 @@ def _patched_skeleton(
 ) -> tuple[PreTrainedModel, frozenset[type[nn.Module]], Functions]:
     """The same with what mappings put into it, the classes whose constructor arguments that took, and the functions.
 
-    Which classes these are, and which call a function in their `__init__`, shows where modules stand: it is built once
-    more whenever some were not known.
+    Which classes these are shows where modules are constructed: it is built once more whenever some were not known.
     """
     recorded: frozenset[type[nn.Module]] = frozenset()
-    functions = NO_FUNCTIONS
     while True:
         construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True, recorded=recorded)
-        model = _built_on_meta(model_class, config, construction, functions)
+        model = _built_on_meta(model_class, config, construction)
         recorded |= construction.unrecorded
-        if construction.unrecorded:
-            continue
-        if not functions.initialized:
-            functions = functions_in_force(construction.rules.entries, model)
-            if type(model) in functions.initialized:  # the `__init__` of the model is running when this is asked
-                check_initialized(model, functions)
-            if functions.initialized:
-                continue
-        check_initialized(model, functions)
-        swap_functions(model, functions)  # before fusions, which look at what the functions do
-        return model, recorded, functions
+        if not construction.unrecorded:
+            replace_functions(construction, model)  # before fusions, which look at what the functions do
+            return model, recorded, construction.functions
 
 
 def _built_on_meta(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    construction: Construction,
-    functions: Functions = NO_FUNCTIONS,
+    model_class: type[PreTrainedModel], config: PretrainedConfig, construction: Construction
 ) -> PreTrainedModel:
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
@@ -149,7 +141,6 @@ def _built_on_meta(
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True), NoValues():
-        prepare_functions(construction, functions)
         return model_class(config)
 
 
@@ -176,14 +167,12 @@ def resolve_in_force(
 
 
 def needs_skeleton(patchers: Iterable[Patcher]) -> bool:
-    """Whether what patchers do has to be known before a model is built, rather than when it stands on meta.
+    """Whether what patchers do has to be known before a model is built, rather than when its modules are there.
 
-    So it is where modules are built again, from arguments that have to be kept, and where functions have others in
-    their place while modules are built. Of families that aren't ours it isn't known.
+    So it is where modules are built again, from arguments that have to be kept: of families that aren't ours it isn't
+    known.
     """
-    return any(
-        each.module_mapping or each.function_mapping or not all(map(is_our_own, each.fusions)) for each in patchers
-    )
+    return any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers)
 
 
 def resolve_standing(
@@ -247,3 +236,20 @@ def resolve_standing(
             transforms=tuple(transforms),
         ),
     )
+
+
+def functions_in_force(entries: Iterable[InForce], model: nn.Module) -> Functions:
+    """What the function mappings in force do to a model, the innermost first.
+
+    Raises:
+        PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
+    """
+    layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in entries)
+    return find_functions(model, layers) if any(layers) else NO_FUNCTIONS
+
+
+def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
+    """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
+    known = construction.resolution and construction.resolution.functions
+    construction.functions = known or functions_in_force(construction.rules.entries, model)
+    swap_functions(model, construction.functions)

@@ -10,6 +10,7 @@ BENCHMARKS = (
     "bench_peers",
     "bench_patch_embeddings",
     "bench_projections",
+    "bench_siblings",
     "bench_cross_attention",
     "bench_codegen",
 )

@@ -332,7 +332,7 @@ def test_conversions_with_what_they_may_not_survive_raise_before_anything_is_rea
 ) -> None:
     value: Any = "experts" if conversions.startswith("filtered") else WeightRenaming("a", "b")
     patcher = Patcher({"LlamaMLP": OwnMLP}, **{conversions: value})
-    text = f"A patcher with weight conversions was asked for together with {named}, which is not supported"
+    text = f"A patcher with weight conversions was requested together with {named}, which is not supported"
     with pytest.raises(InvalidPatcherError, match=text):
         LlamaForCausalLM.from_pretrained("there/is-no-such-model", patcher=patcher, **options)
     with pytest.raises(InvalidPatcherError, match=text), patcher.applied():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2VLForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
@@ -153,14 +151,6 @@ def test_many_that_follow_each_other_are_waited_for() -> None:
         assert list(pool.map(hold, range(5))) == [0, 1, 2, 3, 4]
 
 
-def without_a_part(folder: Path) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.0.self_attn.q_proj.weight"]
-    shutil.copytree(folder, cut := folder.with_name("cut"))
-    save_file(tensors, cut / "model.safetensors", metadata={"format": "pt"})
-    return cut
-
-
 def by_hand(_: Path) -> Any:
     config = tiny_qwen2_vl_config()
     config.text_config.dtype = config.vision_config.dtype = "bfloat16"
@@ -177,13 +167,6 @@ def by_hand_in_a_block(folder: Path) -> Any:
     "make",
     [
         *(pytest.param(load, id=name) for name, load in LOADS.items() if name != "resolve"),
-        pytest.param(
-            lambda folder: LlamaForCausalLM.from_pretrained(
-                without_a_part(folder), patcher=Patcher(fusions="qkv", strict=False)
-            ),
-            marks=pytest.mark.filterwarnings("ignore:Parameters of the patched model are made of several"),
-            id="a part is initialised",
-        ),
         pytest.param(by_hand, id="by hand"),
         pytest.param(by_hand_in_a_block, id="by hand in a block"),
     ],

@@ -42,7 +42,7 @@ from tests.coverage.truth import calls_of, modules_with_tied_weights, patch_proj
 
 __all__ = ["FAMILIES", "TOLERANCE", "NotExaminedError", "examine"]
 
-FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts")
+FAMILIES = ("qkv", "kv", "gate_up", "siblings", "patch_embeddings", "sequential_experts")
 TOLERANCE = 1e-5
 #: Parameters of a model that is still examined.
 LARGEST = 250_000_000
@@ -209,6 +209,8 @@ def _truth(family: str, reference: Reference) -> tuple[set[str], set[str]]:
         return reference.patches - tied, modules.keys() - reference.patches
     if family == "sequential_experts":
         return reference.stacks - tied, set()
+    if family == "siblings":
+        return {path for path, calls in reference.calls.items() if _siblings(path, calls, tied)}, set()
     expected, unlike = set(), set()
     for module, calls in reference.calls.items():
         for group in fusion_named(family).groups(calls):  # type: ignore[attr-defined]
@@ -219,6 +221,12 @@ def _truth(family: str, reference: Reference) -> tuple[set[str], set[str]]:
             (expected if same else unlike).add(module)
             break
     return expected, unlike
+
+
+def _siblings(path: str, calls: dict[str, Any], tied: set[str]) -> bool:
+    """Whether several linear layers of a module always receive the same tensors."""
+    given = [tuple(each) for name, each in calls.items() if f"{path}.{name}".lstrip(".") not in tied]
+    return len(given) > len(set(given))
 
 
 def _with_their_queries(calls: dict[str, Any], group: tuple[str, ...]) -> bool:
@@ -242,7 +250,9 @@ def _compare(
     row["gradients"] = gradient_distance(reference.gradients, gradients)
     if max(row["max_abs"], row["gradients"] or 0.0) > TOLERANCE and (failure := _exactly(reference, patcher, row)):
         return failure
-    if family in ("qkv", "kv", "gate_up") and (failure := _called_as_often(reference, model, expected & fused)):
+    if family in ("qkv", "kv", "gate_up", "siblings") and (
+        failure := _called_as_often(reference, model, expected & fused)
+    ):
         return failure
     if family == "patch_embeddings" and (failure := _patch_by_patch(reference.stock, model, row)):
         return failure

@@ -18,8 +18,8 @@ INTRODUCTION = """\
 Made by `python -m tests.coverage` with transformers {transformers} and torch {torch}, in float32 on the CPU,
 on small models with random weights. What can be fused is told by a forward pass of the stock model, not by the
 fusions: projections that received the very same tensor object (`qkv`, `gate_up`; `kv`: keys and values, and queries
-another one), convolutions that compute each patch by itself (`patch_embeddings`), parameters of which the matrix of
-one expert is multiplied (`sequential_experts`).
+another one; `siblings`: any linear layers of one module), convolutions that compute each patch by itself
+(`patch_embeddings`), parameters of which the matrix of one expert is multiplied (`sequential_experts`).
 
 An architecture passes where all of that is fused, and beside stock its outputs are equal (max abs 1e-5, with eager
 attention and with sdpa), the gradients of all parameters are equal, the saved files are equal byte for byte, and a

@@ -256,6 +256,15 @@ class AsAnAttribute(nn.Module):
         return self.function(x)
 
 
+class ItsCallerAsAnAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = helper
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
 class AsABoundMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()

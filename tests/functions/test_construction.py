@@ -1,4 +1,4 @@
-"""Functions that are called while a model is built and initialised, by hand, from a config and in a load."""
+"""Functions that an `__init__` calls (refused), and what initialises weights: by hand, from a config, in a load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from patcher import Patcher, report
+from patcher import Patcher
 from patcher.errors import PatchConstructionError
 from tests.functions import modeling_tiny
 from tests.functions.modeling_tiny import Part, TinyConfig, TinyModel
@@ -51,15 +51,26 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Patcher], 
     return lambda patcher: request.param(patcher, tmp_path)
 
 
-@pytest.mark.parametrize("classes", [{}, {"Part": OwnPart}, {"Around": OwnAround}], ids=str)
-def test_what_init_calls_is_replaced(make: Callable[[Patcher], Any], classes: Any) -> None:
-    model = make(Patcher(classes, function_mapping={"scale": more}))
-    assert model.around.part.offset == 30
-    assert isinstance(model.around.part, Part)
-    assert "__init__" in vars(Part)
+@pytest.mark.parametrize(
+    ("classes", "function", "caller"),
+    [
+        ({}, "scale", "Part"),
+        ({"Part": OwnPart}, "scale", "OwnPart"),
+        ({"Around": OwnAround}, "scale", "Part"),
+        ({}, "beginning", "TinyModel"),
+    ],
+    ids=str,
+)
+def test_what_an_init_calls_is_refused(
+    make: Callable[[Patcher], Any], classes: Any, function: str, caller: str
+) -> None:
+    patcher = Patcher(classes, function_mapping={function: more})
+    text = rf"'{function}' can't be replaced for TinyModel alone: {caller}\.__init__ calls it.* Replace {caller} as a"
+    with pytest.raises(PatchConstructionError, match=text):
+        make(patcher)
+    with pytest.raises(PatchConstructionError, match=text):
+        patcher.resolve(TinyModel, TinyConfig())
     assert TinyModel(TinyConfig()).around.part.offset == 6
-    ((name, _, callers),) = report(model).functions
-    assert (name, callers) == ("tests.functions.modeling_tiny:scale", ("OwnPart",) if "Part" in classes else ("Part",))
 
 
 def test_what_initialises_weights_is_replaced(tmp_path: Path) -> None:
@@ -71,29 +82,3 @@ def test_what_initialises_weights_is_replaced(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.bin")
     missing = TinyModel.from_pretrained(None, config=TinyConfig(), state_dict={}, patcher=patcher)
     assert missing.around.part.linear.weight.eq(10).all()
-
-
-def test_what_the_init_of_the_model_itself_calls_is_refused_before_it_is_built(
-    make: Callable[[Patcher], Any], tmp_path: Path
-) -> None:
-    with pytest.raises(
-        PatchConstructionError, match=r"'beginning' .*: TinyModel.__init__ calls it, and the model its"
-    ):
-        make(Patcher(function_mapping={"beginning": more}))
-    with pytest.raises(PatchConstructionError, match=r"TinyModel.__init__ calls it"):
-        Patcher(function_mapping={"beginning": more}).resolve(TinyModel, TinyConfig())
-    assert TinyModel(TinyConfig()).first == 5.0
-
-
-def test_a_class_of_ones_own_that_no_mapping_names_is_refused(make: Callable[[Patcher], Any]) -> None:
-    """Its constructor is not modeling code, so it is built as what it is."""
-    with pytest.raises(PatchConstructionError, match=r"Foreign.__init__ calls it, and a Foreign is built before"):
-        make(Patcher({"Around": WithForeign}, function_mapping={"scale": more}))
-
-
-class WithForeign(modeling_tiny.Around):
-    def __init__(self) -> None:
-        from tests.functions.not_modeling import Foreign
-
-        nn.Module.__init__(self)
-        self.part = Foreign()

@@ -176,21 +176,20 @@ def test_the_model_is_pickled_and_copied() -> None:
 
 
 def test_the_source_says_what_runs() -> None:
-    source = inspect.getsource(fused_class_of(SequentialExperts(all_tokens=True), experts_in(tiny_mixtral_config())))
+    cls: Any = fused_class_of(SequentialExperts(all_tokens=True), experts_in(tiny_mixtral_config()))
+    source = inspect.getsource(cls.forward)
 
-    assert "expert_weights = self.expert_weights(top_k_index, top_k_weights)\n" in source
-    assert "for expert_idx in range(len(self)):\n" in source
-    assert "gate, up = self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state)\n" in source
+    assert "for number in range(len(self)):\n" in source
     assert "one_hot" not in source
     assert "nonzero" not in source
 
 
-def test_tokens_that_the_caller_chooses_are_refused_with_the_line() -> None:
+def test_tokens_that_the_caller_chooses_are_refused() -> None:
     experts = build_tiny(tiny_jetmoe_config()).model.layers[0].mlp.input_linear
     reason = SequentialExperts(all_tokens=True).refusal(experts)
 
     assert not SequentialExperts().refusal(experts)
-    assert "all_tokens=True: the caller chooses the tokens of each expert (modeling_jetmoe.py:" in reason
+    assert reason == "all_tokens=True: the caller chooses the tokens of each expert"
 
 
 def experts_in(config: PretrainedConfig) -> Any:

@@ -31,7 +31,7 @@ FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts")
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_shipped_families_are_made_of_public_names(name: str) -> None:
-    """Besides errors, and what reads the forwards of experts, which is that family's own."""
+    """Besides errors, and the forwards and layouts of experts, which are that family's own."""
     source = (Path(patcher.fusions.__file__).parent / f"{name}.py").read_text()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in imports if (node.module or "").startswith("patcher")]

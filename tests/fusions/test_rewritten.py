@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from patcher import Patcher, report
+from patcher.fusions.experts.linear import LinearExperts
 from tests.support import fresh
 from tests.support.sampling import sampled
 from tests.support.tiny import (
@@ -125,6 +126,8 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def test_the_source_of_a_class_is_what_runs(name: str) -> None:
     _, model = pair(name)
     for cls in rewritten(model):
+        if issubclass(cls, LinearExperts):  # methods of a class that is written down
+            continue
         linecache.checkcache()  # as every traceback does: what has no file of its own must stay
         whole = inspect.getsource(cls)
         # The very code: compiled anew from what is shown, it has the same instructions.
@@ -143,7 +146,6 @@ FAILING = {
     "bert": [("self", "self.qkv_proj(")],
     "t5, gated": [("SelfAttention", "self.qkv_proj("), ("DenseReluDense", "self.gate_up_proj(")],
     "bart": [("self_attn", "self.qkv_proj(")],
-    "mixtral": [("experts", "self[expert_idx].gate_proj(")],
 }
 
 
@@ -153,8 +155,6 @@ def test_a_traceback_shows_the_rewritten_line(name: str) -> None:
     for suffix, line in FAILING[name]:
         path = next(path for path in rewritten(model).values() if path.endswith(suffix))
         module, inputs = model.get_submodule(path), [torch.randn(1, 3, 5)]
-        if suffix == "experts":
-            inputs = [torch.randn(3, 5), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)]
 
         with pytest.raises(RuntimeError) as caught:
             module(*inputs)

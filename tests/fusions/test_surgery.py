@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from patcher import PatchConflictError, PatchedWeightsError, Patcher
+from patcher import PatchedWeightsError, Patcher
+from patcher.codegen.runtime import fuse
+from patcher.compat.models import is_initialized, mark_initialized
+from patcher.fusions import Flatten, Rows
+from patcher.fusions.patch_embeddings import LinearPatchEmbedding
 from patcher.layouts.carried import fused_modules
 from tests.support import fresh, shared
 from tests.support.comparing import logits
@@ -170,77 +175,6 @@ def test_a_fused_layer_in_a_stock_model_has_no_runtime_layout_to_save(
         model.save_pretrained(tmp_path / "saved", save_original_format=False)
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_layer_that_is_assigned_to_a_part_moves_its_values_in(folders: dict[str, Path], tmp_path: Path) -> None:
-    stock, fused = load(folders["biases"]), load(folders["biases"], BOTH)
-    for model in (stock, fused):
-        torch.manual_seed(1)
-        attention = model.model.layers[1].self_attn
-        attention.k_proj = nn.Linear(64, attention.k_proj.out_features)
-        attention.v_proj.weight = nn.Parameter(torch.randn_like(attention.v_proj.weight))
-        with torch.no_grad():
-            attention.q_proj.bias.fill_(2.0)
-            model.model.layers[0].mlp.up_proj.weight.mul_(3.0)
-
-    inputs = tiny_inputs(stock.config)
-    torch.testing.assert_close(logits(fused, inputs), logits(stock, inputs), atol=1e-4, rtol=1e-4)
-    for model, folder in ((stock, "stock"), (fused, "fused")):
-        model.save_pretrained(tmp_path / folder)
-    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("stock", "fused")]
-    assert files[0] == files[1]
-
-
-def with_hook(layer: nn.Linear) -> nn.Linear:
-    layer.register_forward_hook(lambda *args: None)
-    return layer
-
-
-#: what is assigned to `q_proj` of 64 inputs and outputs -> what is said
-NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "another size": (
-        lambda: nn.Linear(64, 32, bias=False),
-        r"q_proj is rows of its qkv_proj, and takes the values of a plain nn\.Linear of 64 inputs and 64 outputs, "
-        r"without bias; this one is Linear\(in_features=64, out_features=32, bias=False\)",
-    ),
-    "a bias": (lambda: nn.Linear(64, 64), r"without bias; this one is Linear\(.*bias=True\)"),
-    "a wrapper": (lambda: Wrapped(nn.Linear(64, 64, bias=False)), r"this is a Wrapped\."),
-    "a hook": (lambda: with_hook(nn.Linear(64, 64, bias=False)), r"this one has hooks\."),
-    "nothing": (lambda: None, r"this is a NoneType\."),
-}
-
-
-@pytest.mark.parametrize("case", NOT_TAKEN)
-def test_what_is_no_such_layer_is_refused(case: str, folders: dict[str, Path]) -> None:
-    attention = load(folders["llama"], BOTH).model.layers[0].self_attn
-    make, message = NOT_TAKEN[case]
-    before = attention.qkv_proj.weight.clone()
-
-    with pytest.raises(PatchConflictError, match=message + r".*Patcher\(\)\.apply\(model\)"):
-        attention.q_proj = make()
-
-    assert torch.equal(attention.qkv_proj.weight, before)
-
-
-def test_a_part_says_that_it_is_no_module(folders: dict[str, Path]) -> None:
-    model = load(folders["llama"], BOTH)
-    part = model.model.layers[0].self_attn.q_proj
-
-    assert not isinstance(part, nn.Module)
-    with pytest.raises(
-        AttributeError, match=r"q_proj is rows of qkv_proj and no module .*Patcher\(\)\.apply\(model\)"
-    ):
-        part.register_forward_hook(print)
-    with pytest.raises(PatchConflictError, match=r"q_proj has rows of \(64, 64\), and can't take \(3, 3\)"):
-        part.weight = nn.Parameter(torch.zeros(3, 3))
-
-    # The advice is followed, and arrives.
-    plain = Patcher().apply(model)
-    plain.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: None)
-    assert not fused_modules(plain)
-
-
 # --- a model around it -----------------------------------------------------------------------------------------------
 
 
@@ -267,6 +201,28 @@ def test_a_model_around_it_does_not_initialise_it_again(name: str, made: str, fo
 
     Around(tiny_llama_config(), model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("marked", [(), ("gate_proj",), ("gate_proj", "up_proj")])
+def test_a_layer_passes_for_initialized_where_all_its_parts_do(marked: tuple[str, ...]) -> None:
+    mlp: Any = LlamaMLP(tiny_llama_config())
+    for name in marked:
+        mark_initialized(mlp.get_submodule(name))
+    fuse(mlp, Rows(["gate_proj.weight", "up_proj.weight"], "gate_up_proj.weight"))
+    assert is_initialized(mlp.gate_up_proj) == (len(marked) == 2)
+
+    convolution = nn.Conv2d(3, 8, kernel_size=4, stride=4)
+    if marked:
+        mark_initialized(convolution)
+    layouts = (Flatten("weight", "linear.weight"), Rows("bias", "linear.bias"))
+    linear = fuse(convolution, *layouts, into=LinearPatchEmbedding)
+    assert is_initialized(linear) == is_initialized(linear.linear) == bool(marked)
+
+
+def test_what_is_joined_takes_the_place_of_the_first_part() -> None:
+    attention = LlamaAttention(tiny_llama_config(), 0)
+    fuse(attention, Rows(["k_proj.weight", "v_proj.weight"], "kv_proj.weight"))
+    assert list(attention._modules) == ["q_proj", "kv_proj", "o_proj"]
 
 
 # --- pickles ---------------------------------------------------------------------------------------------------------

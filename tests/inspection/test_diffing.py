@@ -216,7 +216,7 @@ def test_an_overridden_method_that_was_inherited_is_shown_too() -> None:
             "sequential_experts",
             "MixtralExperts",
             "gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)",
-            "gate, up = self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state)",
+            "gate, up = expert.gate_proj(rows), expert.up_proj(rows)",
         ),
         (tiny_qwen2_vl_config, "patch_embeddings", "Conv3d", "class Conv3d(_ConvNd):", "output: torch.Tensor ="),
     ],

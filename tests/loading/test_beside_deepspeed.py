@@ -21,7 +21,7 @@ from tests.support import shared
 from tests.support.snapshot import changes, snapshot
 from tests.support.tiny import tiny_llama_config
 
-REFUSED = r"A patcher was asked for while DeepSpeed ZeRO-3 is on, .*: no patcher follows that\. Load the"
+REFUSED = r"A patcher was requested while DeepSpeed ZeRO-3 is on, .*: no patcher follows that\. Load the"
 
 
 class Own(LlamaMLP):  # type: ignore[misc]

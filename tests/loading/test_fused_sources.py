@@ -40,7 +40,7 @@ def test_parts_of_wrong_shapes_whose_sum_is_right_are_an_error(folder: Path, tmp
     tensors[key.format("gate")], tensors[key.format("up")] = both[:rows].clone(), both[rows:].clone()
     write(tensors, tmp_path)
     message = (
-        r"Parts of fused parameters don't have the shapes that the model has for them:\n"
+        r"Tensors that are joined don't have the shapes that the model has for them:\n"
         rf"  model\.layers\.1\.mlp\.gate_proj\.weight: found \({rows}, 64\), expected \({rows + 8}, 64\)\n"
         rf"  model\.layers\.1\.mlp\.up_proj\.weight: found \({rows + 16}, 64\), expected \({rows + 8}, 64\)"
     )
@@ -107,7 +107,7 @@ def test_a_whole_expert_that_is_missing_is_named_by_its_keys(tmp_path: Path) -> 
     with pytest.raises(PatchedWeightsError) as raised:
         load(tmp_path, "sequential_experts")
     lines = str(raised.value).splitlines()
-    assert lines[0].endswith("of which the checkpoint has only some. It lacks:")
+    assert lines[0].endswith("of which the checkpoint doesn't have all. It lacks:")
     assert {line.strip() for line in lines[1:4]} == set(names)
     assert "shapes" not in str(raised.value)
 

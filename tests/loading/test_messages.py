@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, MixtralForCausalLM, ResNetConfig
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError, plan, report
-from patcher.loading.suggestions import missing_conversions
+from patcher.loading.judgement import missing_conversions
 from tests.support import shared
 from tests.support.replacements import JOINED, OWN, Both, With, joining
 from tests.support.tiny import save_tiny, tiny_llama_config, tiny_mixtral_config

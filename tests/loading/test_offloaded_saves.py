@@ -114,14 +114,14 @@ def test_experts_that_a_class_holds_one_by_one_are_saved_whole(tmp_path: Path) -
 
 
 def test_what_is_on_the_disk_is_read_one_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from patcher.loading import offloaded_weights
+    from patcher.loading import saving
 
     config = tiny_llama_config(num_hidden_layers=4)
     folder = save_tiny(config, tmp_path / "stock")
     model = offloaded(folder, tmp_path / "ours", Patcher(fusions="qkv"), "layers")
     held: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    stock = offloaded_weights.load_offloaded_parameter
+    stock = saving.load_offloaded_parameter
 
     def noted(model: Any, name: str) -> torch.Tensor:
         nonlocal most
@@ -130,7 +130,7 @@ def test_what_is_on_the_disk_is_read_one_layer_at_a_time(tmp_path: Path, monkeyp
         most = max(most, sum(tensor.nbytes for each in held if (tensor := each()) is not None))
         return value
 
-    monkeypatch.setattr(offloaded_weights, "load_offloaded_parameter", noted)
+    monkeypatch.setattr(saving, "load_offloaded_parameter", noted)
     model.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
     layer = sum(value.nbytes for name, value in model.state_dict().items() if ".layers.0." in name)
     assert len(held) == sum(".layers." in name for name in model.state_dict())

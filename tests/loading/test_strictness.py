@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeForCausalLM, pipeline
 from transformers.core_model_loading import WeightRenaming
+from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from patcher import PatchedWeightsError, Patcher, PatcherWarning, UnmatchedPatchError
@@ -157,6 +158,14 @@ def test_a_block_is_judged_over_all_that_was_built_in_it(llama: Path, moe: Path)
     with patcher.applied():
         LlamaForCausalLM.from_pretrained(llama)
         Qwen2MoeForCausalLM.from_pretrained(moe)
+
+
+def test_a_layer_that_is_constructed_alone_counts_in_a_block() -> None:
+    with Patcher({"LlamaMLP": OwnMLP}).applied():
+        assert type(LlamaMLP(tiny_llama_config())) is OwnMLP
+    text = "'LlamaMLP'; the model has no classes"
+    with pytest.raises(UnmatchedPatchError, match=text), Patcher({"LlamaMLP": OwnMLP}).applied():
+        pass
 
 
 def test_an_error_inside_of_a_block_is_not_hidden_by_what_did_not_match() -> None:

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from patcher.codegen.bridges.dependencies import RUNTIME
 from patcher.compat.modeling_code import module_subclasses, unrebound
-from patcher.fusions.fused_module import FusedModule
 from patcher.fusions.joined import Joined
 from patcher.fusions.methods import trees_of
+from patcher.fusions.old_names import OldNames
 from patcher.fusions.rewrite import class_text
 from patcher.layouts.layouts import Layout
 from patcher.source import trees
@@ -252,9 +252,9 @@ def write_rewritten(
     mixins = {cls: _mixins(original, cls) for cls in fused.values()}
     for mixin in dict.fromkeys(each for listed in mixins.values() for each in listed):
         bring(mixin)
-    if only is not None and not _leaves_calls(only):
+    if only is not None and not mixins[only] and not _leaves_calls(only):
         why = _reason(only)
-        if not _is_wrapped_by_class(original, only) and not mixins[only]:
+        if not _is_wrapped_by_class(original, only):
             for method, code in only._rewritten.items():
                 described.override_method(f"{name}.{method}", code, why)
             for part, code in _parts(described, only).items() if _is_used(original, only) else ():
@@ -262,7 +262,7 @@ def write_rewritten(
             owners.add(name, of_all, why)
             return
         # A decorator of the class chooses among forwards: the class is replaced as a whole.
-        if text := _replacement(original, only, of_all, mixins[only]):
+        if text := _replacement(original, only, of_all):
             described.replace_class(name, text, why)
             return
 
@@ -312,13 +312,15 @@ def _text(value: Any) -> str:
 
 
 def _leaves_calls(fused: Any) -> bool:
-    """Whether a rewritten method leaves some calls to the original."""
-    return any(f"super().{method}(" in code for method, code in fused._rewritten.items())
+    """Whether a rewritten method leaves some calls to the original, or to a projection alone."""
+    return any(
+        f"super().{method}(" in code or "self.shared_input()" in code for method, code in fused._rewritten.items()
+    )
 
 
 def _reason(fused: Any) -> str:
     """The first sentence of what a rewritten class says of itself, without its name."""
-    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2]
+    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2].removesuffix(".")
 
 
 def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
@@ -328,10 +330,14 @@ def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
         return {}
     described.add_import(RUNTIME, names=["joined_part"])
     listed = f'{_names(joined.projections)}, "{joined.name}"'
-    return {
+    parts = {
         name: f'@property\ndef {name}(self):\n    return joined_part(self, "{name}", {listed})\n'
         for name in joined.projections
     }
+    if any("self.shared_input()" in code for code in fused._rewritten.values()):
+        described.add_import(RUNTIME, names=["shared_input"])
+        parts["shared_input"] = f"def shared_input(self):\n    return shared_input(self, {listed})\n"
+    return parts
 
 
 def _is_used(original: type[nn.Module], fused: Any) -> bool:
@@ -355,11 +361,11 @@ def _is_used(original: type[nn.Module], fused: Any) -> bool:
 def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
     """The classes whose methods the rewritten ones use: those that a fused class inherits from besides."""
     bases = [base for base in fused.__mro__ if unrebound(base) is base]
-    besides = [base for base in bases if not issubclass(base, FusedModule) and base not in original.__mro__]
+    besides = [base for base in bases if not issubclass(base, OldNames) and base not in original.__mro__]
     return [base for base in besides if not any(issubclass(other, base) for other in besides if other is not base)]
 
 
-def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Sequence[type]) -> str:
+def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
     node = trees.read_class(original)
     own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
@@ -373,5 +379,4 @@ def _replacement(original: type[nn.Module], fused: Any, fusing: str, mixins: Seq
         init: [init.with_changes(body=init.body.with_changes(body=statements))],
     }
     changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
-    bases = [*(cst.Arg(cst.Name(mixin.__name__)) for mixin in mixins), *changed.bases]
-    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[], bases=bases))
+    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))

@@ -1,1 +1,1 @@
-"""Stacked weights of experts as linear layers of each: how forwards use stacks, and what stands in their place."""
+"""Experts as linear layers: the layout of their stacks, their forward, and which classes get which."""

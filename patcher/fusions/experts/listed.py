@@ -13,7 +13,7 @@ from patcher.compat.models import is_exporting
 
 
 class ListedExperts(nn.Module):
-    """What rewritten classes of experts have in common: the experts are the children that have numbers as names.
+    """Experts that are linear layers: the experts are the children that have numbers as names.
 
     `experts[3].down_proj` is a linear layer of the fourth; `len(experts)`, and iteration, go by the experts.
     """
@@ -49,24 +49,3 @@ class ListedExperts(nn.Module):
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return True
         return any(hasattr(parameter, "placements") for parameter in self.parameters())
-
-    def expert_weights(self, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What each token gives each expert, (tokens, experts): zero for those that it didn't choose.
-
-        Args:
-            chosen: the numbers of the experts that tokens choose, (tokens, choices). One that no expert has is nobody.
-            weights: what they weigh, of the same shape.
-        """
-        nothing = weights.new_zeros(weights.shape[0], len(self) + 1)
-        return nothing.scatter_add(1, chosen.clamp(max=len(self)), weights)
-
-    def with_incomplete_experts(self, output: torch.Tensor) -> torch.Tensor:
-        """The output, and nothing of the layers of experts that lack others and so never run."""
-        if not self.every_expert_runs():
-            return output
-        most = max(len(expert._modules) for expert in self)
-        for expert in self:
-            layers: list[Any] = list(expert.children()) if len(expert._modules) < most else []
-            for layer in layers:
-                output = output + layer(output.new_zeros(0, layer.in_features)).sum().to(output.dtype)
-        return output

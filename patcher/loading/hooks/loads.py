@@ -25,12 +25,10 @@ from patcher.construction.construction import outside_of_construction
 from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce
 from patcher.construction.lock import construction_lock
 from patcher.construction.meta_init import MetaInit
-from patcher.errors import InvalidPatcherError, PatchConstructionError
+from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
-from patcher.loading.checkpoint_names import name_as_parameters
 from patcher.loading.initial_values import InitialValues
 from patcher.loading.integration import integrations
-from patcher.loading.later_loads import without_stacking
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import (
     Constructed,
@@ -47,8 +45,9 @@ from patcher.loading.load import (
     request,
     select,
 )
-from patcher.loading.read import read, tell_initialized
+from patcher.loading.read import read
 from patcher.loading.record import record_of
+from patcher.loading.state_dicts import name_as_parameters, without_stacking
 from patcher.spec.patcher import Patcher
 
 #: The load that this thread or task is in: the result of its last step.
@@ -140,10 +139,10 @@ def find_weights(
 @seam("transformers.fusion_mapping:register_fusion_patches", "cls", "config", "fusion_config")
 def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
-    asked, rest = split_fusion_config(fusion_config)
+    ours, rest = split_fusion_config(fusion_config)
     call = _CALL.get()
     # An argument takes the place of what the file says, but the weights in it lie as they do.
-    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *asked]
+    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *ours]
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
             # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
@@ -253,10 +252,9 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         put_down(finalized)
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
-            asked = load_config.weight_mapping[: len(load.key_mapping or ())]
-            load_config.weight_mapping[:] = [*asked, *without_stacking(model, stock_conversions(model))]
+            first = load_config.weight_mapping[: len(load.key_mapping or ())]
+            load_config.weight_mapping[:] = [*first, *without_stacking(model, stock_conversions(model))]
         _LOAD.set(finalized)
-        tell_initialized(info, finalized)
         return info
 
 
@@ -269,3 +267,27 @@ def load_from_state_dict(
         _, _, missing_keys, _, error_msgs = args
         name_as_parameters(self, state_dict, prefix, missing_keys, error_msgs)
     stock(self, state_dict, prefix, *args, **kwargs)
+
+
+def dry_run(
+    model_class: type[PreTrainedModel], patcher: Patcher, checkpoint: dict[str, Any], run: DryRun, **options: Any
+) -> tuple[Request | None, PatcherError | None]:
+    """Take a load to where it would read: how far it came, and what it would raise on its way there.
+
+    Raises:
+        Exception: what transformers raises there, of its own.
+    """
+    results: list[Request] = []
+    token = DRY_RUN.set((run, results))
+    error: PatcherError | None = None
+    try:
+        model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
+    except PatcherError as raised:
+        error = raised
+    except Exception:
+        # What transformers goes on to do with the weights, of a model that has none, says nothing.
+        if not (results and isinstance(results[-1], Loaded)):
+            raise
+    finally:
+        DRY_RUN.reset(token)
+    return (results[-1] if results else None), error

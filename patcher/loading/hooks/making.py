@@ -16,7 +16,7 @@ from patcher.construction.init_hooks import building, cover_new_classes, cover_n
 from patcher.construction.lock import construction_lock
 from patcher.construction.modules_by_path import replace_modules
 from patcher.errors import InvalidPatcherError, PatchConstructionError
-from patcher.loading.checks import Diagnostics
+from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import keeping_computed
 from patcher.loading.load import check_stands, check_supported, finish_by_hand
 from patcher.resolution.fused_modules import (
@@ -25,7 +25,7 @@ from patcher.resolution.fused_modules import (
     prepare,
     rebuild_fused_modules,
 )
-from patcher.resolution.replaced_functions import replace_functions
+from patcher.resolution.resolution import replace_functions
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
 
@@ -49,7 +49,7 @@ def from_config(
         with building(construction):
             model = stock(cls, config, *args, **kwargs)
     check_stands(construction, cls)
-    Diagnostics().adding_matches(own, construction.matched, cls.__name__).warn()
+    Diagnostics().adding_unused(own, construction.outcome, cls.__name__).warn()
     return model
 
 

@@ -26,9 +26,8 @@ from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
-from patcher.loading.offloaded_weights import OffloadedCheckpoint
 from patcher.loading.record import record_of
-from patcher.loading.saving import SavePlan, plan_saving
+from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
 
 
 @dataclass(eq=False)

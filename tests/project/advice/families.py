@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -65,7 +67,41 @@ class DownWithScale(Down):
     becomes = TooMuch
 
 
-@advice("Take a checkpoint that has them.")
+class Overridden(MixtralExperts):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+class Redeclared(Overridden):
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+@advice(
+    "Decorate the class that has it with use_experts_implementation of transformers, or set has_gate, has_bias, "
+    "is_transposed and is_concatenated in its body and define _apply_gate(self, gate_up)"
+)
+def experts_with_another_forward_than_they_declare(at: Place) -> Steps:
+    experts = Patcher(fusions="sequential_experts")
+
+    def read(cls: Any) -> Any:
+        model = MixtralForCausalLM.from_pretrained(at.moe)
+        for layer in model.model.layers:
+            layer.mlp.experts.__class__ = cls
+        return model
+
+    yield lambda: experts.apply(read(Overridden))
+    for cls in (use_experts_implementation(type("Decorated", (Overridden,), {})), Redeclared):
+        assert same(experts.apply(read(cls)), at.moe)
+
+
+@advice("Take a checkpoint that has them: transformers can't convert this one either.")
 def an_expert_that_is_missing(at: Place) -> Steps:
     """transformers can't convert such a checkpoint either."""
     state = load_file(at.moe / "model.safetensors")
@@ -78,23 +114,6 @@ def an_expert_that_is_missing(at: Place) -> Steps:
     gone = next(key for key in state if "experts.2.w3" in key)
     yield lambda: read(**{key: value for key, value in state.items() if key != gone})
     assert same(read(**state), at.moe)
-
-
-@advice("Take a checkpoint that fits the config, or have these initialised: ignore_mismatched_sizes=True.")
-def a_part_of_another_shape_than_the_config_says(at: Place) -> Steps:
-    state = load_file(at.llama / "model.safetensors")
-    key = "model.layers.0.self_attn.k_proj.weight"
-    wrong = {**state, key: state[key][:-1].clone()}
-    fused = Patcher(fusions="qkv")
-
-    def read(state: dict[str, torch.Tensor], **options: Any) -> Any:
-        config = AutoConfig.from_pretrained(at.llama)
-        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state, patcher=fused, **options)
-
-    yield lambda: read(wrong)
-    assert same(read(state), at.llama)
-    kept = read(wrong, ignore_mismatched_sizes=True).model.layers[0].self_attn
-    assert torch.equal(kept.q_proj.weight, state[key.replace("k_proj", "q_proj")])
 
 
 @advice("Say what each parameter of a {} becomes.")

@@ -78,9 +78,7 @@ class Beginning(TinyModel):
         self.first = 15.0
 
 
-@advice(
-    "{}.__init__ calls it, and {} is built before that can be changed. Replace {} as a whole instead, with class_m"
-)
+@advice("{}.__init__ calls it, and has run before functions are replaced. Replace {} as a whole instead, with class_m")
 def a_function_that_the_model_calls_first_of_all(at: Place) -> Steps:
     said = yield lambda: made(Patcher(function_mapping={"beginning": tripled}))
     assert torch.equal(made(instead(said, Beginning))(ONES), 3 * made(Patcher())(ONES))

@@ -7,7 +7,7 @@
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
 #
 # What differs from the source:
-# - replace class MixtralExperts: linear layers for each expert
+# - modify init MixtralSparseMoeBlock: experts: linear layers for each expert
 # - external MixtralPreTrainedModel.is_custom_code with
 #   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
 #   model too, are those of the original
@@ -17,6 +17,7 @@
 #   what is made without a checkpoint saves one of the original
 # - external MixtralPreTrainedModel.save_pretrained with
 #   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
+# - add helper SequentialMixtralExperts: linear layers for each expert
 # - add code behind the imports: how checkpoints of the original become those of the models
 #   here, and back
 # - add import ListedExperts
@@ -24,11 +25,10 @@
 # - add import Patcher
 # - add import fuse
 # - add import original
-# - drop import use_experts_implementation: nothing uses it any more
 #
-# Replaced originals: MixtralExperts fcbf0dde, MixtralPreTrainedModel._from_config none,
+# Replaced originals: MixtralPreTrainedModel._from_config none,
 #   MixtralPreTrainedModel.from_pretrained none, MixtralPreTrainedModel.is_custom_code none,
-#   MixtralPreTrainedModel.save_pretrained none
+#   MixtralPreTrainedModel.save_pretrained none, MixtralSparseMoeBlock.__init__ 640a1e82
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/mixtral/modular_mixtral.py.
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.
@@ -60,7 +60,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_kernel_forward_from_hub, use_kernelized_func
+from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub, use_kernelized_func
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import (
@@ -91,12 +91,8 @@ CONVERSIONS = Patcher(
 )
 
 
-# ======================================================================
-# [PATCHED CLASS] MixtralExperts
-# Why: linear layers for each expert
-# from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
-# ======================================================================
-class MixtralExperts(ListedExperts, nn.Module):
+@use_experts_implementation
+class MixtralExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
     def __init__(self, config: MixtralConfig):
@@ -107,7 +103,6 @@ class MixtralExperts(ListedExperts, nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
         self.act_fn = ACT2FN[config.hidden_act]
-        fuse(self, Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight")), Matrices("down_proj", layers=("down_proj.weight",)))
 
     def forward(
         self,
@@ -121,18 +116,56 @@ class MixtralExperts(ListedExperts, nn.Module):
             expert_mask = expert_mask.permute(2, 1, 0)
             expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()
 
-        for expert_idx in range(len(self)) if self.every_expert_runs() else expert_hit.flatten().cpu():
+        for expert_idx in expert_hit:
+            expert_idx = expert_idx[0]
             if expert_idx == self.num_experts:
                 continue
             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
             current_state = hidden_states[token_idx]
-            gate, up = self[expert_idx].gate_proj(current_state), self[expert_idx].up_proj(current_state)
+            gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
             current_hidden_states = self.act_fn(gate) * up
-            current_hidden_states = self[expert_idx].down_proj(current_hidden_states)
+            current_hidden_states = nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])
             current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]
             final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))
 
         return final_hidden_states
+
+
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+# Why: linear layers for each expert
+class SequentialMixtralExperts(ListedExperts, MixtralExperts):
+    """MixtralExperts with linear layers for each expert."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        output = self.empty_output(hidden_states, top_k_weights)
+        # (experts, choices, tokens). A choice of one expert more than there are is none.
+        mask = nn.functional.one_hot(top_k_index, len(self) + 1).permute(2, 1, 0)[: len(self)]
+        # On the CPU, where looking an expert up by its number doesn't wait for an accelerator each time. And not in a
+        # method: one that is given a tensor and returns it is a graph of its own for torch.compile.
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero() if not self.every_expert_runs() else None
+        for number in range(len(self)) if hit is None else hit.flatten().cpu():
+            position, token = torch.where(mask[number])
+            rows = self.run_expert(self[number], hidden_states[token]) * top_k_weights[token, position, None]
+            output.index_add_(0, token, rows.to(output.dtype))
+        return output.to(hidden_states.dtype)
+
+    def run_expert(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        if self.has_gate:
+            gate, up = expert.gate_proj(rows), expert.up_proj(rows)
+            both = torch.cat((gate, up), -1) if self.is_concatenated else torch.stack((gate, up), -1).flatten(-2)
+            rows = self._apply_gate(both)
+        else:
+            rows = self.act_fn(expert.up_proj(rows))
+        rows = expert.down_proj(rows)
+        # since transformers 5.23
+        return self.post_expert_norm(rows) if getattr(self, "has_post_expert_norm", False) else rows
+
+    def empty_output(self, hidden_states: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden_states)
 
 
 class MixtralTopKRouter(nn.Module):
@@ -153,13 +186,25 @@ class MixtralTopKRouter(nn.Module):
         return router_logits, router_scores, router_indices
 
 
+# ======================================================================
+# [MODIFIED CLASS] MixtralSparseMoeBlock
+# Methods patched: __init__
+#   __init__: experts: linear layers for each expert
+# ======================================================================
 class MixtralSparseMoeBlock(nn.Module):
-    def __init__(self, config):
+    # The __init__ of the original, called by the patched one below.
+    def _original_init(self, config):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.jitter_noise = config.router_jitter_noise
         self.gate = MixtralTopKRouter(config)
         self.experts = MixtralExperts(config)
+
+    # from examples/codegen/mixtral/mixtral_patch_gen_config.py:14
+    def __init__(self, *args, **kwargs):
+        MixtralSparseMoeBlock._original_init(self, *args, **kwargs)
+        self.experts.__class__ = SequentialMixtralExperts
+        fuse(self.experts, Matrices("gate_up_proj", layers=("gate_proj.weight", "up_proj.weight")), Matrices("down_proj", layers=("down_proj.weight",)))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
