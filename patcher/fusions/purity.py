@@ -394,9 +394,9 @@ class Body:
                 TENSOR if isinstance(value, torch.Tensor) else PLAIN if value is None or _is_plain(value) else UNKNOWN
             )
         kind = self.kind(node.value)
-        if kind in (TENSOR, FRESH):
+        if kind in (TENSOR, FRESH, SEVERAL, CACHE):
             return PLAIN if node.attr in _PLAIN_ATTRIBUTES else kind
-        if kind in (CACHE, SEVERAL, ""):
+        if not kind:
             return kind
         return PLAIN if _is_plain(self.outside(node)) else UNKNOWN
 

@@ -15,6 +15,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    T5Config,
     ViTConfig,
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -107,6 +108,7 @@ def test_a_cache_keeps_parts_as_they_are_and_what_is_unknown_gets_copies(annotat
 
 
 COMMON: list[PretrainedConfig] = [
+    T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"),
     LlamaConfig(**DECODER_SIZES),
     Qwen2Config(**DECODER_SIZES),
     Qwen3Config(**DECODER_SIZES),
