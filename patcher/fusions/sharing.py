@@ -275,11 +275,15 @@ class _Calls:
         roots = self._shared_roots()
         is_split = self._is_straight()
         region = list(self._between(first, last, is_split=is_split))
+        later = [node for node in ast.walk(self.method.node) if self._is_made_before(node, last)]
+        generators = [node for node in later if isinstance(node, ast.GeneratorExp)]
         try:
-            checked = self._checked(region)
+            checked = self._checked([*region, *(inner for each in generators for inner in ast.walk(each) if inner is not each)])
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
-        self._check_later(last)
+        for node in later:
+            if not isinstance(node, ast.GeneratorExp):
+                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [*(text for text, node in self._ruled_out if self._matters(node, roots)), *checked]
         every = called_parts(self.method.node, self.group)
@@ -497,15 +501,10 @@ class _Calls:
             node = self.around[node]
             yield node
 
-    def _check_later(self, last: ast.Call) -> None:
-        """Raise for functions that are made before the last call: they may run between."""
-        for node in ast.walk(self.method.node):
-            if isinstance(node, _LATER) and node is not self.method.node and positions(node)[0] < positions(last)[1]:
-                if isinstance(node, ast.GeneratorExp) and not any(
-                    problem_of(self.body, each) for each in ast.walk(node) if each is not node
-                ):
-                    continue
-                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", node.lineno)
+    def _is_made_before(self, node: ast.AST, last: ast.Call) -> bool:
+        """Whether it runs later than where it is, and may run between the calls."""
+        is_later = isinstance(node, _LATER) and node is not self.method.node
+        return is_later and positions(node)[0] < positions(last)[1]
 
     # --- how they are written ----------------------------------------------------------------------------------------
 
