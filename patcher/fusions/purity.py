@@ -37,9 +37,9 @@ from patcher.fusions.methods import (
     unwrapped,
 )
 
-#: What a value is known to be: a tensor; one that isn't in the memory that is watched; a container of tensors, or one of
-#: them; a number, a shape, a container of these; a cache of transformers; anything. Functions: one of transformers' for
-#: attention, which gives new tensors; one that writes into nothing.
+#: What a value is known to be: a tensor; one that isn't in the memory that is watched; a container of tensors, or one
+#: of them; a number, a shape, a container of these; a cache of transformers; anything. Functions: one of transformers'
+#: for attention, which gives new tensors; one that writes into nothing.
 TENSOR, FRESH, SEVERAL, PLAIN, CACHE, UNKNOWN = "tensor", "fresh", "several", "plain", "cache", "unknown"
 ATTENTION, READING = "attention", "reading"
 #: `**kwargs`, whose own methods are known, and nothing of what it holds.
@@ -330,7 +330,15 @@ class Body:
                     return _held(_join(kinds))
                 if SEVERAL in kinds and TENSOR not in kinds and isinstance(node.op, _JOINING):
                     return SEVERAL
-                return FRESH if kinds & {TENSOR, FRESH, SEVERAL} else PLAIN if kinds == {PLAIN} else UNKNOWN if kinds else ""
+                return (
+                    FRESH
+                    if kinds & {TENSOR, FRESH, SEVERAL}
+                    else PLAIN
+                    if kinds == {PLAIN}
+                    else UNKNOWN
+                    if kinds
+                    else ""
+                )
             case ast.BoolOp(values=values):
                 return _join(map(self.kind, values))
             case ast.IfExp():

@@ -233,7 +233,7 @@ class _Calls:
         self.around = dict(_parents(method.node))
         self.watched: frozenset[str] = frozenset()
         self.calls: list[ast.Call] = []
-        self._reached: set[ast.AST] = set()
+        self._reached: dict[ast.AST, None] = {}
         self.body = self._body()
         self._reached = dict.fromkeys(self._branches_that_run())
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
@@ -278,7 +278,9 @@ class _Calls:
         later = [node for node in ast.walk(self.method.node) if self._is_made_before(node, last)]
         generators = [node for node in later if isinstance(node, ast.GeneratorExp)]
         try:
-            checked = self._checked([*region, *(inner for each in generators for inner in ast.walk(each) if inner is not each)])
+            checked = self._checked(
+                [*region, *(inner for each in generators for inner in ast.walk(each) if inner is not each)]
+            )
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
         for node in later:

@@ -131,7 +131,9 @@ def test_a_forward_that_writes_now_is_refused_and_what_was_fused_stays(monkeypat
     model, expected = patcher.apply(stock), stock(**inputs).logits
     monkeypatch.setattr(LlamaMLP, "forward", gate_up_writes)
 
-    with pytest.raises(UnmatchedPatchError, match=r"between the projections: 'x\.mul_\(0\.5\)' \(it may write in place"):
+    with pytest.raises(
+        UnmatchedPatchError, match=r"between the projections: 'x\.mul_\(0\.5\)' \(it may write in place"
+    ):
         patcher.apply(stock)
     assert not patcher.resolve(type(stock), stock.config).fused
     torch.testing.assert_close(model(**inputs).logits, expected, atol=1e-5, rtol=0)
@@ -209,8 +211,16 @@ def test_two_functions_of_one_name_are_refused(odd: Any, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("before", "after", "reason"),
     [
-        ("self.v_proj(x)\n", "self.v_proj(x + 1)\n", "the source of forward isn't what runs: odd_modeling.py was changed"),
-        ("q + k + v + y)", "q - k + v + y)", "the source of forward isn't what runs: odd_modeling.py was changed after"),
+        (
+            "self.v_proj(x)\n",
+            "self.v_proj(x + 1)\n",
+            "the source of forward isn't what runs: odd_modeling.py was changed",
+        ),
+        (
+            "q + k + v + y)",
+            "q - k + v + y)",
+            "the source of forward isn't what runs: odd_modeling.py was changed after",
+        ),
         ("tanh", "sin", "the source of forward isn't what runs"),
         ("return t * 2", "return t * 3", "the source of helper isn't what runs: odd_modeling.py was changed"),
         ("return t + 1", "return t.add_(1)", "the source of forward isn't what runs: odd_modeling.py was changed"),

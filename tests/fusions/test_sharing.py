@@ -1,4 +1,4 @@
-"""What a forward does between and around projections of one input: what can't write is passed over, all else refused."""
+"""What a forward does between projections of one input: what can't write is passed over, all else is refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ REFUSED = {
         "do = lambda: x.add_(1)\ndo()",
     ],
     "a generator that isn't followed": ["y = (z.add_(1) for z in [x])\nlist(y)"],
-    "a 'match' that isn't followed": ["match x:\n    case y:\n        y.add_(1)", "match 1:\n    case 1:\n        x.add_(1)"],
+    "a 'match' that isn't followed": [
+        "match x:\n    case y:\n        y.add_(1)",
+        "match 1:\n    case 1:\n        x.add_(1)",
+    ],
     "a 'try' that isn't followed": ["try:\n    x.add_(1)\nfinally:\n    pass"],
     "a context that isn't followed": [
         "with torch.no_grad():\n    y = 2",
@@ -118,7 +121,10 @@ REFUSED = {
     "no_grad is a class": ["@torch.no_grad()\ndef do():\n    pass"],
     "exec() may run anything": ["exec('x.add_(1)')"],
     "what 'self.k_proj' is isn't known": ["self.k_proj.register_forward_hook(print)"],
-    "a loop over 'self.layers', which isn't known": ["for layer in self.layers:\n    layer(x)", "[z for z in self.layers]"],
+    "a loop over 'self.layers', which isn't known": [
+        "for layer in self.layers:\n    layer(x)",
+        "[z for z in self.layers]",
+    ],
     # row 28: what a method does tells its object, not its name
     "what 'extra' is isn't known": ["extra.update(x)", "extra.add(x)", "extra.copy(x)", "extra.append(x)"],
     "it may keep what it is given": ["self.kept.update(x)", "self.kept.copy(x)"],
@@ -151,7 +157,9 @@ PASSED = [
 ]
 
 
-@pytest.mark.parametrize("read", [*(each for each in READS if not any(part in each for part in NOT_FOLLOWED)), *PASSED])
+@pytest.mark.parametrize(
+    "read", [*(each for each in READS if not any(part in each for part in NOT_FOLLOWED)), *PASSED]
+)
 def test_what_writes_into_nothing_is_passed_over(read: str, tmp_path: Path) -> None:
     assert compared(between(read.format(t="x", u="q", n="y")), tmp_path / "odd.py").status == "same"
 
@@ -276,7 +284,7 @@ ODD: dict[str, str | bool] = {
     f"if extra is not None:\n    return extra\n{ALL}": True,
     f"for _ in range(2):\n    {ALL}\n    x = q + k + v": True,
     "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj((y := x))": r"the input of v_proj is '\(y := x\)', not a",
-    "q = self.q_proj(x + 1)\nk, v = self.k_proj(x), self.v_proj(x)": r"the input of q_proj is 'x \+ 1', not a variable",
+    "q = self.q_proj(x + 1)\nk, v = self.k_proj(x), self.v_proj(x)": r"input of q_proj is 'x \+ 1', not a variable",
     "q = ((x := x * 2), self.q_proj(x))[1]\nk, v = self.k_proj(x), self.v_proj(x)": False,
     "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj(extra)": "they are given different variables: .*extra",
     f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
@@ -293,7 +301,7 @@ ODD: dict[str, str | bool] = {
     f"{ALL}\nself.__own = q": "forward uses private names",
     f"{ALL}\nyield q": "forward is a generator",
     "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
-    "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x + 1\n    v = self.v_proj(x)": "x is assigned",
+    "for _ in range(2):\n    q = self.q_proj(x), self.k_proj(x)\n    x = x + 1\n    v = self.v_proj(x)": "is assigned",
     "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "different variables",
