@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN as ACT2FN
 from transformers.integrations import moe
 from transformers.integrations.accelerate import (
     get_device as get_device,

@@ -14,8 +14,8 @@ class KV(QKV):
     """One `kv_proj` in place of the projections of keys and values, where queries have another input, and a split.
 
     That is the cross attention of a decoder, whose keys and values are made of what the encoder gives. The names tell
-    the roles as for `qkv`, and the source of `forward` proves that keys and values receive the same tensor. Where all
-    three have one input, as in self attention, the module is left to `qkv`, whether or not that is asked for, so the
+    the roles as for `qkv`. Where all three have one input, as in self attention, the module is left to `qkv`, whether
+    or not that is requested, so the
     two never claim the same one. Once a cache holds the keys and values of the encoder's output, the joined projection
     isn't called, as its parts aren't.
     """

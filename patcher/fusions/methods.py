@@ -118,6 +118,15 @@ def read_function(function: FunctionType) -> Method:
     return Method(code.co_name, function, *found)
 
 
+def why_not_its_source(function: FunctionType) -> str:
+    """Why the source of a function isn't the code that runs, "" if it is, or if it has none."""
+    try:
+        read_function(function)
+    except NotUnderstoodError as error:
+        return str(error) if "isn't what runs" in str(error) else ""
+    return ""
+
+
 def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     lines, _ = inspect.getsourcelines(code)
     source = dedented("".join(lines))

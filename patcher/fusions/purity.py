@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.activations import ACT2FN
 
+from patcher.compat.models import ACT2FN
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,

@@ -152,6 +152,7 @@ def compile_subclass(
     sources = {method.name: source for method, source in methods}
     text = class_text(name, ", ".join(base.__name__ for base in bases), docstring, sources.values())
 
+    _forget_freed()
     full, number = f"{HOME}.{bases[-1].__module__}.{name}", 2
     while full in sys.modules:
         full, number = f"{HOME}.{bases[-1].__module__}.{name}_{number}", number + 1
@@ -173,13 +174,20 @@ def compile_subclass(
     cls._made_from = {each.name: (each.function, each.function.__code__) for each, _ in methods}
     # `sys.modules[cls.__module__]` has what it has for the class that the methods come from; it keeps neither alive.
     module.__getattr__ = partial(_name_of, namespace, weakref.ref(cls), full)  # type: ignore[method-assign]
-    weakref.finalize(cls, _forget, full, module.__file__ or "").atexit = False
+    _made.append((weakref.ref(cls), full, module.__file__ or ""))
     return cls
 
 
-def _forget(module: str, file: str) -> None:
-    sys.modules.pop(module, None)
-    linecache.cache.pop(file, None)
+#: the classes that were made, and their modules
+_made: list[tuple[weakref.ref[type[Any]], str, str]] = []
+
+
+def _forget_freed() -> None:
+    """Take out the modules of classes that are no more: not when they go, for others may be iterating then."""
+    for made in [each for each in _made if each[0]() is None]:
+        _made.remove(made)
+        sys.modules.pop(made[1], None)
+        linecache.cache.pop(made[2], None)
 
 
 def _name_of(namespace: Mapping[str, Any], made: weakref.ref[type[Any]], module: str, name: str) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
+from patcher.fusions.methods import why_not_its_source
 from patcher.source.canonical import canonical
 from patcher.source.reading import Definition
 from patcher.source.scopes import bound_by, top_level
@@ -136,6 +137,21 @@ def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:
     return sorted(found)
 
 
+def _rebound(pinned: Any) -> str:
+    """Which function of a class isn't that of its source: another tool has put it there, or the file was edited."""
+    functions = vars(pinned).values() if isinstance(pinned, type) else (pinned,)
+    file = inspect.getsourcefile(inspect.unwrap(pinned))
+    for function in (inspect.unwrap(each) for each in functions if callable(each)):
+        if not isinstance(function, FunctionType):
+            continue
+        home = function.__code__.co_filename
+        if home != file and not Path(home).is_relative_to(Path(transformers.__file__).parent):
+            return f"{function.__qualname__} of {home} in its place"
+        if home == file and (reason := why_not_its_source(function)):
+            return reason
+    return ""
+
+
 def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bool = False) -> None:
     """Compare what modules have by a name to which the patcher is pinned with the code that it was pinned to.
 
@@ -157,7 +173,7 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
             found = fingerprint(thing)
         except (OSError, SyntaxError) as error:
             found = f"nothing ({error})"
-        if found not in patcher.fingerprints[key]:
+        if found not in patcher.fingerprints[key] or (found := _rebound(thing)):
             problems.append((f"{thing.__module__}.{thing.__name__}", key, f"found {found}"))
     gone = patcher.fingerprints.keys() - {key for key, _ in pinned} if all_there else set()
     gone -= {cls.__name__ for cls in module_subclasses(gone.__contains__)} if gone else set()

@@ -301,7 +301,7 @@ ODD: dict[str, str | bool] = {
     f"{ALL}\nself.__own = q": "forward uses private names",
     f"{ALL}\nyield q": "forward is a generator",
     "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
-    "for _ in range(2):\n    q = self.q_proj(x), self.k_proj(x)\n    x = x + 1\n    v = self.v_proj(x)": "is assigned",
+    "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x * 2\n    v = self.v_proj(x)": "assigned",
     "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "different variables",

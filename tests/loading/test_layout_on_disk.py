@@ -27,7 +27,7 @@ from transformers import (
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, plan, report
 from patcher.checkpoints.weight_files import is_default, is_layout
-from patcher.fusions import QKV
+from patcher.fusions import QKV, Decision
 from tests.support import shared
 from tests.support.checkpoints import same_checkpoint
 from tests.support.hub_server import serving
@@ -313,12 +313,14 @@ def test_a_tensor_of_it_that_is_missing_is_an_error_whatever_config_is_given(lay
 def test_a_module_that_another_release_does_not_fuse_is_an_error(
     layout: Path, fused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decide = QKV.obstacle
+    stock = QKV.decide
 
-    def obstacle(self: QKV, path: str, *args: Any) -> str | None:
-        return "its forward is another by now" if path == "model.layers.1.self_attn" else decide(self, path, *args)
+    def decide(self: QKV, path: str, *args: Any) -> Decision | None:
+        if path == "model.layers.1.self_attn":
+            return Decision(refusal="its forward is another by now")
+        return stock(self, path, *args)
 
-    monkeypatch.setattr(QKV, "obstacle", obstacle)
+    monkeypatch.setattr(QKV, "decide", decide)
     message = r"fusions, 'qkv', 'gate_up', .* not fused here:\n  model\.layers\.1\.self_attn\nPatcher\(fusions=\['qkv'"
     for options in ({}, {"config": tiny_llama_config()}, {"patcher": Patcher(fusions="qkv", strict=False)}):
         with pytest.raises(PatchedWeightsError, match=message):

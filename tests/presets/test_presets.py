@@ -26,6 +26,7 @@ from transformers import (
     Glm4vConfig,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -40,9 +41,10 @@ from transformers import (
     SiglipConfig,
     ViTConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import InvalidPatcherError, Patcher, PresetDriftError, presets, report, verify
-from patcher.spec.fingerprints import fingerprint
+from patcher.spec.fingerprints import check_pins, fingerprint
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.numerics import difference
 from tests.support import shared
@@ -351,6 +353,13 @@ def test_changed_code_raises_and_formatting_does_not(
         PresetDriftError, match=rf"(?s)LLAMA_FUSED_PROJECTIONS.*>=5.17.*{transformers.__version__}.*{said}"
     ):
         cls._from_config(config, patcher=presets.LLAMA_FUSED_PROJECTIONS)
+
+
+def test_a_forward_that_another_tool_has_bound_is_not_the_pinned_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(x))
+
+    with pytest.raises(PresetDriftError, match=r"LlamaMLP: .* found .*<lambda> of .*test_presets\.py in its place"):
+        check_pins(presets.LLAMA_FUSED_PROJECTIONS, LlamaForCausalLM)
 
 
 def test_a_namesake_in_the_file_of_another_model_is_not_judged(edited: Callable[[str, str], Any]) -> None:
