@@ -92,7 +92,10 @@ def _code(function: FunctionType, name: str) -> CodeType:
     return function.__code__
 
 
-_read: weakref.WeakKeyDictionary[CodeType, tuple[str, ast.FunctionDef] | str] = weakref.WeakKeyDictionary()
+#: Function -> its code, and its source or why that can't be read. Not by code: what has other defaults, annotations or
+#: decorators may have equal code.
+_read: weakref.WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str, ast.FunctionDef] | str]]
+_read = weakref.WeakKeyDictionary()
 
 
 def read_function(function: FunctionType) -> Method:
@@ -103,12 +106,13 @@ def read_function(function: FunctionType) -> Method:
             its import, or another tool has changed the function.
     """
     code = looks.at(_code, function, "")
-    if code not in _read:
+    known, found = _read.get(function, (None, ""))
+    if known is not code:
         try:
-            _read[code] = _source_of(code)
+            found = _source_of(code)
         except (OSError, TypeError, SyntaxError, ValueError) as error:
-            _read[code] = f"the source of {code.co_name} can't be read ({error})"
-    found = _read[code]
+            found = f"the source of {code.co_name} can't be read ({error})"
+        _read[function] = code, found
     if isinstance(found, str):
         raise NotUnderstoodError(found)
     return Method(code.co_name, function, *found)
@@ -130,6 +134,8 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     node = body[0] if len(body) == 1 else None
     if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
         return f"the source of {code.co_name} can't be read (it isn't a function)"
+    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
+        return f"{code.co_name} uses {', '.join(free)} of the function around it"
     # In a class, where names are private and `super()` has a class.
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
     text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
@@ -230,9 +236,6 @@ def method_to_rewrite(cls: type[nn.Module], name: str) -> Method:
     """
     found = looks.at(member, cls, name)
     method = read_function(inspect.unwrap(found))
-    code = method.function.__code__
-    if free := [variable for variable in code.co_freevars if variable != "__class__"]:
-        raise NotUnderstoodError(f"{name} uses {', '.join(free)} of the function around it", 1)
     if (found is not method.function) != bool(method.node.decorator_list):
         raise NotUnderstoodError(f"{name} is wrapped by something that its source doesn't show", 1)
     if any(isinstance(child, ast.Yield | ast.YieldFrom) for child in ast.walk(method.node)):

@@ -37,10 +37,10 @@ from patcher.fusions.methods import (
     unwrapped,
 )
 
-#: What a value is known to be: a tensor or several of them; one that isn't in the memory that is watched; a number, a
-#: shape, a container of these; a cache of transformers; anything. Functions: one of transformers' for attention, which
-#: gives new tensors; one that writes into nothing.
-TENSOR, FRESH, PLAIN, CACHE, UNKNOWN = "tensor", "fresh", "plain", "cache", "unknown"
+#: What a value is known to be: a tensor; one that isn't in the memory that is watched; a container of tensors, or one
+#: of them; a number, a shape, a container of these; a cache of transformers; anything. Functions: one of transformers'
+#: for attention, which gives new tensors; one that writes into nothing.
+TENSOR, FRESH, SEVERAL, PLAIN, CACHE, UNKNOWN = "tensor", "fresh", "several", "plain", "cache", "unknown"
 ATTENTION, READING = "attention", "reading"
 #: `**kwargs`, whose own methods are known, and nothing of what it holds.
 _HOLDING = "holding"
@@ -63,6 +63,16 @@ _CHANGING = frozenset(
     "backward register_hook register_post_accumulate_grad_hook retain_grad numpy untyped_storage storage apply_ map_ "
     "share_memory_ module_load".split()
 )
+#: Functions and methods of torch that give several tensors.
+_DIVIDING = frozenset(
+    "split split_with_sizes unsafe_split unsafe_split_with_sizes chunk unsafe_chunk unbind tensor_split hsplit vsplit "
+    "dsplit broadcast_tensors meshgrid align_tensors atleast_1d atleast_2d atleast_3d max min sort topk kthvalue mode "
+    "median nanmedian aminmax cummax cummin".split()
+)
+#: Operators by which containers are joined or repeated, which then hold what they did.
+_JOINING = ast.Add | ast.Mult | ast.BitOr
+#: Functions of torch that may write into a weight, or into statistics, that they are given.
+_KEEPING_STATISTICS = frozenset("embedding embedding_bag batch_norm instance_norm".split())
 _PLAIN_RESULTS = frozenset("size dim numel item tolist stride get_device is_floating_point is_complex ndim".split())
 _PLAIN_ATTRIBUTES = frozenset("shape dtype device ndim layout requires_grad is_cuda".split())
 #: Functions that run no code of what they are given, or only read it.
@@ -307,9 +317,9 @@ class Body:
             case ast.Starred(value=inner) | ast.NamedExpr(value=inner):
                 return self.kind(inner)
             case ast.Tuple(elts=inner) | ast.List(elts=inner):
-                return _join(map(self.kind, inner)) if inner else PLAIN
+                return _held(_join(map(self.kind, inner))) if inner else PLAIN
             case ast.Compare() | ast.UnaryOp(op=ast.Not()):
-                tensors = [self.kind(each) in (TENSOR, FRESH) for each in ast.iter_child_nodes(node)]
+                tensors = [self.kind(each) in (TENSOR, FRESH, SEVERAL) for each in ast.iter_child_nodes(node)]
                 return FRESH if any(tensors) else PLAIN
             case ast.UnaryOp(op=op, operand=inner):
                 is_new = self.kind(inner) == TENSOR and not isinstance(op, ast.UAdd)
@@ -317,8 +327,18 @@ class Body:
             case ast.BinOp(left=left, right=right):
                 kinds = {self.kind(left), self.kind(right)} - {""}
                 if self._is_container(left) or self._is_container(right):
-                    return _join(kinds)
-                return FRESH if kinds & {TENSOR, FRESH} else PLAIN if kinds == {PLAIN} else UNKNOWN if kinds else ""
+                    return _held(_join(kinds))
+                if SEVERAL in kinds and TENSOR not in kinds and isinstance(node.op, _JOINING):
+                    return SEVERAL
+                return (
+                    FRESH
+                    if kinds & {TENSOR, FRESH, SEVERAL}
+                    else PLAIN
+                    if kinds == {PLAIN}
+                    else UNKNOWN
+                    if kinds
+                    else ""
+                )
             case ast.BoolOp(values=values):
                 return _join(map(self.kind, values))
             case ast.IfExp():
@@ -332,7 +352,7 @@ class Body:
             case ast.Call():
                 return self.call(node)[0]
             case ast.ListComp(elt=inner) | ast.GeneratorExp(elt=inner):
-                return self.kind(inner)
+                return _held(self.kind(inner))
         return UNKNOWN
 
     def _is_container(self, node: ast.AST) -> bool:
@@ -362,7 +382,7 @@ class Body:
         """Whether a function of modeling code writes into nothing, whatever tensors it is given."""
         try:
             node = read_function(function).node
-            self._followed(function, dict.fromkeys(_names_of_parameters(node), TENSOR), None)
+            self._followed(function, dict.fromkeys(_names_of_parameters(node), SEVERAL), None)
         except NotUnderstoodError:
             return False
         return True
@@ -382,9 +402,9 @@ class Body:
                 TENSOR if isinstance(value, torch.Tensor) else PLAIN if value is None or _is_plain(value) else UNKNOWN
             )
         kind = self.kind(node.value)
-        if kind in (TENSOR, FRESH):
+        if kind in (TENSOR, FRESH, SEVERAL, CACHE):
             return PLAIN if node.attr in _PLAIN_ATTRIBUTES else kind
-        if kind in (CACHE, ""):
+        if not kind:
             return kind
         return PLAIN if _is_plain(self.outside(node)) else UNKNOWN
 
@@ -431,7 +451,7 @@ class Body:
                 return self._call_of_base(node, node.func.attr)
             case ast.Name(id=name) if name in self._assigned:
                 if (kind := self.kind(node.func)) in (ATTENTION, READING):
-                    return FRESH if kind == ATTENTION else TENSOR, ""
+                    return FRESH if kind == ATTENTION else SEVERAL, ""
                 return UNKNOWN, f"{name} isn't known before it runs"
             case ast.Subscript() if self.kind(node.func) == ATTENTION:
                 return FRESH, ""
@@ -449,7 +469,7 @@ class Body:
         if isinstance(outside, logging.Logger | logging.LoggerAdapter):
             return PLAIN, ""
         kind = self.kind(owner)
-        if kind in (TENSOR, FRESH):
+        if kind in (TENSOR, FRESH, SEVERAL):
             if name in _PLAIN_RESULTS:
                 return PLAIN, ""
             is_known = hasattr(torch.Tensor, name) and name not in _CHANGING and not name.startswith("_")
@@ -457,13 +477,13 @@ class Body:
                 return UNKNOWN, "only what is contiguous has such a view"
             if not is_known or (name.endswith("_") and kind != FRESH):
                 return UNKNOWN, "it may write in place"
-            return FRESH if name in _MAKING else self._of_arguments(node, kind), ""
+            return _result(name, self._of_arguments(node, kind)), ""
         if kind == CACHE and name not in _CHANGING and not name.startswith("_"):
             if name.endswith("_") and _KEPT in self.known:
                 return UNKNOWN, "it may write in place"
             if self._of_arguments(node, FRESH) not in (FRESH, ""):
                 self.known[_KEPT] = ""  # what is kept may be what is watched
-                return TENSOR, ""
+                return SEVERAL, ""
             return CACHE, ""
         if name.endswith("_") or name in _CHANGING:
             return UNKNOWN, "it may write in place"
@@ -524,7 +544,7 @@ class Body:
         if isinstance(found, type):
             if issubclass(found, BaseException) or name in _BUILTINS or name in _MORE_OF_TORCH:
                 held = [*node.args, *(each.value for each in node.keywords)]
-                return _join([PLAIN, *map(self.kind, held)]), ""
+                return _held(_join([PLAIN, *map(self.kind, held)])), ""
             return UNKNOWN, f"{name} is a class"
         home = getattr(found, "__module__", None) or ""
         if getattr(builtins, name, None) is found:
@@ -544,7 +564,8 @@ class Body:
             return UNKNOWN, f"{name}() may run anything"
         if name == "getattr":
             return UNKNOWN, ""
-        if any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
+        is_keyed = any(each.arg in ("key", "default", None) for each in node.keywords)
+        if is_keyed or any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
             return UNKNOWN, "it runs a function"
         return (
             PLAIN if name in ("len", "isinstance", "int", "float", "bool", "str", "hasattr", "range") else UNKNOWN
@@ -561,7 +582,7 @@ class Body:
         ):
             return UNKNOWN, f"torch's {name} may change what it is given"
         owner = getattr(torch, name, None), getattr(nn.functional, name, None), getattr(torch.linalg, name, None)
-        if isinstance(found, type) or found not in owner or name in ("embedding", "embedding_bag", "batch_norm"):
+        if isinstance(found, type) or found not in owner or name in _KEEPING_STATISTICS:
             return UNKNOWN, f"torch's {name} may change what it is given"
         try:
             parameters = list(inspect.signature(found).parameters)
@@ -576,7 +597,7 @@ class Body:
                 return UNKNOWN, "it may write in place"
         if name in _PLAIN_RESULTS or name in ("is_tensor", "finfo", "iinfo"):
             return PLAIN, ""
-        return FRESH if name in _MAKING else self._of_arguments(node, FRESH), ""
+        return _result(name, self._of_arguments(node, FRESH)), ""
 
     # --- what is followed --------------------------------------------------------------------------------------------
 
@@ -670,6 +691,8 @@ class Body:
             case ast.Constant(value=value):
                 return value
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.this and self.module is not None:
+                if attr in self._assigned_attributes():
+                    raise ValueError
                 if attr in vars(self.module) and attr != "training":
                     value = self.constants[attr] = vars(self.module)[attr]
                 elif attr in self.module._modules and self.module._modules[attr] is None:
@@ -767,16 +790,28 @@ def _join(kinds: Iterable[str]) -> str:
         return found.pop()
     if found == {ATTENTION, READING}:
         return ATTENTION
-    if CACHE in found and found <= {TENSOR, FRESH, PLAIN, CACHE}:
+    if CACHE in found and found <= {TENSOR, FRESH, SEVERAL, PLAIN, CACHE}:
         return CACHE
-    if found <= {TENSOR, FRESH, PLAIN}:
-        return TENSOR
+    if found <= {TENSOR, FRESH, SEVERAL, PLAIN}:
+        return SEVERAL if SEVERAL in found else TENSOR
     return UNKNOWN
 
 
 def _join_calls(calls: Iterable[tuple[str, str]]) -> tuple[str, str]:
     found = list(calls)
     return _join(kind for kind, _ in found), next((reason for _, reason in found if reason), "")
+
+
+def _held(kind: str) -> str:
+    """What a container is that holds values of a kind."""
+    return SEVERAL if kind in (TENSOR, FRESH) else kind
+
+
+def _result(name: str, kind: str) -> str:
+    """What torch's function or method `name` gives that was given tensors of a kind."""
+    if name in _MAKING:
+        return FRESH
+    return SEVERAL if name in _DIVIDING else TENSOR if kind == SEVERAL else kind
 
 
 def _element(kind: str) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import inspect
 import linecache
 import sys
 import weakref
@@ -141,6 +142,8 @@ def compile_subclass(
     if len(namespaces) != 1:
         raise NotUnderstoodError("its methods come from different files")
     (namespace,) = namespaces.values()
+    if len({method.node.name for method, _ in methods}) < len(methods):
+        raise NotUnderstoodError("two of its methods are functions of one name")
     for method, source in methods:
         if "__class__" in method.function.__code__.co_freevars and "super()" in method.source:
             raise NotUnderstoodError(f"{method.name} calls super()", 1)
@@ -159,6 +162,13 @@ def compile_subclass(
     flags = methods[0][0].function.__code__.co_flags & __future__.annotations.compiler_flag
     exec(compile(text, module.__file__ or "", "exec", flags, dont_inherit=True), namespace, scope)
     cls: type[Any] = scope[name]
+    for method, _ in methods:
+        made = vars(cls)[method.node.name]
+        if method.node.name != method.name:  # another tool has put a function of another name there
+            delattr(cls, method.node.name)
+            setattr(cls, method.name, made)
+        function = inspect.unwrap(made)  # with the defaults in force: the source that was read may have others
+        function.__defaults__, function.__kwdefaults__ = method.function.__defaults__, method.function.__kwdefaults__
     cls.__module__ = module.__name__
     cls._rewritten = MappingProxyType(sources)
     cls._made_from = {each.name: (each.function, each.function.__code__) for each, _ in methods}

@@ -12,7 +12,7 @@ import ast
 import hashlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,9 +233,9 @@ class _Calls:
         self.around = dict(_parents(method.node))
         self.watched: frozenset[str] = frozenset()
         self.calls: list[ast.Call] = []
-        self._reached: set[ast.AST] = set()
+        self._reached: dict[ast.AST, None] = {}
         self.body = self._body()
-        self._reached = set(self._branches_that_run())
+        self._reached = dict.fromkeys(self._branches_that_run())
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
         for call in self.calls if self.are_all_called else ():
@@ -275,11 +275,17 @@ class _Calls:
         roots = self._shared_roots()
         is_split = self._is_straight()
         region = list(self._between(first, last, is_split=is_split))
+        later = [node for node in ast.walk(self.method.node) if self._is_made_before(node, last)]
+        generators = [node for node in later if isinstance(node, ast.GeneratorExp)]
         try:
-            checked = self._checked(region)
+            checked = self._checked(
+                [*region, *(inner for each in generators for inner in ast.walk(each) if inner is not each)]
+            )
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
-        self._check_later(last)
+        for node in later:
+            if not isinstance(node, ast.GeneratorExp):
+                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
         conditions = [*(text for text, node in self._ruled_out if self._matters(node, roots)), *checked]
         every = called_parts(self.method.node, self.group)
@@ -406,11 +412,11 @@ class _Calls:
         every = set().union(*(roots for each in given.values() for roots in each))
         if all(each == first for each in others) and all(len(roots) == 1 for roots in first):
             return every
+        if self.caller is not None and every <= set(parameters_of(node)) and self.caller.same(tuple(sorted(every))):
+            return every
         if passed:
             raise NotUnderstoodError(f"cross attention: {passed}")
         if every <= set(parameters_of(node)) and all(len(each) == 1 for each in given.values()):
-            if self.caller is not None and self.caller.same(tuple(sorted(every))):
-                return every
             raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
         texts = ", ".join(
             f"{name} {' or '.join(sorted({each for roots in several for each in roots}))}"
@@ -483,8 +489,9 @@ class _Calls:
                 if isinstance(node, _LOOPS) and node not in again:
                     start, end = min(start, positions(node)[0]), max(end, positions(node)[1])
         containing = set(self._ancestors(last))
-        for node in self._reached:
-            if node is self.method.node or not hasattr(node, "end_lineno") or node in self.calls:
+        placed = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
+        for node in sorted(placed, key=_outer_first):
+            if node in self.calls:
                 continue
             if isinstance(node, ast.With | ast.Try | ast.Match) and not self._holds_all_or_none(node):
                 raise NotUnderstoodError(
@@ -494,6 +501,7 @@ class _Calls:
             # An expression takes effect where it ends; one that holds the last call does so after it.
             if start < positions(node)[1] <= end and (node not in containing or end > positions(last)[1]):
                 yield node
+                yield from getattr(node, "generators", ())
 
     def _holds_all_or_none(self, node: ast.AST) -> bool:
         inside = [call for call in self.calls if node in self._ancestors(call)]
@@ -504,17 +512,10 @@ class _Calls:
             node = self.around[node]
             yield node
 
-    def _check_later(self, last: ast.Call) -> None:
-        """Raise for functions that are made before the last call: they may run between."""
-        for node in ast.walk(self.method.node):
-            if isinstance(node, _LATER) and node is not self.method.node and positions(node)[0] < positions(last)[1]:
-                if isinstance(node, ast.GeneratorExp) and not any(
-                    problem_of(self.body, each)
-                    for each in ast.walk(node)
-                    if not isinstance(each, ast.GeneratorExp | ast.comprehension)
-                ):
-                    continue
-                raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", node.lineno)
+    def _is_made_before(self, node: ast.AST, last: ast.Call) -> bool:
+        """Whether it runs later than where it is, and may run between the calls."""
+        is_later = isinstance(node, _LATER) and node is not self.method.node
+        return is_later and positions(node)[0] < positions(last)[1]
 
     # --- how they are written ----------------------------------------------------------------------------------------
 
@@ -587,6 +588,12 @@ def _returned(node: ast.expr) -> Iterator[ast.expr]:
             yield node
 
 
+def _outer_first(node: ast.AST) -> tuple[Any, ...]:
+    """In the order of the source, what is around another node before it."""
+    (line, column), (end_line, end_column) = positions(node)
+    return line, column, -end_line, -end_column
+
+
 def _name(call: ast.Call) -> str:
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
@@ -626,7 +633,7 @@ def _value_of(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def _names_of(value: ast.expr | None, reached: set[ast.AST]) -> list[str] | None:
+def _names_of(value: ast.expr | None, reached: Container[ast.AST]) -> list[str] | None:
     """The variables that an expression chooses among, None if it is anything else."""
     match value:
         case ast.Name(id=name):

@@ -26,7 +26,7 @@ from patcher import (
     report,
 )
 from patcher.codegen import PatchConfig, generate
-from patcher.fusions import QKV, Fusion, GateUp, PatchEmbeddings, SequentialExperts
+from patcher.fusions import QKV, Decision, Fusion, GateUp, PatchEmbeddings, SequentialExperts
 from tests.support import shared
 from tests.support.checkpoints import assert_saved_alike
 from tests.support.tiny import (
@@ -152,8 +152,8 @@ def test_a_path_that_nothing_is_fused_at_is_an_error(modules: Any, message: str,
 
 def test_why_what_a_path_names_is_refused_is_said(llama: Path) -> None:
     class Refuses(QKV):
-        def obstacle(self, *args: Any) -> str | None:
-            return "it is a Tuesday"
+        def decide(self, path: str, module: nn.Module, surroundings: Any) -> Decision | None:
+            return Decision(refusal="it is a Tuesday") if path.endswith("self_attn") else None
 
     message = r"that 'model\.layers\.2\.self_attn' names; it refused model\.layers\.2\.self_attn \(it is a Tuesday\)\n"
     with pytest.raises(UnmatchedPatchError, match=message):
@@ -215,8 +215,8 @@ class Own(Fusion):
     def __init__(self, ending: str) -> None:
         self.ending = ending
 
-    def is_asked(self, path: str, module: nn.Module) -> bool:
-        return path.endswith(self.ending)
+    def decide(self, path: str, module: nn.Module, surroundings: Any) -> Decision | None:
+        return super().decide(path, module, surroundings) if path.endswith(self.ending) else None
 
     def is_fusable(self, module: nn.Module) -> bool:
         return True

@@ -144,8 +144,8 @@ def test_the_source_of_a_class_is_what_runs(name: str) -> None:
 FAILING = {
     "llama": [("self_attn", "self.qkv_proj("), ("mlp", "self.gate_up_proj(")],
     "bert": [("self", "self.qkv_proj(")],
-    "t5, gated": [("SelfAttention", "self.qkv_proj("), ("DenseReluDense", "self.gate_up_proj(")],
-    "bart": [("self_attn", "self.qkv_proj(")],
+    "t5, gated": [("SelfAttention", 'shared("q", hidden_states)'), ("DenseReluDense", "self.gate_up_proj(")],
+    "bart": [("self_attn", 'shared("q_proj", hidden_states)')],
 }
 
 

@@ -1,1 +1,1 @@
-"""Generated forwards, each fused where the proof accepts it and compared with what it was: see `__main__.py`."""
+"""Generated forwards, each fused where it is accepted and compared with what it was: see `__main__.py`."""

@@ -1,4 +1,4 @@
-"""Generated forwards: wherever the proof accepts one, does the fused module compute what it did, and train so?
+"""Generated forwards: wherever one is accepted, does the fused module compute what it did, and train so?
 
     python -m tests.fuzz                          # 2000 programs
     python -m tests.fuzz --count 10000 --seed 7   # others

@@ -79,7 +79,6 @@ NO_ADVICE = {
     "Write JSON to stdout, and nothing else.": "help of an option",
     "Leave out the pins: to see how a preset does on code that has changed.": "help of an option",
     "Run code that the repo brings with it.": "help of an option",
-    "get keys values items": "names of methods",
     "call {} ({}), {}": "the name of an output",
     "class {}({}): pass": "code that is generated",
     "import {}": "code that is generated",

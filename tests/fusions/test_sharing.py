@@ -1,0 +1,551 @@
+"""What a forward does between projections of one input: what can't write is passed over, all else is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM, PvtV2Config, PvtV2ForImageClassification
+
+from patcher import Patcher
+from patcher.fusions.callers import Caller
+from patcher.fusions.fused_module import fuse, fused_class_of
+from patcher.fusions.methods import NotUnderstoodError
+from patcher.fusions.qkv import QKV
+from patcher.fusions.sharing import Form, forms_of
+from tests.fuzz.compare import compared, module_of
+from tests.fuzz.generator import READS, source_of
+from tests.support.tiny import randomize
+from tests.support.written_modules import written_module
+
+GROUP = ("q_proj", "k_proj", "v_proj")
+ALL = "q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)"
+
+
+def between(statements: str, more: str = "", helpers: str = "") -> str:
+    body = f"q = self.q_proj(x)\n{statements}\nk, v = self.k_proj(x), self.v_proj(x)\nreturn q + k + v"
+    return source_of(body, more=more).replace("\nclass Odd", f"\n{helpers}\n\nclass Odd")
+
+
+def form_of(source: str, path: Path) -> Form:
+    (form,) = forms_of(module_of(source, path), GROUP, None)
+    return form
+
+
+# --- between the calls -----------------------------------------------------------------------------------------------
+
+#: what the refusal says -> what is between q and the others
+REFUSED = {
+    "it may write in place": [
+        "x.mul_(2)",
+        "x += 1",
+        "y = x\ny.add_(1)",
+        "x.view(-1).mul_(2)",
+        "y = x.transpose(0, 1)[0]\ny += 1",
+        "(a, b) = (x, 1)\na.add_(1)",
+        "box = [x]\nbox[0].add_(1)",
+        "F.relu(x, inplace=True)",
+        "F.relu(x, True)",
+        "F.relu(x, **{'inplace': True})",
+        "[z.add_(1) for z in [x]]",
+        "for _ in range(2):\n    x.add_(1)",
+        "if x.sum() > 0:\n    x.add_(1)",
+        "torch.no_grad().__enter__()",
+        "self.k_proj.weight.data.mul_(2)",
+        "x.__imul__(2)",
+        "del box[x.add_(1)]",
+        "assert x.add_(1) is not None",
+        "f'{x.add_(1)}'",
+        "self.writes(x)",
+        "writes(x)",
+        "writes_deep(x)",
+        # of containers, a sum or a product holds what they did
+        "z = [x]\nw = z\n(w + w)[0].add_(1)",
+        "if extra is None:\n    z = [x]\nw = z\n(w + w)[0].add_(1)",
+        "z = x.split(4, -1)\n(z + z)[0].add_(1)",
+        "z = x.unbind(0)\ny = z * 2\ny[0].add_(1)",
+        "z = dict(a=x)\ny = z | z\ny['a'].add_(1)",
+        "y = x.max(-1) + x.split(8, -1)\ny[-1].add_(1)",
+        "for z in [[x]]:\n    (z + z)[0].add_(1)",
+        "z = gives_back([x])\n(z + z)[0].mul_(0.5)",
+        "z = torch.unbind(x)\n(z + z)[0].mul_(0.5)",
+        "z = [x] if extra is None else [x]\n(z + z)[0].mul_(0.5)",
+    ],
+    "it writes in place": ["x[0] += 1"],
+    "map is a class": ["list(map(lambda z: z.add_(1), [x]))"],
+    "what 'box' is isn't known": ["box = []\nsame = box\nbox.append(x)\nsame[0].add_(1)"],
+    "a class that isn't followed": ["class Local:\n    held = x.add_(1)"],
+    "is assigned": ["x[0] = 1", "x.data = x.data * 2", "x.requires_grad = False", "self.kept = x"],
+    "it keeps a value": ["z = [torch.zeros(1)]\nz[0] = x\nz[0].mul_(0.5)"],
+    "it writes into 'out'": ["torch.add(x, 1, out=x)"],
+    "torch's relu_ may change what it is given": ["F.relu_(x)"],
+    "torch's _foreach_mul_ may change": ["torch._foreach_mul_([x], 2)"],
+    "torch's imul may change": ["operator.imul(x, 2)"],
+    "torch's instance_norm may change": ["F.instance_norm(x, x[0, 0], x[0, 1])"],
+    "ReLU has inplace=True": ["self.act_in(x)", "self.chain(x)"],
+    "what 't.view(-1).add_(1)' is isn't known": ["self.write_method(x)"],
+    "what it calls isn't known": [
+        'getattr(x, "add_")(1)',
+        'name = "add_"\ngetattr(x, name)(1)',
+        "(lambda t: writes(t))(x)",
+        "[writes][0](x)",
+        "self.layers[1](x)",
+    ],
+    "do isn't known before it runs": ["do = x.add_\ndo(1)", "do = writes\ndo(x)"],
+    "it runs a function": ["max([x], key=writes)", "sum(z.add_(1).sum() for z in [x])"],
+    "a function that isn't followed": [
+        "def do():\n    x.add_(1)\n\n\ndo()",
+        "do = lambda: x.add_(1)\ndo()",
+    ],
+    "a generator that isn't followed": ["y = (z.add_(1) for z in [x])\nlist(y)"],
+    "a 'match' that isn't followed": [
+        "match x:\n    case y:\n        y.add_(1)",
+        "match 1:\n    case 1:\n        x.add_(1)",
+    ],
+    "a 'try' that isn't followed": ["try:\n    x.add_(1)\nfinally:\n    pass"],
+    "a context that isn't followed": [
+        "with torch.no_grad():\n    y = 2",
+        "with torch.autocast('cpu'):\n    y = 2",
+        "with torch.no_grad() as y:\n    pass",
+    ],
+    "an import that isn't followed": ["import a_module_that_is_not_there"],
+    "a 'global' that isn't followed": ["global KEPT\nKEPT = x"],
+    "set_grad_enabled is a class": ["torch.set_grad_enabled(False)", "turns_off_gradients()"],
+    "sorted() may run anything": ["sorted([x], key=lambda z: z.add_(1).sum())"],
+    "no_grad is a class": ["@torch.no_grad()\ndef do():\n    pass"],
+    "exec() may run anything": ["exec('x.add_(1)')"],
+    "what 'self.k_proj' is isn't known": ["self.k_proj.register_forward_hook(print)"],
+    "a loop over 'self.layers', which isn't known": [
+        "for layer in self.layers:\n    layer(x)",
+        "[z for z in self.layers]",
+    ],
+    # row 28: what a method does tells its object, not its name
+    "what 'extra' is isn't known": ["extra.update(x)", "extra.add(x)", "extra.copy(x)", "extra.append(x)"],
+    "it may keep what it is given": ["self.kept.update(x)", "self.kept.copy(x)"],
+}
+
+
+@pytest.mark.parametrize(
+    ("statements", "what"), [(each, what) for what, several in REFUSED.items() for each in several]
+)
+def test_what_may_change_the_input_is_refused_with_its_line(statements: str, what: str, tmp_path: Path) -> None:
+    reason = QKV().refusal(module_of(between(statements), tmp_path / "odd.py"))
+
+    assert re.match(r"between the projections: .*\(odd\.py:\d+\)\)*$", reason), reason
+    assert what in reason
+
+
+#: what is refused where it is between projections, and may be right: it isn't followed
+NOT_FOLLOWED = ("sum(z * 2", "self.layers", "def inner", "import math")
+#: what is passed over, besides what generated forwards have
+PASSED = [
+    "z = x * 1\nz[0] = x[0]\nz += 1",
+    "z = torch.stack([x, x])\nz.mul_(0.5)",
+    "z = torch.where(x > 1, x, x)\nz.mul_(0.5)",
+    "z = torch.zeros(2, 3, 8).double()\nz.copy_(x)\nz.mul_(0.5)",
+    "z = x @ x.transpose(-1, -2)\nz += 1",
+    "z = 1\nz |= 2",
+    "y = x\ndel y",
+    "print(x.shape, str(x.dtype))",
+    "a, b = x.chunk(2, -1)\nc = a + b",
+]
+
+
+@pytest.mark.parametrize(
+    "read", [*(each for each in READS if not any(part in each for part in NOT_FOLLOWED)), *PASSED]
+)
+def test_what_writes_into_nothing_is_passed_over(read: str, tmp_path: Path) -> None:
+    assert compared(between(read.format(t="x", u="q", n="y")), tmp_path / "odd.py").status == "same"
+
+
+#: a child of the module, called between -> what the refusal says of it; "" where it is passed over
+CHILDREN = {
+    "self.child = Sub(); self.child.register_forward_hook(print)": r"Sub has hooks",
+    "self.child = Sub(); self.child.forward = writes": r"Sub isn't called by the forward of its class",
+    "self.child = Sub(); Sub.__call__ = Sub.forward": r"Sub isn't called by the forward of its class",
+    "self.child = nn.Embedding(8, 8, max_norm=1.0)": r"Embedding has max_norm=1\.0",
+    "self.child = Keeping()": r"'self\.last' is assigned \(odd\.py:\d+\)",
+    "self.child = Later()": r"a generator that isn't followed \(odd\.py:\d+\)",
+    "self.child = Giving()": r"a function that isn't followed \(odd\.py:\d+\)",
+    "self.child = Changing()": r"'self\.buffer\.add_\(1\)' \(it may write in place\) \(odd\.py:\d+\)",
+    "self.child = Peeking()": r"the property 'peeked' \('self\.buffer\.add_\(1\)' \(it may write in place\) \(odd",
+    "self.child = eval('lambda t: t')": r"the source of <lambda> can't be read",
+    "self.child = nn.Sequential(nn.Sequential(nn.Sequential(Sub(), nn.Dropout())))": "",
+    "self.child = Homeless()": "",
+}
+SUBMODULES = """
+class Sub(nn.Module):
+    def forward(self, t):
+        return t * 2
+
+
+class Keeping(nn.Module):
+    def forward(self, t):
+        self.last = t
+        return t
+
+
+class Later(nn.Module):
+    def forward(self, t):
+        return (t.add_(1) for _ in range(1))
+
+
+class Giving(nn.Module):
+    def forward(self, t):
+        return lambda: t.add_(1)
+
+
+class Homeless(nn.Module):
+    def forward(*given):
+        return given[1]
+
+
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(1))
+
+    def forward(self, t):
+        self.buffer.add_(1)
+        return t * 2
+
+
+class Peeking(Changing):
+    @property
+    def peeked(self):
+        return self.buffer.add_(1)
+
+    def forward(self, t):
+        return t * self.peeked
+"""
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_that_may_write_is_told(child: str, tmp_path: Path) -> None:
+    source = between("self.child(x)", "\n".join(child.split("; ")), SUBMODULES)
+
+    reason = QKV().refusal(module_of(source, tmp_path / "odd.py"))
+
+    if CHILDREN[child]:
+        assert re.match(rf"between the projections: 'self\.child\(x\)' \({CHILDREN[child]}", reason), reason
+    else:
+        assert compared(source, tmp_path / "again.py").status == "same"
+
+
+#: a function, called between -> what the refusal says of it; "" where it is passed over
+FUNCTIONS = {
+    "def helper(t):\n    return t if t.sum() > 0 else helper(t)": "'helper(t)' (it calls itself)",
+    "def helper(t):\n    yield t": "a 'yield' that isn't followed",
+    "exec('def helper(t): return t')": "the source of helper can't be read",
+    "def helper(t):\n    return t.transpose_(0, 1)": "'t.transpose_(0, 1)' (it may write in place)",
+    "def helper(t, *more, **named):\n    return named.get('u', more)[0].add_(1)": "(it may write in place)",
+    "def helper(t, n=KEPT):\n    n.append(t)": "what 'n' is isn't known",
+    "def helper(t, n=1, *more, m=None, **named):\n    n = n * 2\n    return t * n + (0 if m is None else m)": "",
+    "def helper(t):\n    if t.dim() > 9:\n        return None\n    return [z * 2 for z in t.unbind()]": "",
+    "".join(f"def f{n}(t):\n    return f{n + 1}(t)\n\n\n" for n in range(9)) + "helper = f0": "(it goes too deep)",
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_function_that_may_write_is_told(function: str, tmp_path: Path) -> None:
+    source = between("helper(x)", helpers=function)
+
+    reason = QKV().refusal(module_of(source, tmp_path / "odd.py"))
+
+    if FUNCTIONS[function]:
+        assert reason.startswith("between the projections: 'helper(x)' (")
+        assert FUNCTIONS[function] in reason
+    else:
+        assert compared(source, tmp_path / "again.py").status == "same"
+
+
+# --- the calls themselves --------------------------------------------------------------------------------------------
+
+BOTH = "if extra is not None:\n    y = extra\nelse:\n    y = x\n"
+#: a forward -> why it is refused; True where it is one call and a split, False where it is asked at run time
+ODD: dict[str, str | bool] = {
+    ALL: True,
+    "q = self.q_proj(x)\nk = self.k_proj(x)\nif extra is None:\n    v = self.v_proj(x)\nelse:\n    v = k": True,
+    "q = self.q_proj(x); k = self.k_proj(x); v = self.v_proj(x)": True,
+    "y = x\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": False,
+    f"{ALL}\nk = k + self.k_proj(x)": False,
+    "if self.q_proj(x).sum() > 0:\n    pass\nq, k, v = x, self.k_proj(x), self.v_proj(x)": False,
+    "q = x if extra is not None else self.q_proj(x)\nk, v = self.k_proj(x), self.v_proj(x)": False,
+    "q = extra or self.q_proj(x)\nk, v = self.k_proj(x), self.v_proj(x)": False,
+    "try:\n    q = self.q_proj(x)\nfinally:\n    k, v = self.k_proj(x), self.v_proj(x)": True,
+    f"return x\n{ALL}": True,
+    f"{BOTH}q, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": False,
+    f"if extra is not None:\n    return extra\n{ALL}": True,
+    f"for _ in range(2):\n    {ALL}\n    x = q + k + v": True,
+    "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj((y := x))": r"the input of v_proj is '\(y := x\)', not a",
+    "q = self.q_proj(x + 1)\nk, v = self.k_proj(x), self.v_proj(x)": r"input of q_proj is 'x \+ 1', not a variable",
+    "q = ((x := x * 2), self.q_proj(x))[1]\nk, v = self.k_proj(x), self.v_proj(x)": False,
+    "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj(extra)": "they are given different variables: .*extra",
+    f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
+    "y = x + 1\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": "given different variables",
+    f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "are never called together",
+    f"{ALL}\nself.q_proj = self.k_proj": r"Odd\.forward: q_proj is assigned",
+    f"{ALL}\nother = self.q_proj": r"Odd\.forward takes q_proj as a module of its own",
+    "q, k, v = self.q_proj(x, x), self.k_proj(x), self.v_proj(x)": "q_proj is called with more than one input",
+    "q, k, v = self.q_proj(*[x]), self.k_proj(x), self.v_proj(x)": "q_proj is called with more than one input",
+    "q, k, v = [self.q_proj(x) for _ in 'a'][0], self.k_proj(x), self.v_proj(x)": "used inside of a ListComp",
+    f"def f():\n    return self.q_proj(x)\n\n\n{ALL}": "inside of a FunctionDef",
+    f"def f():\n    x.add_(1)\n\n\n{ALL}": "may run between the projections",
+    f"{ALL}\nsuper().train()": r"forward calls super\(\)",
+    f"{ALL}\nself.__own = q": "forward uses private names",
+    f"{ALL}\nyield q": "forward is a generator",
+    "q = k = v = self.norm(x)": r"no method of Odd calls q_proj, k_proj, v_proj together",
+    "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x * 2\n    v = self.v_proj(x)": "assigned",
+    "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
+    "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
+    "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "different variables",
+    f"if x.sum() > 0:\n    {ALL}\nelse:\n    x = x + 1\n    {ALL}": "x is assigned between the projections",
+    "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x.add_(1)": "in place",
+    "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x[0] = 1": "is assigned",
+    "with torch.no_grad():\n    q = self.q_proj(x)\nk, v = self.k_proj(x), self.v_proj(x)": (
+        "a 'with' has some of the projections in it, and others are outside"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", ODD)
+def test_how_projections_are_called_decides_how_they_are_joined(body: str, tmp_path: Path) -> None:
+    source, expected = source_of(f"{body}\nreturn q + k + v"), ODD[body]
+    stock = module_of(source, tmp_path / "odd.py")
+
+    if isinstance(expected, str):
+        assert not QKV().is_fusable(stock)
+        assert re.search(expected, QKV().refusal(stock)), QKV().refusal(stock)
+    else:
+        assert form_of(source, tmp_path / "form.py").is_split is expected
+        assert compared(source, tmp_path / "again.py").status == "same"
+
+
+# --- what is known of parameters -------------------------------------------------------------------------------------
+
+CACHED = """
+from transformers import Cache
+
+
+class Unlike:
+    def update(self, t, *others):
+        t.mul_(0.5)
+        return t, t
+"""
+
+
+def cached(body: str, annotation: str) -> str:
+    source = source_of(f"{body}\nreturn q + k + v").replace("extra=None", f"extra: {annotation} = None")
+    return source.replace("\nclass Odd", f"{CACHED}\n\nclass Odd")
+
+
+@pytest.mark.parametrize("annotation", ["Cache", "'Cache | None'", "Unlike", "object"])
+def test_what_is_no_cache_runs_the_original(annotation: str, tmp_path: Path) -> None:
+    source = cached(f"q = self.q_proj(x)\nif extra is not None:\n    extra.update(x, x, 0)\n{ALL[3:]}", annotation)
+    source = source.replace(f"        {ALL[3:]}", "        k, v = self.k_proj(x), self.v_proj(x)")
+    stock: Any = module_of(source, tmp_path / "odd.py")
+    fused: Any = fuse(QKV(), copy.deepcopy(stock), fused_class_of(QKV(), stock))
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    unlike = stock.forward.__globals__["Unlike"]()
+
+    assert form_of(source, tmp_path / "form.py").checked == ("extra is None or isinstance(extra, Cache)",)
+    for extra in (None, unlike):
+        torch.testing.assert_close(fused(x.clone(), extra), stock(x.clone(), extra), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("annotation", ["object", "torch.Tensor", "NotThere"])
+def test_an_object_that_may_be_anything_is_refused(annotation: str, tmp_path: Path) -> None:
+    source = between("extra.update(x)").replace("extra=None", f"extra: '{annotation}' = None")
+
+    assert "between the projections: 'extra.update(x)' (" in QKV().refusal(module_of(source, tmp_path / "odd.py"))
+
+
+# --- what is known of the module -------------------------------------------------------------------------------------
+
+PROJECTIONS = "q, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)"
+#: name -> (forward, what the module says so that it can be fused, what it says so that it can't)
+DECIDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a string": (
+        f'y = x\nif self.kind == "rotary":\n    y = x + 1\n{PROJECTIONS}',
+        {"kind": "relative"},
+        {"kind": "rotary"},
+    ),
+    "a number": (f"y = x\nif self.ratio > 1:\n    y = x * self.ratio\n{PROJECTIONS}", {"ratio": 1}, {"ratio": 2}),
+    "a fraction": (f"y = x\nif not self.share <= 0.5:\n    y = x + 1\n{PROJECTIONS}", {"share": 0.5}, {"share": 0.75}),
+    "a write": (
+        "q = self.q_proj(x)\nif self.share > 0.5:\n    x.add_(1)\nk, v = self.k_proj(x), self.v_proj(x)",
+        {"share": 0.5},
+        {"share": 0.75},
+    ),
+}
+
+
+def attention(body: str, tmp_path: Path) -> nn.Module:
+    source = (
+        "from torch import nn\n\n\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.q_proj, self.k_proj, self.v_proj = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 32)\n\n"
+        "    def forward(self, x):\n"
+        f"{textwrap.indent(body, ' ' * 8)}\n"
+        "        return q.sum(-1) + k.sum(-1) + v.sum(-1)\n"
+    )
+    odd: nn.Module = written_module(source, tmp_path / "odd_modeling.py").Odd()
+    randomize(odd)
+    return odd
+
+
+def say(module: nn.Module, said: dict[str, Any]) -> None:
+    for name, value in said.items():
+        setattr(module, name, value)
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_a_module_says_of_itself_decides_a_branch(name: str, tmp_path: Path) -> None:
+    body, fusable, other = DECIDED[name]
+    stock = attention(body, tmp_path)
+    say(stock, fusable)
+    fused = copy.deepcopy(stock)
+
+    fused = fuse(QKV(), fused, fused_class_of(QKV(), fused))
+    inputs = torch.randn(2, 5, 64)
+
+    torch.testing.assert_close(fused(inputs.clone()), stock(inputs.clone()))
+    assert "qkv_proj" in dict(fused.named_children())
+    for module in (stock, fused):  # what was said is checked at every call
+        say(module, other)
+    torch.testing.assert_close(fused(inputs.clone()), stock(inputs.clone()))
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_a_module_says_of_itself_refuses_it(name: str, tmp_path: Path) -> None:
+    body, fusable, other = DECIDED[name]
+    stock = attention(body, tmp_path)
+    say(stock, fusable)
+    assert QKV().is_fusable(stock)
+    say(stock, other)  # what was found out isn't remembered for a module that says something else
+
+    assert not QKV().is_fusable(stock)
+    assert re.search(r"different variables|between the projections: 'x\.add_", QKV().refusal(stock))
+
+
+@pytest.mark.parametrize("change", ["self.flag = False", "self.change()"])
+def test_what_methods_assign_decides_no_branch(change: str, tmp_path: Path) -> None:
+    body = f"{change}\nq = self.q_proj(x)\nif not self.flag:\n    x.add_(1)\nk, v = self.k_proj(x), self.v_proj(x)"
+
+    reason = QKV().refusal(module_of(source_of(f"{body}\nreturn q + k + v"), tmp_path / "odd.py"))
+
+    assert "between the projections: 'x.add_(1)' (it may write in place)" in reason
+
+
+def test_modules_that_say_different_things_share_a_class_where_it_decides_nothing(tmp_path: Path) -> None:
+    one = attention(f"y = x\nif self.number < 1:\n    print(x)\n{PROJECTIONS}", tmp_path)
+    two = copy.deepcopy(one)
+    say(one, {"number": 0})
+    say(two, {"number": 1})
+
+    assert fused_class_of(QKV(), one) is fused_class_of(QKV(), two)
+
+
+def test_layers_of_one_class_are_fused_where_they_reduce_nothing() -> None:
+    config = PvtV2Config(
+        hidden_sizes=[16, 32, 32, 64], depths=[1, 1, 1, 1], num_attention_heads=[1, 2, 2, 4], sr_ratios=[8, 4, 2, 1]
+    )
+
+    resolution = Patcher(fusions="qkv").resolve(PvtV2ForImageClassification, config)
+
+    assert len(resolution.fused) == 1
+    assert len(resolution.refused) == 3
+    assert all("hidden_states is assigned between the projections" in each for each in resolution.refused.values())
+
+
+# --- how the modules around call it ----------------------------------------------------------------------------------
+
+#: how the layers of a list are called, with `state` as the parameter in question -> whether None may be expected
+CALLED = {
+    "one after the other": ("for layer in self.layers:\n    x = layer(x)", True),
+    "with their numbers": ("for i, layer in enumerate(self.layers):\n    x = layer(x, None)", True),
+    "by number": ("for i in range(2):\n    x = self.layers[i](x)", True),
+    "taken by number": ("layer = self.layers[0]\nx = layer(x)", True),
+    "passed on": ("for layer in self.layers:\n    x = layer(x, state=state)", True),
+    "set where there is one": (
+        "for layer in self.layers:\n    x = layer(x, state)\n    if state is not None:\n        state = x",
+        True,
+    ),
+    "set behind": ("for layer in self.layers:\n    x = layer(x, state)\nstate = x", True),
+    "set for the next": ("for layer in self.layers:\n    x = layer(x, state)\n    state = x", False),
+    "set before": ("state = x\nfor layer in self.layers:\n    x = layer(x, state)", False),
+    "given whatever else comes": ("for layer in self.layers:\n    x = layer(x, **kwargs)", True),
+    "given all that comes": ("for layer in self.layers:\n    x = layer(*kwargs.values())", False),
+    "given something": ("for layer in self.layers:\n    x = layer(x, state=x)", False),
+    "called by nothing": ("pass", False),
+}
+AROUND = """
+from torch import nn
+
+
+class Layer(nn.Module):
+    def forward(self, x, state=None):
+        return x
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x, state=None, **kwargs):
+{BODY}
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x{MORE}):
+        return self.encoder(x{MORE})
+"""
+
+
+def around(tmp_path: Path, body: str, more: str = "") -> dict[str, nn.Module]:
+    source = AROUND.replace("{BODY}", textwrap.indent(body, " " * 8)).replace("{MORE}", more)
+    return dict(written_module(source, tmp_path / "odd_modeling.py").Model().named_modules())
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_how_the_layers_of_a_list_are_called_is_followed(name: str, tmp_path: Path) -> None:
+    body, is_none = CALLED[name]
+
+    reason = Caller(around(tmp_path, body), "encoder.layers.1").passes("state", is_certain=True)
+
+    assert (reason == "") is is_none, reason
+
+
+def test_a_model_that_is_given_whatever_comes_may_be_given_anything(tmp_path: Path) -> None:
+    reason = Caller(around(tmp_path, "pass", ", **kwargs"), "encoder").passes("state", is_certain=True)
+
+    assert reason == "nothing shows that Model doesn't pass state"
+
+
+def test_layers_that_are_passed_nothing_on_are_fused() -> None:
+    config = DebertaV2Config(
+        vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+
+    resolution = Patcher(fusions="qkv").resolve(DebertaV2ForMaskedLM, config)
+
+    assert list(resolution.fused) == [f"deberta.encoder.layer.{number}.attention.self" for number in range(2)]
+
+
+def test_a_class_that_is_given_no_module_has_no_form() -> None:
+    with pytest.raises(NotUnderstoodError, match="no method of Linear calls q_proj, k_proj, v_proj together"):
+        forms_of(nn.Linear(2, 2), GROUP, None)
