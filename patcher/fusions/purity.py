@@ -128,6 +128,9 @@ _HIDDEN = {
 }
 
 
+_AROUND = (ast.Import, ast.ImportFrom, ast.With, ast.Try)
+
+
 def positions(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Where a node begins and where it ends: (line, column in bytes)."""
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
@@ -316,7 +319,7 @@ class Body:
                 return self._kind_of_name(name)
             case ast.Starred(value=inner) | ast.NamedExpr(value=inner):
                 return self.kind(inner)
-            case ast.Tuple(elts=inner) | ast.List(elts=inner):
+            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner):
                 return _held(_join(map(self.kind, inner))) if inner else PLAIN
             case ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 tensors = [self.kind(each) in (TENSOR, FRESH, SEVERAL) for each in ast.iter_child_nodes(node)]
@@ -739,9 +742,15 @@ def check(body: Body, nodes: Iterable[ast.AST]) -> None:
 
 
 def problem_of(body: Body, node: ast.AST) -> str:
+    if body.is_lenient and isinstance(node, _AROUND):
+        return ""  # what is inside of them is looked at by itself
     if (what := _HIDDEN.get(type(node))) is not None:
         return f"{what} that isn't followed"
     match node:
+        case ast.Assign(value=value) if body.is_lenient and any(
+            isinstance(each, ast.Attribute) for each in node.targets
+        ):
+            return f"{shown(node)!r} (it keeps a value)" if body.kind(value) in (TENSOR, SEVERAL) else ""
         case ast.Call():
             reason = body.call(node)[1]
             return f"{shown(node)!r} ({reason})" if reason else ""
@@ -759,7 +768,7 @@ def problem_of(body: Body, node: ast.AST) -> str:
                 if body.kind(value) == PLAIN or all(map(body.is_fresh, node.targets))
                 else f"{shown(node)!r} (it keeps a value)"
             )
-        case ast.Attribute(ctx=ast.Store()):
+        case ast.Attribute(ctx=ast.Store()) if not body.is_lenient:
             return f"{shown(node)!r} is assigned"
         case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == body.this and body.module is not None:
             getter = looks.at(member, type(body.module), attr)

@@ -31,7 +31,7 @@ from patcher.fusions.methods import (
     still_found,
     trees_of,
 )
-from patcher.fusions.purity import CACHE, FRESH, PLAIN, Body, check, positions, problem_of, shown
+from patcher.fusions.purity import SEVERAL, TENSOR, Body, check, positions, problem_of, shown
 from patcher.source.call_sites import none_by_default
 
 _HELD = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -403,20 +403,27 @@ class _Calls:
         given: dict[str, set[frozenset[str]]] = {}
         for call in self.calls:
             roots = self._roots(call)
-            for name in sorted(roots.intersection(optional)) if len(roots) > 1 else ():
+            for name in sorted(roots.intersection(optional)):
+                if self.caller is None and len(roots) == 1:
+                    continue  # it isn't known
                 what = self.caller.passes(name) if self.caller is not None else ""
                 roots -= set() if what else {name}
                 passed = passed or what
-            given.setdefault(_name(call), set()).add(frozenset(roots))
-        first, *others = given.values()
+            if roots:  # otherwise it isn't made
+                given.setdefault(_name(call), set()).add(frozenset(roots))
+        for name, several in given.items() if self.caller is None else ():
+            sure = {roots for roots in several if not roots.intersection(optional)}
+            given[name] = sure or several
+        first, *others = given.values() if given else [set()]
         every = set().union(*(roots for each in given.values() for roots in each))
-        if all(each == first for each in others) and all(len(roots) == 1 for roots in first):
+        is_equal = len(given) == len(self.group) and all(each == first for each in others)
+        if is_equal and all(len(roots) == 1 for roots in first):
             return every
         if self.caller is not None and every <= set(parameters_of(node)) and self.caller.same(tuple(sorted(every))):
             return every
         if passed:
             raise NotUnderstoodError(f"cross attention: {passed}")
-        if every <= set(parameters_of(node)) and all(len(each) == 1 for each in given.values()):
+        if every <= set(parameters_of(node)) and self.caller is not None:
             raise NotUnderstoodError(f"nothing shows that {', '.join(sorted(every))} are one tensor", node.lineno)
         texts = ", ".join(
             f"{name} {' or '.join(sorted({each for roots in several for each in roots}))}"
@@ -569,7 +576,7 @@ class _Calls:
         except NotUnderstoodError:
             return True
         return any(
-            body.kind(value) not in (FRESH, PLAIN, CACHE)
+            body.kind(value) in (TENSOR, SEVERAL)
             for node in behind
             if isinstance(node, ast.Return) and node.value is not None
             for value in _returned(node.value)

@@ -304,7 +304,7 @@ ODD: dict[str, str | bool] = {
     "for _ in range(2):\n    q, k = self.q_proj(x), self.k_proj(x)\n    x = x * 2\n    v = self.v_proj(x)": "assigned",
     "q, k = self.q_proj(x), self.k_proj(x)\nfor x in [x]:\n    pass\nv = self.v_proj(x)": "x is assigned between",
     "q, k = self.q_proj(x), self.k_proj(x)\n(x := x * 2)\nv = self.v_proj(x)": "x is assigned between",
-    "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "different variables",
+    "q, k = self.q_proj(x), self.k_proj(x)\ny = x\ndel x\nx = y\nv = self.v_proj(x)": "x is assigned between",
     f"if x.sum() > 0:\n    {ALL}\nelse:\n    x = x + 1\n    {ALL}": "x is assigned between the projections",
     "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x.add_(1)": "in place",
     "q = self.q_proj(x)\nfor _ in range(2):\n    k, v = self.k_proj(x), self.v_proj(x)\n    x[0] = 1": "is assigned",
