@@ -220,6 +220,7 @@ class Body:
             case ast.AugAssign(target=ast.Name(id=name)):
                 self._add(name, lambda: self.kind(ast.BinOp(ast.Name(name, ast.Load()), node.op, node.value)))
             case ast.For() | ast.comprehension():
+                self._unpacked.append(node.iter)
                 self._bind_elements(node.target, node.iter)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _STORING:
                 values = [*node.args, *(each.value for each in node.keywords)]
@@ -278,12 +279,12 @@ class Body:
         if is_tensor:
             kind, texts = TENSOR, list(dict.fromkeys(text for text, _ in classes))
         else:
-            kind, texts = CACHE, [key for key, found in self._namespace.items() if found is transformers.Cache]
-            texts = texts or [
-                key
-                for key, found in self._namespace.items()
-                if isinstance(found, type) and issubclass(found, transformers.Cache)
-            ]
+            is_cache = any(issubclass(cls, transformers.Cache) for _, cls in classes)
+            is_named_so = not classes and ("past" in name or "cache" in name)
+            found = [(key, value) for key, value in self._namespace.items() if isinstance(value, type)]
+            caches = [key for key, value in found if issubclass(value, transformers.Cache)]
+            whole = [key for key in caches if self._namespace[key] is transformers.Cache]
+            kind, texts = CACHE, (whole or caches) if is_cache or is_named_so else []
         if not texts:
             return UNKNOWN, ""
         listed = f"({', '.join(texts)})" if len(texts) > 1 else texts[0]
@@ -719,6 +720,10 @@ class Body:
                     return compare(one, other)
         raise ValueError
 
+    def is_own(self, node: ast.AST) -> bool:
+        """Whether it is an attribute of the module."""
+        return isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == self.this != ""
+
     def is_child(self, node: ast.Attribute) -> bool:
         """Whether it is a module of the module."""
         is_own = isinstance(node.value, ast.Name) and node.value.id == self.this and self.module is not None
@@ -753,6 +758,9 @@ def problem_of(body: Body, node: ast.AST) -> str:
             return f"{shown(node)!r} (it keeps a value)" if body.kind(value) in (TENSOR, SEVERAL) else ""
         case ast.Call():
             reason = body.call(node)[1]
+            if reason and body.is_lenient and body.is_own(node.func):
+                given = [*node.args, *(each.value for each in node.keywords)]
+                reason = reason if {TENSOR, SEVERAL} & set(map(body.kind, given)) else ""  # it isn't given any part
             return f"{shown(node)!r} ({reason})" if reason else ""
         case ast.AugAssign(target=ast.Name()):
             if body.kind(node.target) in (PLAIN, FRESH):
