@@ -334,15 +334,9 @@ class Body:
                     return _held(_join(kinds))
                 if SEVERAL in kinds and TENSOR not in kinds and isinstance(node.op, _JOINING):
                     return SEVERAL
-                return (
-                    FRESH
-                    if kinds & {TENSOR, FRESH, SEVERAL}
-                    else PLAIN
-                    if kinds == {PLAIN}
-                    else UNKNOWN
-                    if kinds
-                    else ""
-                )
+                if kinds & {TENSOR, FRESH, SEVERAL}:
+                    return FRESH
+                return UNKNOWN if UNKNOWN in kinds else _join(kinds)
             case ast.BoolOp(values=values):
                 return _join(map(self.kind, values))
             case ast.IfExp():
@@ -410,6 +404,8 @@ class Body:
             return PLAIN if node.attr in _PLAIN_ATTRIBUTES else kind
         if not kind:
             return kind
+        if self.is_lenient and node.attr in _PLAIN_ATTRIBUTES:
+            return PLAIN
         return PLAIN if _is_plain(self.outside(node)) else UNKNOWN
 
     def _assigned_attributes(self) -> frozenset[str]:
