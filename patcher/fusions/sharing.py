@@ -173,18 +173,19 @@ def _forms_of(
 ) -> tuple[Form, ...]:
     cls = type(module)
     trees = trees_of(cls)
-    methods = {name for name, tree in trees.items() if {_name(call) for call in called_parts(tree, group)} == {*group}}
-    if not methods:
+    if not any({_name(call) for call in called_parts(tree, group)} == {*group} for tree in trees.values()):
         for name in functions_of(cls).keys() - trees.keys():
             method_to_rewrite(cls, name)  # the source of which can't be read, and that may be why
         raise NotUnderstoodError(f"no method of {cls.__name__} calls {', '.join(group)} together")
     forms = []
-    for name in sorted(methods):
+    for name in sorted(name for name, tree in trees.items() if called_parts(tree, group)):
         method = method_to_rewrite(cls, name)
         try:
             calls = _Calls(method, module, group, caller, constants)
             if calls.are_all_called:
                 forms.append(calls.form())
+            elif alone := sorted({_name(call) for call in calls.calls}):
+                raise NotUnderstoodError(f"{name} calls {', '.join(alone)} alone", calls.calls[0].lineno)
         except NotUnderstoodError as error:
             raise located(error, method) from error
     for name, tree in trees.items():

@@ -128,17 +128,16 @@ def test_a_model_without_cross_attention_says_why() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # as some releases define the model
-def test_keys_that_another_method_computes_by_themselves_are_rows() -> None:
+def test_keys_that_another_method_calls_alone_are_left_alone() -> None:
     """SEW-D, as DeBERTa, projects relative positions with the layers of queries and keys."""
     from transformers import SEWDConfig, SEWDModel
 
     config = SEWDConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
-    stock = SEWDModel(config).eval()
-    randomize(stock)
-    model, sound = ALONE.apply(stock), torch.randn(1, 4000)
+    resolution = ALONE.resolve(SEWDModel, config)
 
-    assert [path for path, *_ in report(model).fused] == ["encoder.encoder.layer.0.attention.self"]
-    torch.testing.assert_close(model(sound)[0], stock(sound)[0], atol=1e-5, rtol=0)
+    assert not resolution.fused
+    (reason,) = resolution.refused.values()
+    assert "disentangled_attention_bias calls key_proj alone" in reason
 
 
 def test_it_is_asked_for_at_some_paths_only_and_travels(folders: dict[str, Path], tmp_path: Path) -> None:
