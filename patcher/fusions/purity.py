@@ -57,8 +57,8 @@ _MORE_OF_TORCH = _MAKING | frozenset(
     "einsum interpolate meshgrid broadcast_tensors as_tensor is_tensor finfo iinfo Size device".split()
 )
 #: Methods of containers by which they hold what they are given.
-#: Methods of tensors that aren't in place by their name and yet change something, or give memory away.
 _STORING = frozenset("append appendleft extend insert add setdefault update".split())
+#: Methods of tensors that aren't in place by their name and yet change something, or give memory away.
 _CHANGING = frozenset(
     "backward register_hook register_post_accumulate_grad_hook retain_grad numpy untyped_storage storage apply_ map_ "
     "share_memory_ module_load".split()
