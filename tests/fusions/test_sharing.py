@@ -289,7 +289,7 @@ ODD: dict[str, str | bool] = {
     "q, k = self.q_proj(x), self.k_proj(x)\nv = self.v_proj(extra)": "they are given different variables: .*extra",
     f"{BOTH}y = y + 1\nq, k, v = self.q_proj(x), self.k_proj(y), self.v_proj(y)": "given different variables",
     "y = x + 1\nq, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(y)": "given different variables",
-    f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "are never called together",
+    f"if False:\n    {ALL}\nq, k = self.q_proj(x), self.k_proj(x)\nv = q": "forward calls k_proj, q_proj alone",
     f"{ALL}\nself.q_proj = self.k_proj": r"Odd\.forward: q_proj is assigned",
     f"{ALL}\nother = self.q_proj": r"Odd\.forward takes q_proj as a module of its own",
     "q, k, v = self.q_proj(x, x), self.k_proj(x), self.v_proj(x)": "q_proj is called with more than one input",
