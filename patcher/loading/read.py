@@ -90,7 +90,9 @@ def read(
     if dry_run is not None and loaded is not None:
         _settle(loaded)
         return loaded, loaded.info, None
-    weights, conversions = dict(routing.rest), [] if selected.runtime_layout else mapping
+    weights, conversions = dict(routing.rest), mapping
+    if selected.runtime_layout:  # what is left of transformers' own renames; the others are a quantizer's
+        conversions = [each for each in mapping if isinstance(each, WeightConverter)]
     if routing.sources:
         named, conversion = named_sources(routing.sources)
         weights, conversions = {**weights, **named}, [conversion, *mapping]
