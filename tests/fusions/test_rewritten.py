@@ -183,7 +183,8 @@ def test_another_process_that_reads_a_pickle_can_read_the_source(tmp_path: Path)
     modules = []
     for name in ("llama", "mixtral"):
         _, model = pair(name)
-        written = {cls: path for cls, path in rewritten(model).items() if hasattr(cls, "_rewritten")}
+        # Classes of sequential experts are made of methods that have their source elsewhere.
+        written = {cls: path for cls, path in rewritten(model).items() if not issubclass(cls, LinearExperts)}
         modules += [(inspect.getsource(cls), model.get_submodule(path)) for cls, path in written.items()]
     (tmp_path / "modules.pickle").write_bytes(pickle.dumps(modules))
 
