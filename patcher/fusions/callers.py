@@ -14,7 +14,7 @@ from patcher.fusions.methods import trees_of
 from patcher.source.call_sites import calls_of_child, none_by_default, positional_parameters
 
 #: What a part of a joined projection still has.
-_HELD = frozenset({"weight", "bias", "in_features", "out_features"})
+HELD = frozenset({"weight", "bias", "in_features", "out_features"})
 
 
 class Caller:
@@ -84,7 +84,7 @@ class Caller:
                     case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == self.name:
                         if attr in group and node not in held:
                             found.setdefault(f"{type(self.module).__name__}.{method}()", []).append(ast.unparse(node))
-                    case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
+                    case ast.Attribute(value=inner, attr=attr) if attr in HELD:
                         held.append(inner)
                     case ast.Call(func=inner):
                         held.append(inner)

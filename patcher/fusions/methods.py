@@ -1,6 +1,7 @@
 """The functions of a model's classes, with the source that they were compiled from."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import dis
@@ -139,16 +140,14 @@ def _source_of(code: CodeType) -> tuple[str, ast.FunctionDef] | str:
     # In a class, where names are private and `super()` has a class.
     owner = code.co_qualname.rpartition(".")[0].rpartition(".")[2].strip("<>") or "owner"
     text = f"class {owner}:\n{indented(source)}" if owner.isidentifier() and owner != "locals" else source
-    compiled = compile(text, code.co_filename, "exec", code.co_flags & _FLAGS, dont_inherit=True)
+    compiled = compile(
+        text, code.co_filename, "exec", code.co_flags & __future__.annotations.compiler_flag, dont_inherit=True
+    )
     if not any(_alike(each, code) for each in _codes(compiled)):
         return (
             f"the source of {code.co_name} isn't what runs: {Path(code.co_filename).name} was changed after its import"
         )
     return source, node
-
-
-#: `from __future__ import annotations`, which decides what annotations compile to.
-_FLAGS = 0x1000000
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -36,6 +36,7 @@ from patcher.fusions.methods import (
     trees_of,
     unwrapped,
 )
+from patcher.source.call_sites import shortened
 
 #: What a value is known to be: a tensor; one that isn't in the memory that is watched; a container of tensors, or one
 #: of them; a number, a shape, a container of these; a cache of transformers; anything. Functions: one of transformers'
@@ -442,7 +443,7 @@ class Body:
 
     def call(self, node: ast.Call) -> tuple[str, str]:
         """What a call gives, and why it may write into a tensor; "" if it doesn't."""
-        if any(keyword.arg == "out" for keyword in node.keywords):
+        if _has_out(node):
             return UNKNOWN, "it writes into 'out'"
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.this and self.module is not None:
@@ -567,9 +568,7 @@ class Body:
         is_keyed = any(each.arg in ("key", "default", None) for each in node.keywords)
         if is_keyed or any(isinstance(each, ast.GeneratorExp | ast.Lambda) for each in ast.walk(node)):
             return UNKNOWN, "it runs a function"
-        return (
-            PLAIN if name in ("len", "isinstance", "int", "float", "bool", "str", "hasattr", "range") else UNKNOWN
-        ), ""
+        return PLAIN if name in _PLAIN_BUILTINS else UNKNOWN, ""
 
     def _call_of_torch(self, found: Any, name: str, node: ast.Call) -> tuple[str, str]:
         known = name in _MORE_OF_TORCH or hasattr(torch.Tensor, name) or hasattr(nn.functional, name)
@@ -578,11 +577,12 @@ class Body:
             or name.endswith("_")
             or name.startswith(("_", "set_"))
             or name in _CHANGING
+            or name in _KEEPING_STATISTICS
             or isinstance(found, type)
         ):
             return UNKNOWN, f"torch's {name} may change what it is given"
         owner = getattr(torch, name, None), getattr(nn.functional, name, None), getattr(torch.linalg, name, None)
-        if isinstance(found, type) or found not in owner or name in _KEEPING_STATISTICS:
+        if found not in owner:
             return UNKNOWN, f"torch's {name} may change what it is given"
         try:
             parameters = list(inspect.signature(found).parameters)
@@ -674,12 +674,9 @@ class Body:
                 return []
             case ast.Call(func=ast.Attribute(value=inner, attr=attr)):
                 is_part = attr in self.parts and isinstance(inner, ast.Name) and inner.id == self.this
-                if is_part or (attr in _MAKING and not self._stores(value)):
+                if is_part or (attr in _MAKING and not _has_out(value)):
                     return []
         return [name for each in ast.iter_child_nodes(value) for name in self._sources(each)]
-
-    def _stores(self, call: ast.Call) -> bool:
-        return any(each.arg == "out" for each in call.keywords)
 
     def constant(self, node: ast.AST) -> Any:
         """The value of an expression of constants and plain attributes of the module.
@@ -790,9 +787,8 @@ def problem_of(body: Body, node: ast.AST) -> str:
 
 
 def shown(node: ast.AST) -> str:
-    """A piece of source on one line that isn't long."""
-    text = " ".join(ast.unparse(node).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A piece of source, as reasons have it."""
+    return shortened(node, 60)
 
 
 def _join(kinds: Iterable[str]) -> str:
@@ -808,6 +804,10 @@ def _join(kinds: Iterable[str]) -> str:
     if found <= {TENSOR, FRESH, SEVERAL, PLAIN}:
         return SEVERAL if SEVERAL in found else TENSOR
     return UNKNOWN
+
+
+def _has_out(call: ast.Call) -> bool:
+    return any(each.arg == "out" for each in call.keywords)
 
 
 def _join_calls(calls: Iterable[tuple[str, str]]) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.callers import Caller, parameters_of
+from patcher.fusions.callers import HELD, Caller, parameters_of
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -34,7 +34,6 @@ from patcher.fusions.methods import (
 from patcher.fusions.purity import SEVERAL, TENSOR, Body, check, positions, problem_of, shown
 from patcher.source.call_sites import none_by_default
 
-_HELD = frozenset({"weight", "bias", "in_features", "out_features"})
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp
 _LOOPS = ast.For | ast.While
@@ -210,7 +209,7 @@ def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls:
                     raise NotUnderstoodError(f"{cls.__name__}.{method}: {attr} is assigned")
                 if node not in held:
                     raise NotUnderstoodError(f"{cls.__name__}.{method} takes {attr} as a module of its own")
-            case ast.Attribute(value=inner, attr=attr) if attr in _HELD:
+            case ast.Attribute(value=inner, attr=attr) if attr in HELD:
                 held.append(inner)
             case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
                 held.append(inner)

@@ -216,7 +216,7 @@ def signature_of(function: Any) -> Function | None:
     return node
 
 
-def shortened(call: ast.Call) -> str:
-    """A call on one line that isn't long."""
-    text = " ".join(ast.unparse(call).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+def shortened(node: ast.AST, length: int = 80) -> str:
+    """A piece of source on one line that isn't long."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= length else text[: length - 3] + "..."
