@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -110,7 +112,8 @@ def find(place: str, *parameters: str) -> tuple[Any, str]:
     """
     module, _, names = place.partition(":")
     *path, name = names.split(".")
-    owner: Any = importlib.import_module(module)
+    # What is imported may have an import that goes on to wait for us.
+    owner: Any = sys.modules[module] if is_imported(module) else importlib.import_module(module)
     for part in path:
         owner = getattr(owner, part, None)
     found, called, library = getattr(owner, name, None), f"{module}.{names}", module.partition(".")[0]
@@ -125,6 +128,10 @@ def find(place: str, *parameters: str) -> tuple[Any, str]:
 _seams: dict[Callable[..., Any], Seam] = {}
 _installed: set[Seam] = set()
 _awaited: set[Seam] = set()
+#: Held while seams are installed. Nothing is imported meanwhile: see `when_imported`.
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _lock._at_fork_reinit())  # type: ignore[attr-defined]
 
 
 def seam(place: str, *parameters: str, follow: bool = False) -> Callable[[F], F]:
@@ -148,15 +155,16 @@ def install(seams: Iterable[Seam]) -> None:
     Raises:
         PatcherError: one is gone.
     """
-    ready = [each for each in seams if each not in _installed and is_imported(each.module)]
-    for each in ready:
-        each.find()
-    for each in ready:
-        each.install()
-        _installed.add(each)
-    for each in set(seams) - _installed - _awaited:  # by the next call, if its import is in progress now
-        _awaited.add(each)
-        when_imported(each.module, lambda _, own=each: install((own,)))  # type: ignore[misc]
+    with _lock:
+        ready = [each for each in seams if each not in _installed and is_imported(each.module)]
+        for each in ready:
+            each.find()
+        for each in ready:
+            each.install()
+            _installed.add(each)
+        for each in set(seams) - _installed - _awaited:
+            _awaited.add(each)
+            when_imported(each.module, lambda _, own=each: install((own,)))  # type: ignore[misc]
 
 
 def not_called(name: str) -> PatcherError:

@@ -9,7 +9,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from patcher.loading.hooks.install import install_core, install_lock
+from patcher.loading.hooks.install import install_core
 from patcher.loading.integration import install_seams_of
 from patcher.source.importing import when_imported
 
@@ -25,6 +25,8 @@ INTEGRATIONS = {
     "trainer": ("transformers.trainer_utils", "transformers.trainer"),
 }
 
+_installed = False
+
 
 def install() -> None:
     """Teach `from_pretrained` and `from_config` the argument `patcher=`. Done once; using any public name does it.
@@ -35,11 +37,14 @@ def install() -> None:
     Raises:
         PatcherError: this release of transformers lacks a seam that the hook relies on.
     """
-    with install_lock:
-        if install_core():
-            for name, modules in INTEGRATIONS.items():
-                for module in modules:
-                    when_imported(module, functools.partial(_bring, name))
+    global _installed
+    if _installed:
+        return
+    install_core()
+    for name, modules in INTEGRATIONS.items():
+        for module in modules:
+            when_imported(module, functools.partial(_bring, name))
+    _installed = True  # not before, for another thread that comes meanwhile
 
 
 def _bring(name: str, module: ModuleType) -> None:

@@ -26,11 +26,17 @@ def is_being_imported(name: str) -> bool:
 
 
 def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call with a module as soon as it is imported: at once, if it is."""
-    if is_imported(name):
+    """Call with a module as soon as it is imported: at once, if it is.
+
+    Where threads import at once, it may be called twice, by two of them. They may hold locks of modules that they are
+    importing, so a call waits for no lock that is held while anything is imported.
+    """
+    watcher = _Watcher(name, lambda each: each == name, lambda found: call(found) or True)
+    if not is_imported(name):
+        sys.meta_path.insert(0, watcher)
+    if is_imported(name):  # before, or by another thread that may not have seen the watcher
+        watcher.remove()
         call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Watcher(name, lambda each: each == name, lambda found: call(found) or True))
 
 
 def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
@@ -57,20 +63,23 @@ class _Watcher(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # there may be others for this module
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._executed)
+                if spec.loader is not None and not isinstance(spec.loader, _Loader):
+                    spec.loader = _Loader(spec.loader)
                 return spec
         return None
 
-    def _executed(self, module: ModuleType) -> None:
+    def executed(self, module: ModuleType) -> None:
         if self in sys.meta_path and self.call(module):
-            with contextlib.suppress(ValueError):
-                sys.meta_path.remove(self)
+            self.remove()
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, executed: Callable[[ModuleType], None]) -> None:
-        self.loader, self.executed = loader, executed
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self.loader.create_module(spec)
@@ -81,4 +90,7 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)
         _executed.add(module.__name__)
-        self.executed(module)
+        # All of them, as some may have come since the module was found.
+        for each in reversed(sys.meta_path.copy()):
+            if isinstance(each, _Watcher) and each.is_meant(module.__name__):
+                each.executed(module)

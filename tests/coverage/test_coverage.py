@@ -24,21 +24,30 @@ PAGE = Path(__file__).with_name("coverage_fusions.md")
 
 #: architecture -> the families that apply, and what is particular about it
 REPRESENTATIVES: dict[str, tuple[str, ...]] = {
-    "Qwen3ForCausalLM": ("qkv", "gate_up"),  # norms of queries and keys
-    "Exaone4ForCausalLM": ("qkv", "gate_up"),  # layers of different kinds
-    "MixtralForCausalLM": ("qkv", "sequential_experts"),  # experts that lie apart on disk
-    "GptOssForCausalLM": ("qkv", "sequential_experts"),  # transposed, interleaved, with biases
-    "DeepseekV3ForCausalLM": ("gate_up", "sequential_experts"),  # latent attention; a shared expert
-    "BertForMaskedLM": ("qkv",),
-    "DistilBertForMaskedLM": ("qkv",),  # q_lin, k_lin, v_lin
-    "BartForConditionalGeneration": ("qkv", "kv"),  # one class for self and cross attention
-    "MT5ForConditionalGeneration": ("qkv", "kv", "gate_up"),  # wi_0 and wi_1
-    "WhisperForConditionalGeneration": ("qkv", "kv"),  # keys without a bias
-    "LlavaForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # two towers
-    "Qwen2VLForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),  # Conv3d, row 5 of the design
-    "Glm4vForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings"),
-    "Molmo2ForConditionalGeneration": ("qkv", "gate_up"),  # joined on disk; stock cuts by the sizes of parameters
-    "ViTForImageClassification": ("qkv", "patch_embeddings"),  # stock renames query, key and value
+    "Qwen3ForCausalLM": ("qkv", "gate_up", "siblings"),  # norms of queries and keys
+    "Exaone4ForCausalLM": ("qkv", "gate_up", "siblings"),  # layers of different kinds
+    "MixtralForCausalLM": ("qkv", "sequential_experts", "siblings"),  # experts that lie apart on disk
+    "GptOssForCausalLM": ("qkv", "sequential_experts", "siblings"),  # transposed, interleaved, with biases
+    "DeepseekV3ForCausalLM": ("gate_up", "sequential_experts", "siblings"),  # latent attention; a shared expert
+    "BertForMaskedLM": ("qkv", "siblings"),
+    "DistilBertForMaskedLM": ("qkv", "siblings"),  # q_lin, k_lin, v_lin
+    "BartForConditionalGeneration": ("qkv", "kv", "siblings"),  # one class for self and cross attention
+    "MT5ForConditionalGeneration": ("qkv", "kv", "gate_up", "siblings"),  # wi_0 and wi_1
+    "WhisperForConditionalGeneration": ("qkv", "kv", "siblings"),  # keys without a bias
+    "LlavaForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings", "siblings"),  # two towers
+    "Qwen2VLForConditionalGeneration": (
+        "qkv",
+        "gate_up",
+        "patch_embeddings",
+        "siblings",
+    ),  # Conv3d, row 5 of the design
+    "Glm4vForConditionalGeneration": ("qkv", "gate_up", "patch_embeddings", "siblings"),
+    "Molmo2ForConditionalGeneration": (
+        "qkv",
+        "gate_up",
+        "siblings",
+    ),  # joined on disk; stock cuts by the sizes of parameters
+    "ViTForImageClassification": ("qkv", "patch_embeddings", "siblings"),  # stock renames query, key and value
     "ConvNextForImageClassification": ("patch_embeddings",),  # several in one model
 }
 
@@ -105,7 +114,7 @@ def test_a_fusion_that_is_wrong_is_told(
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_fused_without_need_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in ("fused_module._classes", "projections._plans"):  # by whoever came before
+    for made in ("fused_module._classes", "sharing._answers"):  # by whoever came before
         monkeypatch.setattr(f"patcher.fusions.{made}", WeakKeyDictionary())
     # A forward that calls each projection by itself: right, but three times the work.
     monkeypatch.setattr("patcher.fusions.projections.rewritten", lambda method, *_: method.source)
