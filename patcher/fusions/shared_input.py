@@ -6,10 +6,12 @@ one that is given another is computed by itself: so neither branches nor cross a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 if TYPE_CHECKING:
     from patcher.fusions.joined import Joined
@@ -39,3 +41,17 @@ class SharedInput:
         bias: torch.Tensor | None = getattr(module, f"{name}_bias", None)
         # The type is that of the product: under autocast it isn't that of the bias.
         return part if bias is None else part + bias.to(part.dtype)
+
+
+def are_values(given: Iterable[Any]) -> bool:
+    """Whether all are tensors, numbers, caches or containers of these: see `patcher.fusions.purity`."""
+    for each in given:
+        if isinstance(each, dict):
+            if not are_values(each.values()):
+                return False
+        elif isinstance(each, list | tuple):
+            if not are_values(each):
+                return False
+        elif each is not None and not isinstance(each, torch.Tensor | int | float | str | Cache):
+            return False
+    return True

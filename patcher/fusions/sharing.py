@@ -31,7 +31,7 @@ from patcher.fusions.methods import (
     still_found,
     trees_of,
 )
-from patcher.fusions.purity import SEVERAL, TENSOR, Body, check, positions, problem_of, shown
+from patcher.fusions.purity import Body, check, positions, problem_of, shown
 from patcher.source.call_sites import none_by_default
 
 _LATER = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.GeneratorExp
@@ -229,65 +229,42 @@ class _Calls:
         constants: dict[str, Any],
     ) -> None:
         self.method, self.module, self.group, self.caller = method, module, group, caller
-        self.constants = constants
         self.around = dict(_parents(method.node))
-        self.watched: frozenset[str] = frozenset()
-        self.calls: list[ast.Call] = []
-        self._reached: dict[ast.AST, None] = {}
-        self.body = self._body()
-        self._reached = dict.fromkeys(self._branches_that_run())
+        body = Body(method, module)
+        body.constants = constants
+        self._ruled_out: list[tuple[str, ast.AST]] = []
+        self._reached = dict.fromkeys(self._branches_that_run(body))
         self.calls = [call for call in called_parts(method.node, group) if call in self._reached]
         self.are_all_called = {_name(call) for call in self.calls} == {*group}
-        for call in self.calls if self.are_all_called else ():
-            self._check_call(call)
-        if self.are_all_called:
-            self.body = self._body()
-            self.watched = self.body.reaching(_argument(call).id for call in self.calls)
-        self.body = self._body()
-
-    def _considered(self) -> frozenset[ast.AST] | None:
-        """What may run before the last call: only that decides what variables are between the calls."""
-        if not self.calls:
-            return None
-        loops = [each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)]
-        end = max(positions(each)[1] for each in (self.calls[-1], *loops))
-        holding = set(self._ancestors(self.calls[-1]))
-        return frozenset(
-            node
-            for node in self._reached
-            if not hasattr(node, "end_lineno") or positions(node)[0] <= end or node in holding
-        )
-
-    def _body(self, trusted: Iterable[str] = (), *, is_lenient: bool = False) -> Body:
-        return Body(
-            self.method,
-            self.module,
-            watched=frozenset() if is_lenient else self.watched,
-            parts=frozenset(self.group),
-            considered=None if is_lenient else self._considered(),
-            trusted=frozenset(trusted),
-            is_lenient=is_lenient,
-            constants=self.constants,
-        )
 
     def form(self) -> Form:
-        first, last = self.calls[0], self.calls[-1]
+        for call in self.calls:
+            self._check_call(call)
+        self._before = self._nodes_before()
+        self._assigned: dict[str, list[ast.AST]] = {}
+        containing = set(self._ancestors(self.calls[-1]))
+        for node in self._before:
+            for name in _assigned_by(node) if node not in containing else ():
+                self._assigned.setdefault(name, []).append(node)
         roots = self._shared_roots()
         is_split = self._is_straight()
-        region = list(self._between(first, last, is_split=is_split))
-        later = [node for node in ast.walk(self.method.node) if self._is_made_before(node, last)]
+        region = list(self._between(is_split=is_split))
+        last = positions(self.calls[-1])[1]
+        later = [node for node in ast.walk(self.method.node) if isinstance(node, _LATER)]
+        later = [node for node in later if node is not self.method.node and positions(node)[0] < last]
         generators = [node for node in later if isinstance(node, ast.GeneratorExp)]
+        region += [inner for node in generators for inner in ast.walk(node) if inner is not node]
         try:
-            checked = self._checked(
-                [*region, *(inner for each in generators for inner in ast.walk(each) if inner is not each)]
-            )
+            known = self._known_for(region)
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"between the projections: {error}", error.line) from error
         for node in later:
-            if not isinstance(node, ast.GeneratorExp):
+            if node not in generators:
                 raise NotUnderstoodError(f"{shown(node)!r} may run between the projections", positions(node)[0][0])
         self._check_assigned(region, roots, is_split=is_split)
-        conditions = [*(text for text, node in self._ruled_out if self._matters(node, roots)), *checked]
+        conditions = [text for text, node in self._ruled_out if self._matters(node, roots)]
+        if known:
+            conditions.append(f"{self_of(self.method.node)}.are_values({', '.join(known)})")
         every = called_parts(self.method.node, self.group)
         return Form(
             self.method.name,
@@ -298,29 +275,40 @@ class _Calls:
             digest=digest_of(self.method),
         )
 
-    def _checked(self, region: list[ast.AST]) -> list[str]:
-        """What the rewritten method has to check of its parameters, for nothing to write between the calls.
+    def _nodes_before(self) -> list[ast.AST]:
+        """What may run before the last call: only that decides what variables are between the calls."""
+        loops = [each for call in self.calls for each in self._ancestors(call) if isinstance(each, _LOOPS)]
+        end = max(positions(each)[1] for each in (self.calls[-1], *loops))
+        return [node for node in self._reached if not hasattr(node, "end_lineno") or positions(node)[0] <= end]
+
+    def _known_for(self, region: list[ast.AST]) -> list[str]:
+        """The parameters that must be values for nothing to write between the calls.
 
         Raises:
             NotUnderstoodError: something may write there, whatever they are.
         """
+        tensors = self._given()
+
+        def check_with(values: Iterable[str]) -> None:
+            check(Body(self.method, self.module, values, tensors=tensors, parts=self.group, runs=self._before), region)
+
+        names: list[str] = []
         try:
-            check(self.body, region)
+            check_with(names)
         except NotUnderstoodError:
-            names = [name for name in parameters_of(self.method.node) if self.body.annotated(name)[1]]
-            names = [name for name in names if name not in self.watched]
-            if not names:
-                raise
-            check(self._body(names), region)
-            for name in list(names):  # those without which it isn't known
+            names = [name for name in parameters_of(self.method.node) if name not in tensors]
+            check_with(names)
+            for name in names.copy():  # those without which it isn't known
                 try:
-                    check(self._body(set(names) - {name}), region)
+                    check_with({*names} - {name})
                     names.remove(name)
                 except NotUnderstoodError:
                     continue
-            self.body = self._body(names)
-            return [self.body.annotated(name)[1] for name in names]
-        return []
+        return names
+
+    def _given(self) -> set[str]:
+        """The variables that the calls are given, and those that are handed on to them."""
+        return {_argument(call).id for call in self.calls}.union(*map(self._roots, self.calls))
 
     def _check_assigned(self, region: list[ast.AST], roots: set[str], *, is_split: bool) -> None:
         """Raise where a variable has another value when a later call is made."""
@@ -339,10 +327,8 @@ class _Calls:
 
     # --- which branches run ------------------------------------------------------------------------------------------
 
-    def _branches_that_run(self) -> Iterator[ast.AST]:
+    def _branches_that_run(self, body: Body) -> Iterator[ast.AST]:
         """The nodes of the method without the branches that what the module says of itself rules out."""
-        self._ruled_out: list[tuple[str, ast.AST]] = []
-        self._decided: list[ast.AST] = []
         pending: list[ast.AST] = [self.method.node]
         while pending:
             node = pending.pop()
@@ -350,7 +336,7 @@ class _Calls:
             children = list(ast.iter_child_nodes(node))
             if isinstance(node, ast.If | ast.IfExp):
                 try:
-                    holds = bool(self.body.constant(node.test))
+                    holds = body.flag(node.test)
                 except (ValueError, TypeError):
                     pending += children
                     continue
@@ -360,7 +346,6 @@ class _Calls:
                     each if isinstance(each, list) else [each]
                     for each in ((node.body, node.orelse) if holds else (node.orelse, node.body))
                 )
-                self._decided.append(node)
                 self._ruled_out += [(text, each) for each in others]
                 children = [node.test, *chosen]
             pending += children
@@ -383,13 +368,15 @@ class _Calls:
             raise NotUnderstoodError(f"{name} is called with more than one input", call.lineno)
         if not isinstance(call.args[0], ast.Name):
             raise NotUnderstoodError(f"the input of {name} is {shown(call.args[0])!r}, not a variable", call.lineno)
-        node: ast.AST = call
-        while (node := self.around[node]) is not self.method.node:
-            if isinstance(node, _LATER | _COMPREHENSIONS):
+        for node in self._ancestors(call):
+            if isinstance(node, _LATER | _COMPREHENSIONS) and node is not self.method.node:
                 raise NotUnderstoodError(f"{name} is used inside of a {type(node).__name__}", call.lineno)
 
     def _shared_roots(self) -> set[str]:
         """The variables whose value each projection is given in turn.
+
+        Which they are is asked when they run. Here it is whether they are likely to be one tensor, as the others are
+        computed for nothing if they aren't.
 
         Raises:
             NotUnderstoodError: they are given different ones, or the caller passes another input for some of them.
@@ -432,63 +419,27 @@ class _Calls:
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
 
     def _roots(self, call: ast.Call) -> set[str]:
-        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.
-
-        A variable that is assigned something else as well isn't what another one got from it before.
-        """
-        argument, found, seen = _argument(call).id, set(), set()
-        pending, parameters = [argument], parameters_of(self.method.node)
+        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are."""
+        found, seen, pending = set[str](), set[str](), [_argument(call).id]
         while pending:
             name = pending.pop()
             if name in seen:
                 continue
             seen.add(name)
-            values = self._values_before(call, name)
-            names = [_names_of(value, self._reached) for value in values]
-            keeps = any(name in several for several in names if several)  # `x = x if ... else y`
-            is_given = name in parameters and (keeps or not self._is_replaced(call, name))
-            if not values or None in names or is_given:
-                found.add(argument if name != argument and values else name)
-            pending += [each for several in names for each in several or ()]
+            values = [_names_of(_value_of(node), self._reached) for node in self._assigned.get(name, ())]
+            if not values or None in values or name in parameters_of(self.method.node):
+                found.add(name)
+            pending += [each for names in values for each in names or ()]
         return found
-
-    def _values_before(self, call: ast.Call, name: str) -> list[ast.expr | None]:
-        """What a variable may have been assigned when a call is made, in the order of the source."""
-        loops = [each for each in self._ancestors(call) if isinstance(each, _LOOPS)]
-        found: list[tuple[Any, ast.AST]] = []
-        for node in self._reached:
-            if name not in _assigned_by(node):
-                continue
-            is_again = any(loop in self._ancestors(node) for loop in loops)
-            if is_again or positions(node)[1] <= positions(call)[0]:
-                found.append((positions(node)[1], node))
-        found.sort(key=lambda item: item[0])
-        values: list[ast.expr | None] = []
-        for _, node in found:
-            if self._always_runs(node):
-                values.clear()
-            values.append(_value_of(node))
-        return values
-
-    def _is_replaced(self, call: ast.Call, name: str) -> bool:
-        """Whether a parameter has certainly been assigned when a call is made."""
-        assigning = [node for node in self._reached if name in _assigned_by(node) and self._always_runs(node)]
-        return any(positions(node)[1] <= positions(call)[0] for node in assigning)
-
-    def _always_runs(self, node: ast.AST) -> bool:
-        """Whether a statement runs whenever the method comes to its end: no branch or loop is around it."""
-        ruled = {id(outer) for outer in self._decided}
-        return isinstance(node, ast.stmt) and all(
-            each is self.method.node or id(each) in ruled for each in self._ancestors(node)
-        )
 
     # --- what is between them ----------------------------------------------------------------------------------------
 
-    def _between(self, first: ast.Call, last: ast.Call, *, is_split: bool) -> Iterator[ast.AST]:
+    def _between(self, *, is_split: bool) -> Iterator[ast.AST]:
         """What may run after the first call and before the last one.
 
         By place; and all of a loop that has calls, which run again: but a split in it is computed again as well.
         """
+        first, last = self.calls[0], self.calls[-1]
         start, end = positions(first)[1], positions(last)[1]
         again = set(self._ancestors(first)) if is_split else set()
         for call in self.calls:
@@ -518,11 +469,6 @@ class _Calls:
         while node is not self.method.node:
             node = self.around[node]
             yield node
-
-    def _is_made_before(self, node: ast.AST, last: ast.Call) -> bool:
-        """Whether it runs later than where it is, and may run between the calls."""
-        is_later = isinstance(node, _LATER) and node is not self.method.node
-        return is_later and positions(node)[0] < positions(last)[1]
 
     # --- how they are written ----------------------------------------------------------------------------------------
 
@@ -562,37 +508,59 @@ class _Calls:
             for node in ast.walk(statement)
             if hasattr(node, "end_lineno") and positions(node)[1] <= positions(first)[0]
         ]
-        return not any(isinstance(node, ast.NamedExpr) or problem_of(self.body, node) for node in before)
+        body = Body(self.method, self.module, tensors=self._given(), parts=self.group, runs=self._before)
+        return not any(isinstance(node, ast.NamedExpr) or problem_of(body, node) for node in before)
 
     # --- what becomes of them ----------------------------------------------------------------------------------------
 
     def _is_written(self) -> bool:
-        """Whether a part may be written into after it was computed, or leaves the method."""
+        """Whether a part may be written into, leaves the method, or has a view that only what is contiguous has."""
         start = positions(self.calls[0])[1]
-        body = self._body(is_lenient=True)
-        behind = [node for node in self._reached if hasattr(node, "end_lineno") and positions(node)[1] > start]
-        try:
-            check(body, (node for node in behind if node is not self.method.node))
-        except NotUnderstoodError:
+        body = Body(self.method, self.module, parts=self.group, is_lenient=True)
+        reached = [node for node in self._reached if node is not self.method.node and hasattr(node, "end_lineno")]
+        behind = [node for node in reached if positions(node)[1] > start]
+        if any(problem_of(body, node) and not self._is_apart(node, body) for node in behind):
             return True
-        return any(
-            body.kind(value) in (TENSOR, SEVERAL)
-            for node in behind
-            if isinstance(node, ast.Return) and node.value is not None
-            for value in _returned(node.value)
-        )
+        return any(isinstance(node, ast.Return) and self._gives_part(node.value, body) for node in behind)
 
+    def _is_apart(self, node: ast.AST, body: Body) -> bool:
+        """Whether a call of another method isn't given any part, or an attribute is set of what is none."""
+        match node:
+            case ast.Call(func=func) if body.is_own(func):
+                given = [*node.args, *(each.value for each in node.keywords)]
+                return not any(self._touches_part(each, body, set()) for each in given)
+            case ast.Attribute(value=owner):
+                return not body.is_own(node) and not self._touches_part(owner, body, set())
+        return False
 
-def _returned(node: ast.expr) -> Iterator[ast.expr]:
-    match node:
-        case ast.Tuple(elts=inner) | ast.List(elts=inner):
-            for each in inner:
-                yield from _returned(each)
-        case ast.Dict(values=inner):
-            for each in inner:
-                yield from _returned(each)
-        case _:
-            yield node
+    def _touches_part(self, node: ast.AST, body: Body, seen: set[str]) -> bool:
+        """Whether an expression is made of a part, but for its shape and the like."""
+        match node:
+            case ast.Attribute(attr="shape" | "dtype" | "device"):
+                return False
+            case ast.Name(id=name) if name not in seen:
+                values = [each for each in body.assigned.get(name, ()) if each is not None]
+                return any(self._touches_part(each, body, seen | {name}) for each in values)
+        return node in self.calls or any(self._touches_part(each, body, seen) for each in ast.iter_child_nodes(node))
+
+    def _gives_part(self, node: ast.AST | None, body: Body) -> bool:
+        match node:
+            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner):
+                return any(self._gives_part(each, body) for each in inner)
+            case ast.Name(id=name):
+                return any(map(self._is_part, body.assigned.get(name, ())))
+        return self._is_part(node)
+
+    def _is_part(self, node: ast.AST | None) -> bool:
+        """Whether an expression is a part, or may be a view of one."""
+        match node:
+            case ast.Call(func=ast.Attribute(value=inner)) if node not in self.calls:
+                return self._is_part(inner)
+            case ast.Subscript(value=inner) | ast.Attribute(value=inner):
+                return self._is_part(inner)
+            case ast.Tuple(elts=inner) | ast.List(elts=inner) | ast.Dict(values=inner):
+                return any(map(self._is_part, inner))
+        return node in self.calls
 
 
 def _outer_first(node: ast.AST) -> tuple[Any, ...]:

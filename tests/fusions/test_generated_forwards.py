@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from patcher.fusions import purity, sharing
-from patcher.fusions.purity import FRESH
 from tests.fuzz.compare import compared
 from tests.fuzz.generator import forward_of, program
 
@@ -35,9 +34,9 @@ def test_an_analysis_that_leaves_something_out_is_found(
     else:
         call = purity.Body.call
 
-        def trusting(self: purity.Body, node: Any) -> tuple[str, str]:
-            kind, reason = call(self, node)
-            return (FRESH, "") if "isn't known" in reason else (kind, reason)
+        def trusting(self: purity.Body, node: Any) -> purity.Called:
+            is_value, reason = call(self, node)
+            return (True, "") if "isn't known" in reason else (is_value, reason)
 
         monkeypatch.setattr(purity.Body, "call", trusting)
 

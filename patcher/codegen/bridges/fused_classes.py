@@ -337,6 +337,9 @@ def _parts(described: PatchConfig, fused: Any) -> dict[str, str]:
     if any("self.shared_input()" in code for code in fused._rewritten.values()):
         described.add_import(RUNTIME, names=["shared_input"])
         parts["shared_input"] = f"def shared_input(self):\n    return shared_input(self, {listed})\n"
+    if any("self.are_values(" in code for code in fused._rewritten.values()):
+        described.add_import(RUNTIME, names=["are_values"])
+        parts["are_values"] = "def are_values(self, *given):\n    return are_values(given)\n"
     return parts
 
 
