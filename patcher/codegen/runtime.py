@@ -26,7 +26,7 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.fusions.fused_module import fuse_in_place, put_in_place
 from patcher.fusions.joined import Joined, part_property
 from patcher.fusions.patch_embeddings import LinearPatchEmbedding
-from patcher.fusions.shared_input import SharedInput
+from patcher.fusions.shared_input import SharedInput, are_values
 from patcher.layouts.layouts import Flatten, Layout, Rows, named_parameter
 from patcher.loading import record_of
 from patcher.spec.patcher import Patcher
@@ -39,6 +39,7 @@ __all__ = [
     "ListedExperts",
     "Matrices",
     "Rows",
+    "are_values",
     "from_config",
     "from_pretrained",
     "fuse",

@@ -115,7 +115,7 @@ def test_the_norm_behind_each_expert(all_tokens: bool) -> None:
     torch.testing.assert_close(model(rows, chosen[:, :1], weights[:, :1]), expected)
 
 
-# --- as transformers' own ---------------------------------------------------------------------------------------------
+# --- as transformers' own --------------------------------------------------------------------------------------------
 
 
 def eager(cls: Any, **settings: Any) -> Any:
