@@ -165,7 +165,7 @@ class Body:
             case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
                 self._bind(target, value)
             case ast.AugAssign(target=ast.Name(id=name), value=value):
-                self.assigned[name].append(ast.BinOp(ast.Name(name, ast.Load()), node.op, value))  # type: ignore[attr-defined]
+                self.assigned[name].append(ast.BinOp(ast.Name(name, ast.Load()), node.op, value))
             case ast.withitem(optional_vars=ast.expr() as target):
                 self._bind(target, None)
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
