@@ -407,7 +407,7 @@ class Body:
     def _call_of_torch(self, found: Any, name: str, node: ast.Call) -> Called:
         homes = (torch, nn.functional, torch.linalg)
         if (
-            not any(getattr(home, name, None) is found for home in homes)
+            not any(getattr(home, name.removeprefix("linalg_"), None) is found for home in homes)
             or not (isinstance(found, BuiltinFunctionType) or name in _OF_TENSORS or hasattr(nn.functional, name))
             or name in _CHANGING
             or name.endswith("_")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from patcher.fusions import Projections, called_with
+from patcher.fusions import Decision, Projections, Surroundings, called_with
 
 
 class Siblings(Projections):
@@ -22,6 +22,17 @@ class Siblings(Projections):
     subject = "two linear layers that are given one variable"
 
     def group_in(self, module: nn.Module) -> tuple[str, ...] | None:
-        linear = {name for name, child in module._modules.items() if type(child) is nn.Linear}
+        linear = _linear(module)
         groups = called_with(type(module), linear) if len(linear) > 1 else []
         return max(groups, key=len, default=None)
+
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        decision = super().decide(path, module, surroundings)
+        if decision is None and len(linear := _linear(module)) > 1:
+            reason = f"no method of {type(module).__name__} calls two of {', '.join(linear)} with one variable"
+            return Decision(refusal=reason, is_told=False)
+        return decision
+
+
+def _linear(module: nn.Module) -> list[str]:
+    return [name for name, child in module._modules.items() if type(child) is nn.Linear]

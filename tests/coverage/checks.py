@@ -34,6 +34,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from patcher.fusions.families import fusion_named
+from patcher.fusions.finding import Surroundings
 from patcher.verification.inputs import Pass, chosen_passes
 from patcher.verification.small_configs import small_configs
 from tests.coverage.inputs import particular_passes
@@ -179,8 +180,9 @@ def _row(family: str, reference: Reference) -> dict[str, Any]:
         row["modules"] = dict(
             Counter(cls.__name__ for path, cls in resolution.original_classes.items() if path in fused)
         )
-        reasons = Counter(resolution.refused.get(path, "the fusion doesn't see it") for path in expected - fused)
-        row["left"] = dict(Counter(r for path, r in resolution.refused.items() if path not in expected))
+        refused = resolution.refused
+        reasons = Counter(refused.get(path) or _untold(family, path, reference) for path in expected - fused)
+        row["left"] = dict(Counter(reason for path, reason in refused.items() if path not in expected))
         if wrong := fused & unlike:
             return row | {"status": "WRONG", "reason": f"fused, but stock shows otherwise: {sorted(wrong)[:3]}"}
         if not fused:
@@ -199,6 +201,13 @@ def _row(family: str, reference: Reference) -> dict[str, Any]:
     if reasons:
         return row | {"status": "partly", "reason": f"{reasons.total()} left alone: {'; '.join(reasons)}"[:400]}
     return row | {"status": "passed", "reason": ""}
+
+
+def _untold(family: str, path: str, reference: Reference) -> str:
+    """Why a module is left alone, where that isn't worth a line of a report."""
+    model = reference.stock
+    decision = fusion_named(family).decide(path, model.get_submodule(path), Surroundings(model))
+    return decision.refusal if decision is not None and decision.refusal else "the fusion doesn't see it"
 
 
 def _truth(family: str, reference: Reference) -> tuple[set[str], set[str]]:
