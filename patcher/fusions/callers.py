@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -78,20 +78,34 @@ class Caller:
         """Which children of the module it uses as modules of their own, "" if none."""
         found: dict[str, list[str]] = {}
         for method, tree in trees_of(type(self.module)).items() if self.module is not None else ():
-            held: list[ast.expr] = []
-            for node in ast.walk(tree):  # a node comes before those inside of it
-                match node:
-                    case ast.Attribute(value=ast.Attribute(attr=child), attr=attr) if child == self.name:
-                        if attr in group and node not in held:
-                            found.setdefault(f"{type(self.module).__name__}.{method}()", []).append(ast.unparse(node))
-                    case ast.Attribute(value=inner, attr=attr) if attr in HELD:
-                        held.append(inner)
-                    case ast.Call(func=inner):
-                        held.append(inner)
+            for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "attr", None) == self.name):
+                found.setdefault(f"{type(self.module).__name__}.{method}()", []).append(ast.unparse(node))
         uses = dict.fromkeys(text for texts in found.values() for text in texts)
         if not uses:
             return ""
         return f"{' and '.join(found)} takes {', '.join(uses)}, which must stay modules of their own for that"
+
+
+def taken_as_modules(
+    tree: ast.AST, group: Iterable[str], is_owner: Callable[[ast.expr], bool]
+) -> Iterator[ast.Attribute]:
+    """The uses of children that are neither calls nor looks at what a part of a joined projection still has.
+
+    Args:
+        is_owner: whether an expression is the module that has them.
+    """
+    held: list[ast.expr] = []
+    for node in ast.walk(tree):  # a node comes before those inside of it
+        match node:
+            case ast.Attribute(value=owner, attr=attr) if attr in group and is_owner(owner):
+                if node not in held:
+                    yield node
+            case ast.Attribute(value=inner, attr=attr) if attr in HELD:
+                held.append(inner)
+            case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                held.append(inner)
+            case ast.Call(func=inner):
+                held.append(inner)
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from patcher.fusions.callers import HELD, Caller, parameters_of
+from patcher.fusions.callers import Caller, parameters_of, taken_as_modules
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
@@ -196,25 +196,17 @@ def _forms_of(
 
 def _check_uses(tree: ast.FunctionDef, group: tuple[str, ...], method: str, cls: type[nn.Module]) -> None:
     """Raise for a use of a projection that isn't a call, or a look at its weight."""
-    held: list[ast.expr] = []
-    for node in ast.walk(tree):  # a node comes before those inside of it
-        match node:
-            case ast.Attribute(value=owner, attr=attr) if attr.endswith("_") and not attr.endswith("__"):
-                inner = list(ast.walk(owner))
-                is_of_part = any(isinstance(each, ast.Attribute) and each.attr in group for each in inner)
-                if is_of_part and not any(isinstance(each, ast.Call) for each in inner):
-                    raise NotUnderstoodError(f"{cls.__name__}.{method} writes into it with {shown(node)!r}")
-            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self_of(tree) and attr in group:
-                if not isinstance(node.ctx, ast.Load):
-                    raise NotUnderstoodError(f"{cls.__name__}.{method}: {attr} is assigned")
-                if node not in held:
-                    raise NotUnderstoodError(f"{cls.__name__}.{method} takes {attr} as a module of its own")
-            case ast.Attribute(value=inner, attr=attr) if attr in HELD:
-                held.append(inner)
-            case ast.Compare(left=inner, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
-                held.append(inner)
-            case ast.Call(func=inner):
-                held.append(inner)
+    where, this = f"{cls.__name__}.{method}", self_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.endswith("_") and not node.attr.endswith("__"):
+            inner = list(ast.walk(node.value))
+            is_of_part = any(isinstance(each, ast.Attribute) and each.attr in group for each in inner)
+            if is_of_part and not any(isinstance(each, ast.Call) for each in inner):
+                raise NotUnderstoodError(f"{where} writes into it with {shown(node)!r}")
+    for node in taken_as_modules(tree, group, lambda owner: getattr(owner, "id", None) == this):
+        if not isinstance(node.ctx, ast.Load):
+            raise NotUnderstoodError(f"{where}: {node.attr} is assigned")
+        raise NotUnderstoodError(f"{where} takes {node.attr} as a module of its own")
 
 
 class _Calls:
