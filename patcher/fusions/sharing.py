@@ -411,8 +411,12 @@ class _Calls:
         raise NotUnderstoodError(f"they are given different variables: {texts}", self.calls[0].lineno)
 
     def _roots(self, call: ast.Call) -> set[str]:
-        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are."""
-        found, seen, pending = set[str](), set[str](), [_argument(call).id]
+        """The variables whose value its argument may be: that itself, or those that are assigned to it as they are.
+
+        A variable that is assigned something else as well isn't what another one got from it before.
+        """
+        argument = _argument(call).id
+        found, seen, pending = set[str](), set[str](), [argument]
         while pending:
             name = pending.pop()
             if name in seen:
@@ -420,7 +424,7 @@ class _Calls:
             seen.add(name)
             values = [_names_of(_value_of(node), self._reached) for node in self._assigned.get(name, ())]
             if not values or None in values or name in parameters_of(self.method.node):
-                found.add(name)
+                found.add(argument if values else name)
             pending += [each for names in values for each in names or ()]
         return found
 
