@@ -155,7 +155,7 @@ class Body:
     # --- what names are ----------------------------------------------------------------------------------------------
 
     def _note(self, node: ast.AST) -> None:
-        """Note what a node assigns: an element of a value is a value too."""
+        """Note what a node assigns."""
         match node:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
@@ -163,7 +163,7 @@ class Body:
             case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
                 self._bind(target, value)
             case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
-                self._bind(target, value)
+                self._bind(target, _element(value))
             case ast.AugAssign(target=ast.Name(id=name), value=value):
                 self.assigned[name].append(ast.BinOp(ast.Name(name, ast.Load()), node.op, value))
             case ast.withitem(optional_vars=ast.expr() as target):
@@ -183,10 +183,12 @@ class Body:
                     self._bind(one, other)
             case ((ast.Subscript() | ast.Attribute()), _):
                 pass
+            case ast.Name(id=name), _:
+                self.assigned.setdefault(name, []).append(value)
             case _:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        self.assigned.setdefault(name.id, []).append(value)
+                for each in ast.walk(target):
+                    if isinstance(each, ast.Name):
+                        self.assigned.setdefault(each.id, []).append(value and _element(value))
 
     def _are_values(self, nodes: Iterable[ast.expr | None]) -> bool:
         return all(each is not None and self.is_value(each) for each in nodes)
@@ -223,14 +225,17 @@ class Body:
         """Whether it is a tensor with memory of its own, a number, or a container."""
         match node:
             case ast.Name(id=name) if name in self.assigned and name not in _parameters(self.method.node):
-                return bool(self.assigned[name]) and all(map(self.is_new, self.assigned[name]))
+                made = [each for each in self.assigned[name] if not isinstance(each, ast.Name)]
+                return made == self.assigned[name] != [] and all(map(self.is_new, made))
             case ast.BinOp():
                 return self.is_value(node)
-            case ast.Call(func=func) if self.is_own(func):
-                layer = type(self.own(func.attr))  # type: ignore[attr-defined]
-                return layer in _LAYERS and layer not in _VIEWS
-            case ast.Call(func=func):
-                return getattr(func, "attr", "") in _MAKING and self.is_value(node)
+            case ast.Call(func=ast.Attribute(value=owner, attr=attr) as func):
+                if self.is_own(func):
+                    layer = type(self.own(attr))
+                    return layer in _LAYERS and layer not in _VIEWS and not self.call(node)[1]
+                found = self.outside(owner)
+                is_of_torch = found is ... or found is torch or found is nn.functional
+                return is_of_torch and attr in _MAKING and self.is_value(node)
             case ast.Constant():
                 return True
         return False
@@ -542,6 +547,11 @@ def _of_layer(module: nn.Module) -> Called:
     if setting := next((each for each in _WRITING_SETTINGS if getattr(module, each, None)), ""):
         return False, f"{type(module).__name__} has {setting}={getattr(module, setting)!r}"
     return True, ""
+
+
+def _element(value: ast.expr) -> ast.expr:
+    """One of what a value holds, which is a value too."""
+    return ast.Starred(value, ast.Load())
 
 
 def _is_plain(value: Any) -> bool:

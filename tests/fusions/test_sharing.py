@@ -78,6 +78,13 @@ REFUSED = {
         "z = torch.unbind(x)\n(z + z)[0].mul_(0.5)",
         "z = [x] if extra is None else [x]\n(z + z)[0].mul_(0.5)",
         "x[0] += 1",
+        # what is new is new memory, and not what a new container holds
+        "z = [x] * 1\nfor y in z:\n    y += 1",
+        "y, z = [x, x] * 1\ny += 1",
+        "y = z = x\nfor _ in range(2):\n    y = z\n    z = y\ny += 1",
+        "z = gives_back(x)\nz += 1",
+        "z = self.identity(x)\nz += 1",
+        "z = self.drop(x)\nz += 1",
         "box = []\nsame = box\nbox.append(x)\nsame[0].add_(1)",
     ],
     "a class that isn't followed": ["class Local:\n    held = x.add_(1)"],
@@ -148,6 +155,12 @@ def test_what_may_change_the_input_is_refused_with_its_line(statements: str, wha
 
     assert re.match(r"between the projections: .*\(odd\.py:\d+\)\)*$", reason), reason
     assert what in reason
+
+
+def test_what_a_layer_that_writes_in_place_has_given_is_not_new(tmp_path: Path) -> None:
+    body = "z = self.act_in(x)\nq = self.q_proj(x)\nz += 1\nk, v = self.k_proj(x), self.v_proj(x)\nreturn q + k + v"
+
+    assert "'z += 1' (it may write in place)" in QKV().refusal(module_of(source_of(body), tmp_path / "odd.py"))
 
 
 #: what is refused where it is between projections, and may be right: it isn't followed
