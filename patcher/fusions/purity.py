@@ -232,6 +232,8 @@ class Body:
             case ast.Call(func=ast.Attribute(value=owner, attr=attr) as func):
                 if self.is_own(func):
                     layer = type(self.own(attr))
+                    if attr in self.parts and self.is_lenient:
+                        return False  # it is memory of the joined product
                     return layer in _LAYERS and layer not in _VIEWS and not self.call(node)[1]
                 found = self.outside(owner)
                 is_of_torch = found is ... or found is torch or found is nn.functional

@@ -90,6 +90,14 @@ def test_a_method_that_is_kept_for_later_is_a_write(tmp_path: Path) -> None:
     assert compared(source, tmp_path / "again.py").status == "same"
 
 
+@pytest.mark.parametrize("write", ["k += 1", "k = k.view(2, 3, 8)\nk += 1", "k = self.identity(k)\nk *= q"])
+def test_a_part_is_no_memory_of_its_own(write: str, tmp_path: Path) -> None:
+    source = source_of(f"{CALLS}\n{write}\nreturn torch.tanh(q * v) + k")
+
+    assert "k_proj_output.clone()" in text_of(source, tmp_path / "odd.py")
+    assert compared(source, tmp_path / "again.py").status == "same"
+
+
 def test_a_container_of_parts_holds_them(tmp_path: Path) -> None:
     body = f"if extra is None:\n    box = [{CALLS[10:]}]\nsame = box\n(same + [1])[1].mul_(0.5)\nreturn sum(box)"
     source = source_of(body)
