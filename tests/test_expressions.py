@@ -225,13 +225,13 @@ CROWDS: dict[str, Callable[[], Patcher]] = {
 @pytest.mark.parametrize("crowd", sampled(CROWDS, {"names", "grouped"}))
 def test_as_many_as_there_may_be_are_loaded_in_seconds(crowd: str, folder: Path) -> None:
     LlamaForCausalLM.from_pretrained(folder)
-    before = time.process_time()
+    before = time.thread_time()  # not the process's: torch has threads that spin
     asked, messages = CROWDS[crowd](), []
     for do in (lambda: LlamaForCausalLM.from_pretrained(folder, patcher=asked), lambda: patcher.plan(folder, asked)):
         with warnings.catch_warnings(), contextlib.suppress(UnmatchedPatchError):
             warnings.simplefilter("ignore", patcher.PatcherWarning)
             messages += getattr(do(), "problems", ())
-    assert time.process_time() - before < 5
+    assert time.thread_time() - before < 10  # two where nothing else runs; a search that backtracks takes minutes
     assert all("and others" in message and len(message) < 10_000 for message in messages)
 
 
