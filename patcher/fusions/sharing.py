@@ -524,19 +524,25 @@ class _Calls:
         match node:
             case ast.Call(func=func) if body.is_own(func):
                 given = [*node.args, *(each.value for each in node.keywords)]
-                return not any(self._touches_part(each, body, set()) for each in given)
+                seen = set[str]()
+                return not any(self._touches_part(each, body, seen) for each in given)
             case ast.Attribute(value=owner):
                 return not body.is_own(node) and not self._touches_part(owner, body, set())
         return False
 
     def _touches_part(self, node: ast.AST, body: Body, seen: set[str]) -> bool:
-        """Whether an expression is made of a part, but for its shape and the like."""
+        """Whether an expression is made of a part, but for its shape and the like.
+
+        Args:
+            seen: the variables that were looked at, each of them once.
+        """
         match node:
             case ast.Attribute(attr="shape" | "dtype" | "device"):
                 return False
             case ast.Name(id=name) if name not in seen:
+                seen.add(name)
                 values = [each for each in body.assigned.get(name, ()) if each is not None]
-                return any(self._touches_part(each, body, seen | {name}) for each in values)
+                return any(self._touches_part(each, body, seen) for each in values)
         return node in self.calls or any(self._touches_part(each, body, seen) for each in ast.iter_child_nodes(node))
 
     def _gives_part(self, node: ast.AST | None, body: Body) -> bool:
