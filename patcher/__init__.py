@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
+    from patcher.spec.like import Like as Like, like as like
     from patcher.spec.patcher import Patcher as Patcher
     from patcher.training.optimizer_state import (
         load_original_optimizer_state_dict as load_original_optimizer_state_dict,
@@ -44,6 +45,7 @@ _HOMES = {
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
     "Fusion": "patcher.fusions.base",
+    "Like": "patcher.spec.like",
     "Part": "patcher.training.parts",
     "Patcher": "patcher.spec.patcher",
     "Plan": "patcher.inspection.plan",
@@ -55,6 +57,7 @@ _HOMES = {
     "fingerprint": "patcher.spec.fingerprints",
     "fused_parameters": "patcher.training.parts",
     "install": "patcher.integrations",
+    "like": "patcher.spec.like",
     "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
     "load_original_state_dict": "patcher.loading.state_dicts",
     "original_optimizer_state_dict": "patcher.training.optimizer_state",

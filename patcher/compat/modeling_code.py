@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import transformers
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
@@ -92,3 +95,20 @@ def registered(registry: Any) -> list[Any]:
     """What is in a registry of transformers, `ALL_ATTENTION_FUNCTIONS`: of the process, and of the object."""
     of_process, of_object = (getattr(registry, name, {}) for name in ("_global_mapping", "_local_mapping"))
     return list({**of_process, **of_object}.values())
+
+
+def home_of(name: str) -> str:
+    """The modeling module of transformers that defines a class, "" if none does; nothing is imported.
+
+    >>> home_of("LlamaRMSNorm")
+    'transformers.models.llama.modeling_llama'
+
+    The name of a class begins with that of its model: the folders are looked into whose name it begins with.
+    """
+    folders = (Path(transformers.__file__).parent / "models").iterdir()
+    named = [each for each in folders if name.lower().startswith(each.name.replace("_", ""))]
+    for folder in sorted(named, key=lambda folder: len(folder.name), reverse=True):
+        for file in sorted(folder.glob("modeling_*.py")):
+            if re.search(rf"^class {re.escape(name)}\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+                return f"transformers.models.{folder.name}.{file.stem}"
+    return ""

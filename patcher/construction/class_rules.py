@@ -13,6 +13,7 @@ from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
+from patcher.spec.like import Like, find_like, likes_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class ClassRules:
         self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
-        self._expressions = [key for key, loose in dict.fromkeys(keys) if loose or is_expression(key)]
+        self._likes = list(dict.fromkeys(key for key, _ in keys if isinstance(key, Like)))
+        texts = [(key, loose) for key, loose in dict.fromkeys(keys) if not isinstance(key, Like)]
+        self._expressions = [key for key, loose in texts if loose or is_expression(key)]
         self._replacements = {cls for entry in self.entries for cls in entry.patcher.class_mapping.values()}
 
     def match(self, cls: type[nn.Module]) -> Match | None:
@@ -52,9 +55,12 @@ class ClassRules:
         return None if key is None else Match(key, entry.patcher.class_mapping[key], entry)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
-        key = find_key(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
-        # An expression is about modeling code, not about the replacements that stand beside it.
-        return key if key == cls.__name__ or cls not in self._replacements else None
+        mapping = entry.patcher.class_mapping
+        key = find_key(cls.__name__, mapping, names_too=entry.is_registry)
+        # What isn't a name is about modeling code, not about the replacements beside it.
+        if key == cls.__name__ or cls in self._replacements:
+            return key if key == cls.__name__ else None
+        return find_like(cls, mapping) if key is None else key
 
     def match_bound(self, cls: type[nn.Module], name: str) -> Match | None:
         """What is built where modeling code has bound `cls` to `name`: to the registry the name counts as well."""
@@ -71,7 +77,10 @@ class ClassRules:
 
     def classes(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it."""
-        return module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
+        named = module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
+        if self._likes:
+            named += [cls for cls in module_subclasses() if any(key.matches(cls) for key in self._likes)]
+        return named
 
     def _is_meant(self, name: str) -> bool:
         return name in self._exact or any(search(key, name) for key in self._expressions)
@@ -129,6 +138,7 @@ class ClassRules:
             if match.field == "class_mapping" and entry is match.entry:  # by a name that the class was bound to
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
-                named = hits(cls.__name__, entry.patcher.class_mapping, names_too=entry.is_registry)
+                mapping = entry.patcher.class_mapping
+                named = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *likes_of(cls, mapping)]
                 found.update((entry, "class_mapping", key) for key in named)
         return found

@@ -30,6 +30,7 @@ from patcher.construction.in_force import Block, blocks, entering
 from patcher.construction.lock import process_lock
 from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
+from patcher.source.alike import IN_PLACE_OF
 
 
 class _Gate:
@@ -53,6 +54,7 @@ class _Gate:
                 else:
                     before(self, *args, **kwargs)
 
+        setattr(__init__, IN_PLACE_OF, before)
         self.function = cls.__init__ = __init__  # type: ignore[method-assign]
 
     def remove(self) -> None:

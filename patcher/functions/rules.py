@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from patcher.spec.like import Like, find_like
+
 #: One function mapping after the other, the innermost first, as they are hashed and pickled.
 Layers = tuple[tuple[tuple[str, Callable[..., Any]], ...], ...]
 
@@ -36,8 +38,9 @@ class FunctionRules:
         self.layers: Layers = tuple(tuple(mapping.items()) for mapping in mappings)
         #: key -> the function that it names, None where no such module is imported: no code has it from there
         self.named: Mapping[str, Any] = MappingProxyType(
-            {key: named_object(key) for layer in self.layers for key, _ in layer if ":" in key}
+            {key: named_object(key) for layer in self.layers for key, _ in layer if _is_named(key)}
         )
+        self.has_likes = any(isinstance(key, Like) for layer in self.layers for key, _ in layer)
         self.replacements = {id(function): function for layer in self.layers for _, function in layer}
 
     def hit(self, name: str, value: Any) -> Hit | None:
@@ -47,12 +50,18 @@ class FunctionRules:
         found: list[tuple[int, str]] = []
         replacement: Any = None
         for number, layer in enumerate(self.layers):
-            exact = [item for item in layer if ":" in item[0] and self.named[item[0]] is value]
+            exact = [item for item in layer if item[0] in self.named and self.named[item[0]] is value]
             by_name = [item for item in layer if item[0] in (name, getattr(value, "__name__", None))]
-            for key, function in (*exact, *by_name):
+            like = find_like(value, dict(layer)) if self.has_likes else None
+            alike = [item for item in layer if item[0] == like]
+            for key, function in (*exact, *by_name, *alike):
                 replacement = function if not found else replacement
                 found.append((number, key))
         return Hit(tuple(found), value, replacement) if found and replacement is not value else None
+
+
+def _is_named(key: str) -> bool:
+    return ":" in key and not isinstance(key, Like)
 
 
 def named_object(key: str) -> Any:

@@ -19,6 +19,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import shortest
 from patcher.layouts.transforms import describe, identity
 from patcher.patterns import ROOT, check_path, did_you_mean, is_expression
+from patcher.spec.like import PREFIX, Like, like
 
 T = TypeVar("T")
 
@@ -33,13 +34,14 @@ def typed(kind: type[T]) -> Callable[[str, Any], T]:
 
 
 def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
-    for key, cls in _checked_mapping(field, mapping, "class names to classes", 'Patcher({"LlamaMLP": MyMLP})'):
+    mapping = _checked_mapping(field, mapping, "class names to classes", 'Patcher({"LlamaMLP": MyMLP})')
+    for key, cls in mapping.items():
         if not isinstance(key, str) or not key:
             raise InvalidPatcherError(
-                f"{field}: a key is the name of a class, or an expression, found {key!r}; "
+                f"{field}: a key is the name of a class, an expression, or like(...), found {key!r}; "
                 f"write {getattr(key, '__name__', 'LlamaMLP')!r}."
             )
-        if is_expression(key):
+        if is_expression(key) and not isinstance(key, Like):
             checked_expression(f"{field} key {key!r}", key)
         _check_replacement(f"{field}[{key!r}]", cls)
     check_number(field, list(filter(is_expression, mapping)))
@@ -48,7 +50,8 @@ def class_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
 
 def module_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
     instead = 'Patcher(module_mapping={"model.layers.{0..3}.mlp": MyMLP})'
-    for key, cls in _checked_mapping(field, mapping, "paths of modules to classes", instead):
+    mapping = _checked_mapping(field, mapping, "paths of modules to classes", instead, may_be_like=False)
+    for key, cls in mapping.items():
         try:
             check_path(key)
         except InvalidPatcherError as error:
@@ -63,8 +66,9 @@ def module_mapping(field: str, mapping: Any) -> Mapping[str, type[nn.Module]]:
 
 def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any]]:
     instead = 'Patcher(function_mapping={"apply_rotary_pos_emb": my_rotary})'
-    for key, function in _checked_mapping(field, mapping, "names of functions to functions", instead):
-        module, _, name = key.rpartition(":") if isinstance(key, str) else ("", "", "")
+    mapping = _checked_mapping(field, mapping, "names of functions to functions", instead)
+    for key, function in mapping.items():
+        module, _, name = getattr(key, "target", key).rpartition(":") if isinstance(key, str) else ("", "", "")
         if not name.isidentifier() or (":" in key and not all(part.isidentifier() for part in module.split("."))):
             raise InvalidPatcherError(
                 f"{field}: a key is the name of a function, or module:name, found {key!r}; write for instance "
@@ -86,13 +90,16 @@ def function_mapping(field: str, mapping: Any) -> Mapping[str, Callable[..., Any
     return MappingProxyType(dict(mapping))
 
 
-def _checked_mapping(field: str, mapping: Any, what: str, instead: str) -> Iterable[tuple[Any, Any]]:
+def _checked_mapping(field: str, mapping: Any, what: str, instead: str, *, may_be_like: bool = True) -> dict[Any, Any]:
+    """What must be a mapping. Keys that begin with "like:", as data has them, become what they mean."""
     if not isinstance(mapping, Mapping):
         raise InvalidPatcherError(
             f"{field} must map {what}, found {mapping!r} ({type(mapping).__name__}); write "
             f"{_meant(mapping) or instead}."
         )
-    return mapping.items()
+    if not may_be_like:
+        return dict(mapping)
+    return {like(key) if str(key).startswith(PREFIX) else key: value for key, value in mapping.items()}
 
 
 def _check_replacement(what: str, cls: Any) -> None:
@@ -217,7 +224,7 @@ def specifier(field: str, value: Any) -> str:
 
 def fingerprints(field: str, values: Any) -> Mapping[str, tuple[str, ...]]:
     instead, result = 'Patcher(fingerprints={"LlamaMLP": fingerprint(LlamaMLP)})', {}
-    for key, value in _checked_mapping(field, values, "class names to fingerprints", instead):
+    for key, value in _checked_mapping(field, values, "names to fingerprints", instead, may_be_like=False).items():
         listed = _listed(f"{field}[{key!r}]", value, "a fingerprint", str)
         if not isinstance(key, str) or not listed or not all(isinstance(item, str) and item for item in listed):
             raise InvalidPatcherError(f"{field}[{key!r}] must be a text or several, found {value!r}.")

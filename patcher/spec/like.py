@@ -1,0 +1,153 @@
+"""`patcher.like(target)`: a key that means every class, or every function, that computes the same as one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from patcher.compat.modeling_code import home_of
+from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.source.alike import difference, may_be_alike
+
+PREFIX = "like:"
+
+
+class Like(str):
+    """A key of `class_mapping` or `function_mapping`; made by `patcher.like`. As data it is the text that it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"like({self.target!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Like, (str(self),)
+
+    @property
+    def target(self) -> str:
+        """`module:name`, or the name of a class of transformers."""
+        return self.removeprefix(PREFIX)
+
+    def resolve(self) -> Any:
+        """The target itself. Its module is imported.
+
+        Raises:
+            InvalidPatcherError: there is no such class or function.
+        """
+        module, _, name = self.target.rpartition(":")
+        module = module or home_of(name)
+        found: Any = sys.modules.get(module)
+        try:
+            found = importlib.import_module(module) if found is None else found
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise InvalidPatcherError(
+                f"{self!r}: there is no {name} in {module} ({type(error).__name__}: {error}). Correct the name."
+            ) from error
+        return found
+
+    def matches(self, other: type | Callable[..., Any]) -> bool:
+        """Whether a class or function computes the same as the target, by the code that runs.
+
+        >>> from patcher import like
+        >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+        >>> from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+        >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(GemmaRMSNorm)
+        (True, False)
+        """
+        target = self.resolve()
+        return may_be_alike(target, other) and not difference(target, other)
+
+    def why_not(self, other: type | Callable[..., Any]) -> str:
+        """The first difference to the target, "" if there is none.
+
+        >>> from patcher import like
+        >>> from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+        >>> like("LlamaRMSNorm").why_not(GemmaRMSNorm)
+        'LlamaRMSNorm: only one has _norm'
+        """
+        return difference(self.resolve(), other)
+
+    def matching(self, model_class: type[nn.Module]) -> list[str]:
+        """The names in the modeling file of a model of what computes the same as the target.
+
+        >>> from patcher import like
+        >>> from transformers import MistralForCausalLM
+        >>> like("LlamaRMSNorm").matching(MistralForCausalLM)
+        ['MistralRMSNorm']
+        """
+        names = vars(sys.modules[model_class.__module__])
+        return sorted(name for name, value in list(names.items()) if callable(value) and self.matches(value))
+
+
+def like(target: str | type | Callable[..., Any]) -> Like:
+    """A key of a `class_mapping` or `function_mapping` that means all that computes the same, whatever it is called.
+
+    >>> from torch import nn
+    >>> from patcher import Patcher, like
+    >>> class MyNorm(nn.RMSNorm): ...
+    >>> Patcher({like("LlamaRMSNorm"): MyNorm})
+    Patcher(class_mapping={like('LlamaRMSNorm'): MyNorm})
+
+    Alike are two classes or functions whose code objects do the same, names of classes, functions and locals,
+    docstrings and annotations aside; whose bases are alike; and whose global names mean the same objects, or what is
+    alike by the same rule. Nothing less: another default, another order of casts, a `1 + weight` is another class.
+    What can't be known (code in C, tables that a class has of its own, code that reads its own name) is not alike.
+
+    An exact name and an expression win over it; two of them that mean one class conflict.
+
+    Args:
+        target: a class or function; its `module:name`; or the name of a class in a modeling file of transformers.
+
+    Raises:
+        InvalidPatcherError: the target is neither, or transformers has no class of that name.
+    """
+    if not isinstance(target, str):
+        name = str(getattr(target, "__qualname__", "<locals>"))
+        if "<locals>" in name:
+            raise InvalidPatcherError(
+                f"like: {target!r} is not a class or function that its module has; write its name, "
+                "like('LlamaRMSNorm'), or like('module:name')."
+            )
+        target = f"{target.__module__}:{name}"
+    if isinstance(target, Like):
+        return target
+    target = target.removeprefix(PREFIX)
+    module, _, name = target.rpartition(":")
+    if not all(part.isidentifier() for part in (*name.split("."), *(module.split(".") if module else ()))):
+        raise InvalidPatcherError(
+            f"like: {target!r} is not a name; write like('LlamaRMSNorm') or like('module:name')."
+        )
+    if not module and not home_of(name):
+        raise InvalidPatcherError(
+            f"like: no modeling file of transformers whose model {name!r} begins with has a class of that name. "
+            f"Correct it, or write like('module:{name}'), as a function needs it."
+        )
+    return Like(PREFIX + target)
+
+
+def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
+    """The keys of a mapping that mean a class or function because it is like their target."""
+    return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+
+
+def find_like(thing: Any, mapping: Mapping[str, Any]) -> Like | None:
+    """The key of a mapping that decides about what it is like.
+
+    Raises:
+        PatchConflictError: two keys mean it, and their replacements differ.
+    """
+    found = likes_of(thing, mapping)
+    for key in found[1:]:
+        if mapping[key] is not mapping[found[0]]:
+            replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (found[0], key))
+            raise PatchConflictError(
+                f"{found[0]!r} and {key!r} both mean {thing.__qualname__}, and they have different replacements, "
+                f"{replacements}. Take one away, or add the exact name, which wins: {thing.__name__!r}: ..."
+            )
+    return found[0] if found else None
