@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ def registered(registry: Any) -> list[Any]:
     return list({**of_process, **of_object}.values())
 
 
+@lru_cache(maxsize=1024)
 def home_of(name: str) -> str:
     """The modeling module of transformers that defines a class, "" if none does; nothing is imported.
 

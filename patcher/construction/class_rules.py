@@ -13,7 +13,7 @@ from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
-from patcher.spec.like import Like, find_like, likes_of
+from patcher.spec.like import Like, find_like
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class ClassRules:
     def __init__(self, entries: Iterable[InForce]) -> None:
         self.entries = tuple(entries)
         self._matches: dict[type[nn.Module], Match | None] = {}  # only remembers what follows from `entries`
+        self._alike: dict[type[nn.Module], list[Like]] = {}  # the same, with what runs as these rules are made
         keys = [(key, entry.is_registry) for entry in self.entries for key in entry.patcher.class_mapping]
         self._exact = frozenset(key for key, _ in keys)
         self._likes = list(dict.fromkeys(key for key, _ in keys if isinstance(key, Like)))
@@ -60,7 +61,12 @@ class ClassRules:
         # What isn't a name is about modeling code, not about the replacements beside it.
         if key == cls.__name__ or cls in self._replacements:
             return key if key == cls.__name__ else None
-        return find_like(cls, mapping) if key is None else key
+        return find_like(cls, mapping, self._likes_of(cls)) if key is None and self._likes else key
+
+    def _likes_of(self, cls: type[nn.Module]) -> list[Like]:
+        if cls not in self._alike:
+            self._alike[cls] = [key for key in self._likes if key.matches(cls)]
+        return self._alike[cls]
 
     def match_bound(self, cls: type[nn.Module], name: str) -> Match | None:
         """What is built where modeling code has bound `cls` to `name`: to the registry the name counts as well."""
@@ -77,10 +83,12 @@ class ClassRules:
 
     def classes(self) -> list[type[nn.Module]]:
         """All classes whose name is a key of some mapping, or has a key found in it."""
-        named = module_subclasses(self._is_meant if self._expressions else self._exact.__contains__)
-        if self._likes:
-            named += [cls for cls in module_subclasses() if any(key.matches(cls) for key in self._likes)]
-        return named
+        is_meant = self._is_meant if self._expressions else self._exact.__contains__
+        if not self._likes:
+            return module_subclasses(is_meant)
+        known = module_subclasses()
+        alike = [cls for key in self._likes for cls in key.among(known) if not cls.__module__.startswith("torch.")]
+        return [*(cls for cls in known if is_meant(cls.__name__)), *alike]
 
     def _is_meant(self, name: str) -> bool:
         return name in self._exact or any(search(key, name) for key in self._expressions)
@@ -139,6 +147,6 @@ class ClassRules:
                 found.add((entry, "class_mapping", match.key))
             if self._key(entry, cls) is not None:
                 mapping = entry.patcher.class_mapping
-                named = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *likes_of(cls, mapping)]
-                found.update((entry, "class_mapping", key) for key in named)
+                named = [*hits(cls.__name__, mapping, names_too=entry.is_registry), *self._likes_of(cls)]
+                found.update((entry, "class_mapping", key) for key in named if key in mapping)
         return found

@@ -23,11 +23,13 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 #: What a class has whatever it computes, what only shows it or initialises weights that a checkpoint has, and what the
 #: decorators of kernels note on it.
@@ -86,17 +88,17 @@ def difference(one: Any, other: Any) -> str:
     return ""
 
 
-def may_be_alike(one: Any, other: Any) -> bool:
-    """Whether two are worth comparing: quick, for most are not."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, type):
-        return members(one).keys() == members(other).keys()
-    return not isinstance(one, types.FunctionType) or _sizes(one.__code__) == _sizes(other.__code__)
+def alike_to(target: Any, others: Iterable[T]) -> list[T]:
+    """Those of many classes or functions that compute the same as one. Most aren't worth comparing, which is quick."""
+    if not isinstance(target, type):
+        return [other for other in others if not difference(target, other)]
+    size = _size_of_forward(target)
+    return [cls for cls in others if _size_of_forward(cls) == size and not difference(target, cls)]
 
 
-def _sizes(code: types.CodeType) -> tuple[int, ...]:
-    return code.co_argcount, code.co_kwonlyargcount, code.co_nlocals, code.co_stacksize, len(code.co_names)
+def _size_of_forward(cls: Any) -> Any:
+    code = getattr(vars(cls).get("forward"), "__code__", None)
+    return code and (code.co_nlocals, code.co_stacksize, code.co_argcount)
 
 
 class _Comparison:
@@ -133,12 +135,12 @@ class _Comparison:
             self.compare(mine[name], its[name], f"{where}.{name}")
 
     def _functions(self, one: types.FunctionType, other: types.FunctionType, where: str) -> None:
-        codes = [list(_nested(function.__code__)) for function in (one, other)]
-        if reads := _REFLECTS.intersection(name for code in [*codes[0], *codes[1]] for name in code.co_names):
+        code, code_there = of_code(one.__code__), of_code(other.__code__)
+        if reads := code.reflects | code_there.reflects:
             raise _DifferenceError(f"{where}: it reads {', '.join(sorted(reads))}, so what it is called may matter")
-        _require(canonical(one.__code__) == canonical(other.__code__), where, "other code")
+        _require(code.does == code_there.does, where, "other code")
         same_module = one.__globals__ is other.__globals__
-        _require(same_module or not any(map(_is_of_its_module, codes[0])), where, "it imports, or assigns a global")
+        _require(same_module or not code.is_of_its_module, where, "it imports, or assigns a global")
         for what, (mine, its) in {
             "defaults": (one.__defaults__, other.__defaults__),
             "keyword defaults": (_sorted(one.__kwdefaults__), _sorted(other.__kwdefaults__)),
@@ -146,9 +148,8 @@ class _Comparison:
             "closure": (one.__closure__, other.__closure__),
         }.items():
             self.compare(mine, its, f"{where}, {what}")
-        for code, code_there in zip(*codes, strict=True):
-            for name, name_there in zip(_globals_of(code), _globals_of(code_there), strict=True):
-                self.compare(_meant(name, one), _meant(name_there, other), f"{where} -> {name}")
+        for name, name_there in zip(code.global_names, code_there.global_names, strict=True):
+            self.compare(_meant(name, one), _meant(name_there, other), f"{where} -> {name}")
 
 
 def members(cls: type) -> dict[str, Any]:
@@ -185,24 +186,35 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     return None if names is None else tuple(getattr(value, name) for name in names)
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object, and those of the functions in it, in their order."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            yield from _nested(value)
+class Code(NamedTuple):
+    """What is known of a code object, and of the functions in it.
+
+    Attributes:
+        does: what it does, without positions, docstrings and the names of locals; global names are numbered.
+        global_names: those that it reads, by their numbers.
+        reflects: what it reads that may depend on names and places.
+        is_of_its_module: whether it imports, or assigns a global.
+    """
+
+    does: tuple[Any, ...]
+    global_names: tuple[str, ...]
+    reflects: frozenset[str]
+    is_of_its_module: bool
 
 
 @functools.lru_cache(maxsize=8192)
-def canonical(code: types.CodeType) -> tuple[Any, ...]:
-    """What a code object does, without positions, docstrings and the names of locals; global names are numbered."""
+def of_code(code: types.CodeType) -> Code:
+    """What is compared of a code object: kept by the code object itself, which doesn't change."""
     parameters = code.co_argcount + code.co_kwonlyargcount
     parameters += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
     # Free variables by their places, which is how the function around this one hands them in.
     numbers = {name: number for number, name in enumerate((*code.co_varnames[:parameters], *code.co_freevars))}
-    global_names = _globals_of(code)
+    instructions = list(dis.get_instructions(code))
+    inner = [of_code(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    own_names = [each.argval for each in instructions if each.opname == "LOAD_GLOBAL"]
+    global_names = tuple(dict.fromkeys([*own_names, *(name for each in inner for name in each.global_names)]))
     does: list[Any] = []
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions:
         value = instruction.argval
         if instruction.opcode in _LOCAL:
             names = value if isinstance(value, tuple) else (value,)
@@ -217,27 +229,23 @@ def canonical(code: types.CodeType) -> tuple[Any, ...]:
             value = instruction.arg
         does.append((instruction.opcode, value))
     shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & ~inspect.CO_NESTED
-    return *shape, code.co_exceptiontable, code.co_varnames[:parameters], tuple(does)
+    # A global of a function inside has one number there and one here.
+    numbered = tuple(tuple(global_names.index(name) for name in each.global_names) for each in inner)
+    return Code(
+        (*shape, code.co_exceptiontable, code.co_varnames[:parameters], tuple(does), numbered),
+        global_names,
+        _REFLECTS.intersection(code.co_names).union(*(each.reflects for each in inner)),
+        any(each.opname in _OF_THE_MODULE for each in instructions) or any(each.is_of_its_module for each in inner),
+    )
 
 
 def _constant(value: Any) -> Any:
     """A constant with its type, all through: 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
     if isinstance(value, types.CodeType):
-        return canonical(value)
+        return of_code(value).does
     if isinstance(value, tuple | frozenset):
         return type(value), type(value)(map(_constant, value))
     return type(value), repr(value)
-
-
-@functools.lru_cache(maxsize=8192)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that a code object reads, in their order, without those of the functions in it."""
-    read = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
-    return tuple(dict.fromkeys(read))
-
-
-def _is_of_its_module(code: types.CodeType) -> bool:
-    return any(each.opname in _OF_THE_MODULE for each in dis.get_instructions(code))
 
 
 def _meant(name: str, function: types.FunctionType) -> Any:

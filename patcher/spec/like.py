@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.modeling_code import home_of
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.source.alike import difference, may_be_alike
+from patcher.source.alike import alike_to, difference
 
 PREFIX = "like:"
 
@@ -60,8 +60,11 @@ class Like(str):
         >>> like("LlamaRMSNorm").matches(MistralRMSNorm), like("LlamaRMSNorm").matches(GemmaRMSNorm)
         (True, False)
         """
-        target = self.resolve()
-        return may_be_alike(target, other) and not difference(target, other)
+        return not difference(self.resolve(), other)
+
+    def among(self, classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
+        """The classes that compute the same as the target. Every load asks about all that live, so it is quick."""
+        return alike_to(self.resolve(), classes)
 
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
@@ -82,7 +85,7 @@ class Like(str):
         ['MistralRMSNorm']
         """
         names = vars(sys.modules[model_class.__module__])
-        return sorted(name for name, value in list(names.items()) if callable(value) and self.matches(value))
+        return sorted(name for name, value in list(names.items()) if self.matches(value))
 
 
 def like(target: str | type | Callable[..., Any]) -> Like:
@@ -131,18 +134,17 @@ def like(target: str | type | Callable[..., Any]) -> Like:
     return Like(PREFIX + target)
 
 
-def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
-    """The keys of a mapping that mean a class or function because it is like their target."""
-    return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
+    """The key of a mapping that means a class or function because it is like its target.
 
-
-def find_like(thing: Any, mapping: Mapping[str, Any]) -> Like | None:
-    """The key of a mapping that decides about what it is like.
+    Args:
+        alike: the keys whose target it is like, where that is known.
 
     Raises:
         PatchConflictError: two keys mean it, and their replacements differ.
     """
-    found = likes_of(thing, mapping)
+    likes = (key for key in mapping if isinstance(key, Like))
+    found = [key for key in likes if (key.matches(thing) if alike is None else key in alike)]
     for key in found[1:]:
         if mapping[key] is not mapping[found[0]]:
             replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (found[0], key))
