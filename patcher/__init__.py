@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
+    from patcher.spec.forward_of import ForwardOf as ForwardOf, forward_of as forward_of
     from patcher.spec.like import Like as Like, like as like
     from patcher.spec.patcher import Patcher as Patcher
     from patcher.training.optimizer_state import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
+    "ForwardOf": "patcher.spec.forward_of",
     "Fusion": "patcher.fusions.base",
     "Like": "patcher.spec.like",
     "Part": "patcher.training.parts",
@@ -55,6 +57,7 @@ _HOMES = {
     "Verification": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
+    "forward_of": "patcher.spec.forward_of",
     "fused_parameters": "patcher.training.parts",
     "install": "patcher.integrations",
     "like": "patcher.spec.like",

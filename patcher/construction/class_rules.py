@@ -13,17 +13,29 @@ from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
+from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import Like, find_like
 
 
 @dataclass(frozen=True)
 class Match:
-    """What is built in place of a class, and which key of which field of which patcher asks for it."""
+    """What is built in place of a class, and which key of which field of which patcher says so.
+
+    Attributes:
+        value: of the mapping: a class, or what makes one of the class that is replaced.
+        original: that class.
+    """
 
     key: Any
-    replacement: type[nn.Module]
+    value: type[nn.Module] | ForwardOf
     entry: InForce
+    original: type[nn.Module]
     field: str = "class_mapping"
+
+    @property
+    def replacement(self) -> type[nn.Module]:
+        """The class that is built."""
+        return self.value.on(self.original) if isinstance(self.value, ForwardOf) else self.value
 
 
 class ClassRules:
@@ -53,7 +65,7 @@ class ClassRules:
 
     def _match_in(self, entry: InForce, cls: type[nn.Module]) -> Match | None:
         key = self._key(entry, cls)
-        return None if key is None else Match(key, entry.patcher.class_mapping[key], entry)
+        return None if key is None else Match(key, entry.patcher.class_mapping[key], entry, cls)
 
     def _key(self, entry: InForce, cls: type[nn.Module]) -> str | None:
         mapping = entry.patcher.class_mapping
@@ -75,7 +87,7 @@ class ClassRules:
                 mapping = entry.patcher.class_mapping
                 key = find_key(name, mapping, names_too=True)
                 if key is not None and mapping[key] is not cls:
-                    return Match(key, mapping[key], entry)
+                    return Match(key, mapping[key], entry, cls)
             match = self._match_in(entry, cls)
             if match is not None:
                 return match
@@ -105,10 +117,11 @@ class ClassRules:
         """Whether a module mapping is in force."""
         return any(entry.patcher.module_mapping for entry in self.entries)
 
-    def match_path(self, path: str, used: Container[tuple[InForce, str]] = ()) -> Match | None:
+    def match_path(self, path: str, cls: type[nn.Module], used: Container[tuple[InForce, str]] = ()) -> Match | None:
         """What is built in place of the module at a path: the innermost wins, and within a patcher the exact path.
 
         Args:
+            cls: the class of the module there, as transformers has it.
             used: keys that have replaced what is around this module: they mean nothing inside of that.
 
         Raises:
@@ -126,7 +139,7 @@ class ClassRules:
                         f"of them, or add the exact path, which wins: {path!r}: ..."
                     )
             if keys:
-                return Match(keys[0], mapping[keys[0]], entry, "module_mapping")
+                return Match(keys[0], mapping[keys[0]], entry, cls, "module_mapping")
         return None
 
     def matched_paths(self, path: str, used: Container[tuple[InForce, str]] = ()) -> set[Key]:

@@ -52,7 +52,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
             paths = paths_of[id(module)]
             if path in used or id(module) in left_alone:
                 continue
-            match = _match(construction, path, paths, used)
+            match = _match(construction, module, path, paths, used)
             if match is None:
                 continue
             new = module
@@ -83,10 +83,15 @@ def _outer(path: str) -> Iterator[str]:
 
 
 def _match(
-    construction: Construction, path: str, paths: list[str], used: dict[str, frozenset[tuple[InForce, str]]]
+    construction: Construction,
+    module: nn.Module,
+    path: str,
+    paths: list[str],
+    used: dict[str, frozenset[tuple[InForce, str]]],
 ) -> Match | None:
     """What is built in place of the module at these paths, one of which is looked at: all of them must be named."""
-    matches = {each: construction.rules.match_path(each, _used_around(each, used)) for each in paths}
+    cls = stock_class(module)
+    matches = {each: construction.rules.match_path(each, cls, _used_around(each, used)) for each in paths}
     match = matches[path]
     if match is None:
         return None

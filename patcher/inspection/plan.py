@@ -371,7 +371,7 @@ def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn
     found = {}
     for path, module in named_modules(model):
         try:
-            match = (rules.match_path(path) if path else None) or rules.match(type(module))
+            match = (rules.match_path(path, type(module)) if path else None) or rules.match(type(module))
         except PatchConflictError:
             continue
         if match is not None and match.replacement is not type(module):

@@ -174,7 +174,7 @@ def _check_replaceable(patcher: Patcher, model: PreTrainedModel, base: PreTraine
     rules, expected = ClassRules((InForce(patcher, "patcher="),)), dict(named_modules(base))
 
     def is_replaced(path: str, cls: type[nn.Module]) -> bool:
-        match = rules.match_path(path) or rules.match(cls)
+        match = rules.match_path(path, cls) or rules.match(cls)
         return match is not None and match.replacement is not cls
 
     named = outermost_of(path for path, module in expected.items() if is_replaced(path, type(module)))

@@ -66,7 +66,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         if new is None:
             _, args, kwargs = construction.arguments[id(module)]
             key, entry = _fusion_of(construction, path)
-            match = Match(key, cls, entry, "fusions")
+            match = Match(key, cls, entry, type(module), "fusions")
             new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
         parent._modules[name] = new
 

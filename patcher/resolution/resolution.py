@@ -203,7 +203,9 @@ def resolve_standing(
             if path in claimed:
                 raise PatchConflictError(f"The fusions {claimed[path]!r} and {named!r} both claim {path}; use one.")
             if path in replaced:
-                mapping = "class mapping" if rules.match_path(path) is None else "module mapping"
+                mapping = (
+                    "class mapping" if rules.match_path(path, type(found.matches[path])) is None else "module mapping"
+                )
                 raise PatchConflictError(
                     f"The fusion {named!r} claims {path}, which the {mapping} replaces by "
                     f"{replaced[path].__qualname__}; take one of them away."

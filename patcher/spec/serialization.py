@@ -29,8 +29,11 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import FAMILIES, fusions_configured
 from patcher.layouts.transforms import describe
 from patcher.patterns import did_you_mean
+from patcher.spec.forward_of import ForwardOf, forward_of
 from patcher.spec.validation import FIELDS, MAPPINGS
 
+#: What the text of such a value begins with.
+_FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
 
@@ -63,6 +66,8 @@ def _data(field: str, value: Any) -> Any:
         return _fusion_data(field, value)
     if isinstance(value, WeightTransform):
         raise InvalidPatcherError(f"{field}: {describe(value)} {_NO_CONVERSIONS}")
+    if isinstance(value, ForwardOf):
+        return _FORWARD_OF + _reference(field, value.layer)
     return _reference(field, value) if callable(value) else value
 
 
@@ -114,7 +119,8 @@ def from_dict(
     permitted, settings = _permitted(allowed), _object(what, given, {name: data for name, (_, data) in FIELDS.items()})
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
     named = {field: settings[field] for field in MAPPINGS if field in settings}
-    for field, key, where in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
+    for field, key, value in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
+        where = value.removeprefix(_FORWARD_OF)
         if where not in permitted:
             raise InvalidPatcherError(
                 f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
@@ -122,10 +128,14 @@ def from_dict(
                 f"Patcher.from_dict(data, allowed=[{_short(where)}])."
             )
     for field, mapping in named.items():
-        settings[field] = {
-            key: permitted[where] or _imported(f"{field}[{key!r}]", where) for key, where in mapping.items()
-        }
+        settings[field] = {key: _value(f"{field}[{key!r}]", value, permitted) for key, value in mapping.items()}
     return make(**settings)
+
+
+def _value(field: str, value: str, permitted: Mapping[str, Any]) -> Any:
+    where = value.removeprefix(_FORWARD_OF)
+    found = permitted[where] or _imported(field, where)
+    return found if where == value else forward_of(found)
 
 
 def _permitted(allowed: Any) -> dict[str, Callable[..., Any] | None]:

@@ -19,6 +19,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import shortest
 from patcher.layouts.transforms import describe, identity
 from patcher.patterns import ROOT, check_path, did_you_mean, is_expression
+from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import PREFIX, Like, like
 
 T = TypeVar("T")
@@ -104,6 +105,8 @@ def _checked_mapping(field: str, mapping: Any, what: str, instead: str, *, may_b
 
 def _check_replacement(what: str, cls: Any) -> None:
     """Raise for what can't be built in place of a module, or whose own conversions are none."""
+    if isinstance(cls, ForwardOf):
+        return
     if not isinstance(cls, type):
         kind = "an object of the class" if isinstance(cls, nn.Module) else type(cls).__name__
         raise InvalidPatcherError(f"{what} must be a class, found {cls!r} ({kind}); {_class_instead(cls)}.")
