@@ -11,7 +11,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import home_of
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.source.alike import alike_to, difference
+from patcher.source.alike import alike_to, difference, without_kernel
 
 PREFIX = "like:"
 
@@ -110,6 +110,7 @@ def like(target: str | type | Callable[..., Any]) -> Like:
     Raises:
         InvalidPatcherError: the target is neither, or transformers has no class of that name.
     """
+    target = without_kernel(target)
     if not isinstance(target, str):
         name = str(getattr(target, "__qualname__", "<locals>"))
         if "<locals>" in name:

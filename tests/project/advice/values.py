@@ -125,7 +125,7 @@ def a_function_without_a_hash(at: Place) -> Steps:
     assert hash(Patcher(function_mapping={"rotate_half": lambda x: Unhashable()(x)}))
 
 
-@advice("a key is the name of a class, or an expression, found {}; write {}.")
+@advice("a key is the name of a class, an expression, or like(...), found {}; write {}.")
 def a_class_as_a_key(at: Place) -> Steps:
     said = yield lambda: Patcher({LlamaMLP: OwnMLP})  # type: ignore[dict-item]
     assert same(load(at.llama, Patcher({written(said, r"write (.*)\.$"): OwnMLP})), at.llama)
