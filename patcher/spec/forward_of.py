@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,7 +47,13 @@ class ForwardOf:
         return _made(original, self.layer)
 
 
-def forward_of(layer: type[nn.Module]) -> ForwardOf:
+class Loads(Protocol):
+    """A repository of the `kernels` package."""
+
+    def load(self) -> type[nn.Module]: ...
+
+
+def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
     """A replacement that is the original class, with the forward of a layer.
 
     >>> import torch
@@ -65,14 +71,15 @@ def forward_of(layer: type[nn.Module]) -> ForwardOf:
     `has_backward = False` refuses training, one that says `can_torch_compile = False` refuses `torch.compile`.
 
     Args:
-        layer: a class of modules with a `forward`, and with nothing else that the forward could need: no `__init__`,
+        layer: a layer, or what loads one, such as `kernels.LayerRepository` or `kernels.LocalLayerRepository`. That
+            is a class of modules with a `forward`, and with nothing else that the forward could need: no `__init__`,
             no other methods, no `super()`. For what doesn't fit write a replacement class.
 
     Raises:
         InvalidPatcherError: the layer is something else.
     """
-    given: Any = layer
-    if not (isinstance(given, type) and issubclass(given, nn.Module)):
+    layer = layer if isinstance(layer, type) or not hasattr(layer, "load") else layer.load()
+    if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise InvalidPatcherError(f"forward_of takes a class of modules, found {layer!r}; write forward_of(Layer).")
     name, instead = layer.__qualname__, "give the class itself as the replacement, derived from what it replaces"
     if layer.forward is nn.Module.forward:

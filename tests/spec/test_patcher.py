@@ -145,7 +145,10 @@ def test_repr_reads_like_the_call() -> None:
             "must be a subclass of nn.Module, found int, which derives from object",
         ),
         ({"class_mapping": {"LlamaMLP": "One"}}, r"must be a class, found 'One' \(str\)"),
-        ({"class_mapping": {One: Two}}, r"a key is the name of a class, an expression, or like\(\.\.\.\), found .*; write 'One'"),
+        (
+            {"class_mapping": {One: Two}},
+            r"an expression, or like\(\.\.\.\), found .*; write 'One'",
+        ),
         ({"class_mapping": {"": Two}}, r"a key is the name of a class"),
         ({"class_mapping": [("A", One)]}, "class_mapping must map class names to classes"),
         (
