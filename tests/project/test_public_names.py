@@ -11,11 +11,11 @@ import pytest
 import patcher
 
 NAMES = """
-    ClassDiff CodegenError Diff Fusion InvalidPatcherError Part PatchConflictError PatchConstructionError
-    PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report Resolution Stage
-    UnmatchedPatchError Verification VerificationError __version__ diff fingerprint fused_parameters install
-    load_original_optimizer_state_dict load_original_state_dict original_optimizer_state_dict original_state_dict plan
-    report verify
+    ClassDiff CodegenError Diff ForwardOf Fusion InvalidPatcherError Like Part PatchConflictError
+    PatchConstructionError PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report
+    Resolution Stage UnmatchedPatchError Verification VerificationError __version__ diff fingerprint forward_of
+    fused_parameters install like load_original_optimizer_state_dict load_original_state_dict
+    original_optimizer_state_dict original_state_dict plan report verify
 """.split()
 MODULES = ["codegen", "errors", "fusions", "monkey_patching", "presets"]
 
