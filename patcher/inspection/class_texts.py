@@ -6,39 +6,44 @@ those stand that they override, and what is left is the text that one would have
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-import libcst as cst
 from torch import nn
 
 from patcher.errors import CodegenError
-from patcher.source import trees
-from patcher.source.reading import unwrap
+from patcher.source.edits import Place, Text, start_line
+from patcher.source.indentation import moved
+from patcher.source.reading import Location, read_source, unwrap
 
 # How an object is pickled is no part of what it computes.
 _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})
 _DOCSTRING = "__doc__"
 
 
-class _Member(NamedTuple):
-    """One statement of the body of a class, with the comments and empty lines above it."""
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """One statement of the body of a class.
+
+    Attributes:
+        name: what it binds, as it is written; empty if it binds nothing.
+        lines: its text, and the comments above it.
+        blank: how many empty lines are above.
+        is_function: whether it defines a method.
+        is_comment: whether it is nothing but a comment.
+    """
 
     name: str
-    node: Any
-
-    @property
-    def is_function(self) -> bool:
-        return isinstance(self.node, cst.FunctionDef)
-
-    @property
-    def lines(self) -> list[str]:
-        return trees.code_of(self.node).strip().splitlines()
+    lines: list[str]
+    blank: int = 0
+    is_function: bool = False
+    is_comment: bool = False
 
     @property
     def extends(self) -> bool:
@@ -46,28 +51,24 @@ class _Member(NamedTuple):
         call = re.compile(rf"\bsuper\([^()]*\)\.{self.name}\b")
         return self.is_function and any(map(call.search, self.lines))
 
-    @property
-    def blank(self) -> int:
-        """How many empty lines are above it."""
-        return len(self.node.leading_lines) - len(trees.without_blank(self.node.leading_lines))
-
     def below(self, blank: int) -> _Member:
         """The same with so many empty lines above it."""
-        lines = [*trees.comment_lines([], blank_before=blank), *trees.without_blank(self.node.leading_lines)]
-        return self._replace(node=self.node.with_changes(leading_lines=lines))
+        return replace(self, blank=blank)
 
 
 @dataclass
 class _Body:
     """A class whose body is edited statement by statement."""
 
-    node: cst.ClassDef
+    head: str
     members: list[_Member]
+    comments: list[str] = field(default_factory=list)
+    decorators: list[str] = field(default_factory=list)
+    footer: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        members = [member.node for member in self.members] or [cst.parse_statement("pass")]
-        text = trees.code_of(trees.with_members(self.node, members))
-        return re.sub(r"(?m)^( *)\.\.\.  #", r"\1#", text)  # see _comment
+        lines = [line for member in self.members for line in ([""] * member.blank + member.lines)]
+        return "\n".join([*self.comments, *self.decorators, self.head, *(lines or ["    pass"]), *self.footer, ""])
 
     def named(self, name: str) -> list[_Member]:
         return [member for member in self.members if member.name == name]
@@ -84,10 +85,9 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
     layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
     layers = [cls for cls in layers if cls is replacement or _root(cls) not in library]
     if inherits:
-        patched = _Body(before.node, list(before.members))
+        patched = replace(before, members=list(before.members))
     else:
-        base, head = _body_of(layers.pop()), _body_of(replacement).node
-        patched = _Body(base.node.with_changes(name=head.name, bases=head.bases, keywords=head.keywords), base.members)
+        patched = replace(_body_of(layers.pop()), head=_body_of(replacement).head)
     for cls in reversed(layers):
         body = _body_of(cls)
         for name in dict.fromkeys(member.name for member in body.members if member.is_function):
@@ -107,10 +107,8 @@ def _root(cls: type) -> str:
 
 def _overlay(under: _Body, over: _Body) -> None:
     """Put the members of a subclass where those stand that they override, and the others beside them."""
-    under.node = under.node.with_changes(
-        decorators=[*over.node.decorators, *under.node.decorators],
-        leading_lines=[*over.node.leading_lines, *under.node.leading_lines],
-    )
+    under.decorators = [*over.decorators, *under.decorators]
+    under.comments = [*over.comments, *under.comments]
     for name in dict.fromkeys(member.name for member in over.members):
         new = over.named(name)
         old = under.named(name) if name else []
@@ -141,37 +139,61 @@ def _insert(members: list[_Member], new: list[_Member]) -> None:
 
 
 def _is_rewritten(old: Iterable[_Member], new: Iterable[_Member]) -> bool:
-    before, after = ([line for member in listed for line in member.lines] for listed in (old, new))
+    before, after = ([line for member in listed for line in _unindented(member)] for listed in (old, new))
     return sum(line[0] in "+-" for line in difflib.ndiff(before, after)) >= len(after)
+
+
+def _unindented(member: _Member) -> list[str]:
+    return "\n".join(member.lines).strip().splitlines()
 
 
 def _body_of(cls: type) -> _Body:
     try:
-        node = trees.read_class(cls)
+        source = read_source(cls, cls.__qualname__, Location("", 0))
     except CodegenError:
         return _made_up(cls)
-    statements, comments = trees.class_members(node)
-    members = [_Member("", _comment(str(line.comment and line.comment.value))) for line in comments]
-    members += [member for statement in statements for member in _members(statement)]
+    text = Text(moved(source.text, source.indent, "", "    "))
+    node = text.tree.body[0]
+    assert isinstance(node, ast.ClassDef)
+    lines, first = text.text.split("\n"), start_line(node)
+    body = node.body
+    in_line = text.is_in_line(node)
+    end = text.span(body[0])[0] if in_line else text.end_of(Place(body[0], body, node).comments(text).start - 1)
+    head = text.text[text.start_of(node.lineno) : end].rstrip()
+    members = [member for statement in body for member in _members(Place(statement, body, node), text, in_line)]
+    members.sort(key=lambda member: not member.is_comment)  # those of what says nothing come first
     # torch documents its layers on pages, which nothing here replaces.
     left_out = _PLUMBING | ({_DOCSTRING} if _root(cls) == "torch" else set())
-    return _Body(node, [member for member in members if member.name not in left_out])
+    members = [member for member in members if member.name not in left_out]
+    footer = [line for line in lines[text.last_line(body[-1]) :] if line.strip()]
+    return _Body(head, members, lines[: first - 1], lines[first - 1 : node.lineno - 1], footer)
 
 
-def _members(statement: Any) -> Iterator[_Member]:
-    """A statement, by the name that it binds; one for each part of `a = 1; b = 2`; none for a type without a value."""
-    if not isinstance(statement, cst.SimpleStatementLine):
-        yield _Member(trees.bound_by(statement), statement)
+def _members(place: Place, text: Text, in_line: bool) -> Iterator[_Member]:
+    """A statement by the name that it binds; the comments of one that says nothing; no types without values."""
+    node: Any = place.node
+    above = [] if in_line else [text.lines[number - 1].rstrip("\n") for number in place.comments(text)]
+    blank = 0 if in_line else place.blank(text)
+    start, end = text.span(node)
+    if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and ast.unparse(node.value) == "..."):
+        said = [*map(str.strip, above), text.text[end : text.end_of(node.lineno)].strip(" \t;")]
+        yield from (_Member("", [f"    {line}"], is_comment=True) for line in said if line)
         return
-    for number, part in enumerate(statement.body):
-        if isinstance(part, cst.AnnAssign) and part.value is None:
-            continue
-        one = statement.with_changes(
-            body=[part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)],
-            leading_lines=statement.leading_lines if number == 0 else [],
-        )
-        is_text = isinstance(part, cst.Expr) and isinstance(part.value, cst.SimpleString | cst.ConcatenatedString)
-        yield _Member(_DOCSTRING if is_text else trees.bound_by(one), one)
+    if isinstance(node, ast.AnnAssign) and node.value is None:
+        return
+    if text.is_alone(node) and not in_line:
+        own = text.text[text.start_of(start_line(node)) : text.end_of(text.last_line(node))]
+    else:
+        own = f"    {text.text[start:end]}"
+    name, value = getattr(node, "name", ""), node.value if isinstance(node, ast.Expr) else None
+    if isinstance(node, ast.Assign):
+        name = ", ".join(map(ast.unparse, node.targets))
+    elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+        name = ast.unparse(node.target)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+        name = _DOCSTRING
+    function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    yield _Member(name, [*above[blank:], *own.split("\n")], blank, function)
 
 
 def _made_up(cls: type) -> _Body:
@@ -181,14 +203,8 @@ def _made_up(cls: type) -> _Body:
         if name.startswith("__") and not isinstance(unwrap(value), FunctionType):
             continue
         if value is None or isinstance(value, str | int | float):
-            members.append(_Member(name, cst.parse_statement(f"{name} = {value!r}")))
+            members.append(_Member(name, [f"    {name} = {value!r}"]))
         else:
             comment = f"# {name}: a {type(value).__name__} whose source can't be read"
-            members.append(_Member(name, _comment(comment)))
-    head = cst.parse_statement(f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}): pass")
-    return _Body(cast(cst.ClassDef, head), members)
-
-
-def _comment(text: str) -> Any:
-    """A comment in the place of a statement: libcst has it beside one, which is left out of the text."""
-    return cst.parse_statement(f"...  {text}")
+            members.append(_Member(name, [f"    {comment}"]))
+    return _Body(f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)}):", members)

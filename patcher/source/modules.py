@@ -63,15 +63,7 @@ def _version(package: str) -> str:
         return ""
 
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-
-
 _CODING = re.compile(rb"coding[:=]")
-
-
-def lines_of(text: str) -> list[str]:
-    """The lines that Python counts, with their newlines: a form feed ends none, unlike in `str.splitlines`."""
-    return _LINE.findall(text)
 
 
 def find_spec(name: str) -> ModuleSpec | None:

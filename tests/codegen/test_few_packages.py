@@ -14,7 +14,7 @@ import pytest
 import patcher
 
 ROOT = Path(patcher.__file__).parents[1]
-NEEDED = ("libcst", "typer", "rich", "packaging")
+NEEDED = ("typer", "rich", "packaging")
 CONFIG = """
 from patcher.codegen import ModelingCodeGenerator, PatchConfig, create_patch_from_external
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-import libcst as cst
 from hypothesis import example, given, settings, strategies as st
 
 from patcher.errors import CodegenError
-from patcher.source.trees import code_of, renamed
+from patcher.source.edits import Text, applied
+from patcher.source.renaming import renaming
 
 # `old` is what the module of the patch calls something, and `new` what the file calls it.
 FRAGMENTS = [
@@ -71,7 +71,7 @@ def test_code_under_another_name_does_the_same(fragments: list[str]) -> None:
     if before is SyntaxError:
         return
     try:
-        after = code_of(renamed(cst.parse_statement(text), {"old": "new"}))
+        after = applied(text, renaming(Text(text), {"old": "new"}))
     except CodegenError as error:
         message = str(error)
     else:

@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher.codegen import write
 from tests.codegen.every_kind import config
-from tests.support import fresh
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +66,3 @@ def test_what_is_left_out_is_gone_from_all(patched: ModuleType) -> None:
 def test_the_original_is_untouched(patched: ModuleType) -> None:
     assert modeling_llama.LlamaMLP is LlamaMLP
     assert not hasattr(modeling_llama.LlamaAttention, "_original_init")
-
-
-@pytest.mark.process
-def test_generated_files_load_no_parser() -> None:
-    code = "import sys\nimport patcher.codegen.runtime\nprint('libcst' in sys.modules)"
-    assert fresh.run(code).stdout == "False\n"

@@ -15,7 +15,6 @@ from tests.support.architecture import (
     not_public,
     private_attributes,
     private_imports,
-    reached,
     room,
     upward,
 )
@@ -158,11 +157,6 @@ def test_loading_and_codegen_do_not_know_each_others_inside() -> None:
         if room(module.name) == "codegen" and each.module.startswith("patcher.loading.")
     ]
     none_of(inside)
-
-
-@pytest.mark.parametrize("module", ["patcher.codegen.runtime", "patcher.fusions"])
-def test_what_generated_files_and_configs_import_edits_no_source(module: str) -> None:
-    assert {each for each in reached(module, house()) if each.partition(".")[0] == "libcst"} == set()
 
 
 def is_module(name: str) -> bool:

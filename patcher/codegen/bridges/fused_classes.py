@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import libcst as cst
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,9 +27,9 @@ from patcher.fusions.methods import trees_of
 from patcher.fusions.old_names import OldNames
 from patcher.fusions.rewrite import class_text
 from patcher.layouts.layouts import Layout
-from patcher.source import trees
-from patcher.source.indentation import dedented
-from patcher.source.reading import definition_of
+from patcher.source.edits import Edit, Text, applied, start_line
+from patcher.source.indentation import dedented, indented, moved
+from patcher.source.reading import Location, definition_of, read_source
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -370,16 +369,15 @@ def _mixins(original: type[nn.Module], fused: type[nn.Module]) -> list[type]:
 
 def _replacement(original: type[nn.Module], fused: Any, fusing: str) -> str:
     """The class, with another forward and more in its `__init__`; empty where it doesn't have these two itself."""
-    node = trees.read_class(original)
-    own = {item.name.value: item for item in node.body.body if isinstance(item, cst.FunctionDef)}
+    source = read_source(original, original.__qualname__, Location("", 0))
+    text = Text(moved(source.text, source.indent, "", "    "))
+    node: Any = text.tree.body[0]
+    own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     if len(fused._rewritten) != 1 or not own.keys() >= {"__init__", *fused._rewritten}:
         return ""
-    ((name, source),) = fused._rewritten.items()
-    init, forward = own["__init__"], cst.parse_statement(source)
-    statements = [*init.body.body, *cst.parse_module(fusing).body]
-    edits: dict[cst.CSTNode, list[Any]] = {
-        own[name]: [forward.with_changes(leading_lines=own[name].leading_lines)],
-        init: [init.with_changes(body=init.body.with_changes(body=statements))],
-    }
-    changed = cast(cst.ClassDef, node.visit(trees.Rewriter(edits, node)))
-    return trees.code_of(changed.with_changes(decorators=[], leading_lines=[]))
+    ((name, code),) = fused._rewritten.items()
+    start, end = text.start_of(start_line(own[name])), text.end_of(text.last_line(own[name]))
+    behind = text.end_of(text.last_line(own["__init__"]))
+    more = "".join(f"\n        {line}" for line in fusing.splitlines())
+    edits = [Edit(start, end, indented(code).rstrip()), Edit(behind, behind, more)]
+    return applied(text.text, [*edits, Edit(0, text.start_of(node.lineno), "")])

@@ -20,8 +20,9 @@ from patcher.errors import CodegenError
 from patcher.source.canonical import fingerprint
 from patcher.source.definitions import find, span
 from patcher.source.differences import diff_of, reversed_diff
+from patcher.source.edits import lines_of
 from patcher.source.indentation import dedented, docstring_lines, in_strings
-from patcher.source.modules import lines_of, load
+from patcher.source.modules import load
 from patcher.source.reading import Location, Source, own_decorators
 
 

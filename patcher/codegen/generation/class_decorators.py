@@ -9,7 +9,8 @@ from patcher.codegen.spec import PatchKind, PatchSpec
 from patcher.errors import CodegenError, PatcherWarning
 from patcher.source.decorators import replaced_methods
 from patcher.source.definitions import find
-from patcher.source.modules import SourceModule, lines_of
+from patcher.source.edits import lines_of
+from patcher.source.modules import SourceModule
 from patcher.source.reading import Definition, parsed
 from patcher.source.scopes import nearest, top_level
 

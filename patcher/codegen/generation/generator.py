@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import ast
-import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
-
-import libcst as cst
-import libcst.matchers as m
 
 from patcher.codegen.generation.class_decorators import warn_of_decorators, without_decorators
 from patcher.codegen.generation.header import render_header, with_header, without_banner
 from patcher.codegen.generation.missing_names import check_names
 from patcher.codegen.generation.patched_classes import edit_class
-from patcher.codegen.generation.patched_definitions import (
-    Context,
-    behind_overloads,
-    is_overload,
-    replace_definition,
-)
+from patcher.codegen.generation.patched_definitions import Context, is_overload, replace_definition
 from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.generation.stock_conversions import with_stock_conversions
 from patcher.codegen.generation.surroundings import (
-    DropNames,
+    absolute_imports,
+    dropped_names,
     insert,
     plan_imports,
-    with_absolute_imports,
     without_orphans,
 )
 from patcher.codegen.spec import Patch, PatchKind, PatchSpec, check_conflicts, check_target
 from patcher.errors import CodegenError, PatcherWarning
-from patcher.source import trees as tree
 from patcher.source.collecting import without_collections
-from patcher.source.folding import fold
+from patcher.source.edits import Edit, Place, Text, applied, definitions, places, removals, start_line, without
 from patcher.source.modules import SourceModule, load
 from patcher.source.reading import parsed
 from patcher.source.scopes import ImportedName, bound_names, imported_names, nearest, top_level
-
-#: white space that libcst is not known to give back: all but spaces and one kind of newline
-_UNUSUAL = re.compile(r"[^\S \n]|\\\n")
 
 
 @dataclass(frozen=True)
@@ -89,89 +75,84 @@ def build(config: PatchSpec) -> Generated:
     source = load(config.source_module, config.where)
     try:
         original = parsed(source.text)
-        text = with_absolute_imports(source, original, config.where)
-        folded = fold(text, original, {patch.target for patch in config.patches})
-        text, tail = _split_tail(folded.text)
-        module = cst.parse_module(text, cst.PartialParserConfig(default_indent=folded.indent))
-    except (SyntaxError, cst.ParserSyntaxError) as error:
-        reason = f"{error.msg}, on line {error.lineno}" if isinstance(error, SyntaxError) else str(error)
+    except SyntaxError as error:
         raise config.error(
-            f"{source.name} can't be patched, because {source.path} does not parse: {reason}."
+            f"{source.name} can't be patched, because {source.path} does not parse: {error.msg}, on line "
+            f"{error.lineno}."
         ) from error
-    if _UNUSUAL.search(text) and module.code != text:
-        raise config.error(
-            f"{source.name} can't be patched: the parser would not give every character of "
-            f"{source.path} back. Look for form feeds and mixed newlines in it."
-        )
+    text = Text(source.text, original)
     imported = imported_names(original)
     for name, where in config.dropped.items():
         if name not in imported:
             # Not an error: a config serves several releases, and a later one needs the name no more.
-            text = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
-            warnings.warn_explicit(text + nearest(name, imported), PatcherWarning, where.file, where.line)
-    whole, module = module, module.visit(DropNames(config.dropped))
-    edits = _exclude(config, module) | _replaced_guards(config, whole, module)
+            said = f"drop_import_names({name!r}) names nothing that {config.source_module} imports. "
+            warnings.warn_explicit(said + nearest(name, imported), PatcherWarning, where.file, where.line)
+    edits, no_imports = dropped_names(text, config.dropped)
+    unlisted, excluded = _exclude(config, text)
+    gone = no_imports | excluded | _replaced_guards(config, text, no_imports)
+    edits += [*unlisted, *removals(text, gone, original.body, original)]
 
     left = original  # what stays of it: other statements may bind what is left out as well
     if config.dropped or config.excluded:
-        left = ast.parse(module.visit(tree.Rewriter(edits, module)).code)
+        left = ast.parse(applied(source.text, edits))
     bound = set(bound_names(left))
-    removable = _removable(module, imported_names(left), config)
+    removable = _removable(text, imported_names(left), config)
     added, externals = plan_imports(config, bound, original, removable)
     provenance = Provenance.of(config, original)
-    step = module.default_indent
-    context = Context(source.name, source.newline, step, externals, bound, removable, folded, provenance)
-    edits |= _edit(config, module, context, imported)
-    module = insert(config, module, edits, added, context)
+    edits += absolute_imports(source, text, config.where)
+    context = Context(source.name, text, source.newline, _step(text), externals, bound, removable, provenance, edits)
+    _edit(config, context, imported, gone)
+    insert(config, added, gone, no_imports, context)
 
-    code = module.code
-    text = without_decorators(config, folded.unfold(code + tail))
+    code = without_decorators(config, applied(source.text, context.edits))
     orphans: tuple[str, ...] = ()
     if config.changes:
-        text, orphans = without_orphans(config, source, code, text, original)
-        check_names(config, source, text, original)
-    warn_of_decorators(config, source, original, text)
-    text, methods = with_stock_conversions(config, source, original, text)
+        code, orphans = without_orphans(config, source, code, original)
+        check_names(config, source, code, original)
+    warn_of_decorators(config, source, original, code)
+    code, methods = with_stock_conversions(config, source, original, code)
     header = render_header(config, source, context.done, provenance.header(), orphans, methods)
-    text = with_header(without_banner(text), header, source)
+    code = with_header(without_banner(code), header, source)
     try:
-        text.encode(source.encoding)
+        code.encode(source.encoding)
     except UnicodeEncodeError as error:
         raise config.error(
             f"{source.name} is written in {source.encoding}, which has no "
             f"{error.object[error.start]!r}. Leave the character out of the patches and descriptions."
         ) from error
-    return Generated(config, source, text, tuple(context.done), provenance, orphans)
+    return Generated(config, source, code, tuple(context.done), provenance, orphans)
 
 
-def _split_tail(text: str) -> tuple[str, str]:
-    """A text up to the end of its last line with code, and the white space behind: libcst loses form feeds there."""
-    code = text.rstrip()
-    line, newline, tail = text[len(code) :].partition("\n")
-    return code + line + newline, tail
+def _step(text: Text) -> str:
+    """The indentation of the first block, four spaces where there is none."""
+    for node in text.tree.body:
+        block = getattr(node, "body", None)
+        if isinstance(block, list) and start_line(block[0]) > node.lineno:
+            return text.indent(start_line(block[0]))
+    return "    "
 
 
 def _edit(
-    config: PatchSpec, module: cst.Module, context: Context, imported: Mapping[str, ImportedName]
-) -> dict[cst.CSTNode, Sequence[Any]]:
-    """What every patched definition of the top level turns into."""
-    found = tree.definitions(module.body)
-    by_name: dict[str, list[Patch]] = {node.name.value: [] for node in found}
+    config: PatchSpec, context: Context, imported: Mapping[str, ImportedName], gone: Collection[ast.stmt]
+) -> None:
+    """Patch the definitions of the top level."""
+    tree = context.text.tree
+    found = [place for place in definitions(tree.body, tree) if place.node not in gone]
+    by_name: dict[str, list[Patch]] = {_name(place): [] for place in found}
     for patch in config.patches:
         name = patch.target.split(".")[0]
         if name not in by_name:
             raise _unknown(patch, name, found, context.source, imported.get(name))
         by_name[name].append(patch)
-    edits: dict[cst.CSTNode, Sequence[Any]] = {}
-    stubs: list[tree.Definition] = []
-    for node in found:
-        name, patches = node.name.value, by_name[node.name.value]
+    stubs: list[Place] = []
+    for place in found:
+        name, patches = _name(place), by_name[_name(place)]
         if not patches:
             continue
-        depth = tree.depth_of(node, module.body)
-        if name in imported and (depth or name not in config.dropped):
+        guarded = place.owner is not tree
+        if name in imported and (guarded or name not in config.dropped):
             fix = f"Add config.drop_import_names({name!r})."
-            if depth:  # a guard chooses between the two: without the import there may be neither
+            if guarded:  # a guard chooses between the two: without the import there may be neither
                 fix = (
                     f"Leave both out with config.drop_import_names({name!r}) and "
                     f"config.exclude_from_output({name!r}), and add a {name!r} of your own with add_helper in the "
@@ -182,26 +163,26 @@ def _edit(
                 f"{imported[name].line}. {fix}"
             )
         whole = [p for p in patches if p.target == name and p.kind is not PatchKind.MODIFY_INIT]
-        if whole and is_overload(node):
-            edits[node] = ()  # it tells a signature of the original
-            stubs.append(node)
+        if whole and is_overload(place.node):
+            stubs.append(place)  # it tells a signature of the original, and goes with it
         elif whole:
-            edits[node] = replace_definition(whole[0], behind_overloads(node, stubs), context, depth)
+            context.remove_overloads(stubs, place)
+            replace_definition(whole[0], place, context)
             stubs = []
-        elif isinstance(node, cst.ClassDef):
-            items = [(patch.target.split(".")[1:], patch) for patch in patches]
-            edits[node] = [edit_class(node, items, context, name, depth)]
+        elif isinstance(place.node, ast.ClassDef):
+            edit_class(place, [(patch.target.split(".")[1:], patch) for patch in patches], context, name)
         else:
             raise patches[0].error(
                 f"does not fit: {name!r} is a function in {context.source}, and has no methods. "
                 f"Use replace_function({name!r})."
             )
-    return edits
 
 
-def _unknown(
-    patch: Patch, name: str, found: list[tree.Definition], source: str, imported: ImportedName | None
-) -> CodegenError:
+def _name(place: Place) -> str:
+    return str(place.node.name)  # type: ignore[attr-defined]
+
+
+def _unknown(patch: Patch, name: str, found: list[Place], source: str, imported: ImportedName | None) -> CodegenError:
     if imported is not None:
         origin = f"{'.' * imported.level}{imported.module}" if imported.attribute else name
         return patch.error(
@@ -210,21 +191,28 @@ def _unknown(
         )
     wants_function = patch.kind is PatchKind.REPLACE_FUNCTION
     what = "function" if wants_function else "class"
-    same = [n.name.value for n in found if isinstance(n, cst.FunctionDef) == wants_function]
-    choices = [n.name.value for n in found] if patch.kind is PatchKind.EXTERNAL else same
+    same = [_name(each) for each in found if isinstance(each.node, ast.ClassDef) != wants_function]
+    choices = [_name(each) for each in found] if patch.kind is PatchKind.EXTERNAL else same
     return patch.error(f"names no {what} of {source}. {nearest(name, choices)}")
 
 
-def _exclude(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
-    """The edits that leave definitions out of a module, and their names out of its `__all__`."""
-    if not config.excluded:
-        return {}
-    edits: dict[cst.CSTNode, Sequence[Any]] = {}
-    known: dict[str, list[Any]] = {}
-    for node in tree.statements(module.body):
-        name = tree.bound_by(node)
-        if name.isidentifier():
-            known.setdefault(name, []).append(node)
+def _bound_by(node: ast.stmt) -> str:
+    """The one name that a definition or an assignment binds, empty for other statements."""
+    if isinstance(node, ast.Assign):
+        target = node.targets[0] if len(node.targets) == 1 else None
+    else:
+        target = node.target if isinstance(node, ast.AnnAssign | ast.AugAssign) else None
+    return target.id if isinstance(target, ast.Name) else str(getattr(node, "name", ""))
+
+
+def _exclude(config: PatchSpec, text: Text) -> tuple[list[Edit], set[ast.stmt]]:
+    """The edits that leave definitions out of `__all__`, and the statements that are left out."""
+    edits, gone, known = list[Edit](), set[ast.stmt](), dict[str, list[ast.stmt]]()
+    for place in places(text.tree.body, text.tree) if config.excluded else ():
+        if name := _bound_by(place.node):
+            known.setdefault(name, []).append(place.node)
+        elif isinstance(place.node, ast.Expr) and _is_call_of_all(place.node.value):
+            known.setdefault("__all__", []).append(place.node)
     patched = {patch.target.split(".")[0]: patch for patch in config.patches}
     for name, where in config.excluded.items():
         if name not in known:
@@ -237,46 +225,67 @@ def _exclude(config: PatchSpec, module: cst.Module) -> dict[cst.CSTNode, Sequenc
                 f"{where}: exclude_from_output({name!r}) leaves out what {patched[name].asked} at "
                 f"{patched[name].where} patches. Remove one."
             )
-        edits.update((node, ()) for node in known[name])
+        gone.update(known[name])
     for node in known.get("__all__", []):
-        edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))]
-    for node, call in _calls_of_all(module):
-        kept = _is_kept(call, config.excluded)
-        edits[node] = [cast(cst.SimpleStatementLine, node.visit(_Unlisted(config.excluded)))] if kept else ()
+        call = node.value if isinstance(node, ast.Expr) else None
+        value = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
+        if isinstance(value, ast.Constant) and value.value in config.excluded:
+            gone.add(node)
+        for part in ast.walk(node):
+            if isinstance(part, ast.List | ast.Tuple):
+                edits += _unlisted(text, part, config.excluded)
+    return edits, gone
+
+
+def _is_call_of_all(node: ast.expr) -> bool:
+    """Whether it is `__all__.append(...)`, `__all__.extend(...)` or the like."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_all(node.func.value)
+
+
+def _is_all(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "__all__"
+
+
+def _unlisted(text: Text, listed: ast.List | ast.Tuple, excluded: Collection[str]) -> list[Edit]:
+    """The edits that remove the strings of a list that name what is left out."""
+    removed = [part for part in listed.elts if isinstance(part, ast.Constant) and part.value in excluded]
+    start, end = text.span(listed)
+    if len(removed) == len(listed.elts):
+        return [Edit(start, end, "()" if isinstance(listed, ast.Tuple) else "[]")] if removed else []
+    edits = without(text, listed.elts, removed, end - (text.text[end - 1] in ")]")) if removed else []
+    if isinstance(listed, ast.Tuple) and len(listed.elts) - len(removed) == 1 and removed:
+        (kept,) = (part for part in listed.elts if part not in removed)
+        edits = [Edit(start, end, f"({text.code(kept)},)")]
     return edits
 
 
-def _calls_of_all(module: cst.Module) -> Iterator[tuple[cst.CSTNode, cst.Call]]:
-    """The statements `__all__.append(...)`, `__all__.extend(...)` and the like."""
-    pattern = m.Call(func=m.Attribute(value=m.Name("__all__")))
-    for node in tree.statements(module.body):
-        if m.matches(node, m.SimpleStatementLine(body=[m.Expr(value=pattern)])):
-            yield node, node.body[0].value
+def _replaced_guards(config: PatchSpec, text: Text, gone: Collection[ast.stmt]) -> set[ast.stmt]:
+    """The guards of which only fallbacks are left, for names that the config binds itself.
 
-
-def _is_kept(call: cst.Call, excluded: Collection[str]) -> bool:
-    """Whether such a call adds anything but one name that is left out."""
-    value = call.args[0].value if len(call.args) == 1 else None
-    return not (isinstance(value, cst.SimpleString) and value.evaluated_value in excluded)
-
-
-def _replaced_guards(config: PatchSpec, whole: cst.Module, module: cst.Module) -> dict[cst.CSTNode, Sequence[Any]]:
-    """The edits that leave out the guards of which only fallbacks are left, for names that the config binds itself.
-
-    What falls back is told by `whole`, the module with the imports that are left out.
+    What falls back is told by the imports that are left out.
     """
     own = {helper.source.name for helper in config.helpers}
     own.update(name for each in config.imports for name in each.bound())
     own.update(name for block in config.blocks for name in bound_names(ast.parse(block.code)))
     own &= config.dropped.keys()
-    edits: dict[cst.CSTNode, Sequence[Any]] = {}
-    guards = [[part for part in each.body if own and isinstance(part, cst.If | cst.Try)] for each in (whole, module)]
-    for guard, left in zip(*guards, strict=True):
-        body = ast.parse(tree.code_of(left))
-        names = bound_names(body).keys()
-        if names and names <= own & imported_names(ast.parse(tree.code_of(guard))).keys() and _only_binds(body):
-            edits[left] = ()
-    return edits
+    found = set[ast.stmt]()
+    for guard in text.tree.body if own else ():
+        if isinstance(guard, ast.If | ast.Try):
+            first = text.start_of(guard.lineno)
+            code = applied(text.text[first : text.span(guard)[1]], _shifted(text, guard, config.dropped, first))
+            body = ast.parse(code)
+            names = bound_names(body).keys()
+            if names and names <= own & imported_names(ast.Module([guard], [])).keys() and _only_binds(body):
+                found.add(guard)
+    return found
+
+
+def _shifted(text: Text, guard: ast.stmt, dropped: Collection[str], first: int) -> list[Edit]:
+    """The edits that leave names out of the imports of a statement, of its own text."""
+    part = Text(text.text, ast.Module([guard], []))
+    edits, gone = dropped_names(part, dropped)
+    edits += removals(part, gone, part.tree.body, part.tree)
+    return [Edit(start - first, end - first, new) for start, end, new in edits]
 
 
 def _only_binds(body: ast.Module) -> bool:
@@ -290,24 +299,10 @@ def _only_binds(body: ast.Module) -> bool:
     return True
 
 
-def _removable(module: cst.Module, imported: Collection[str], config: PatchSpec) -> dict[str, str]:
+def _removable(text: Text, imported: Collection[str], config: PatchSpec) -> dict[str, str]:
     """The names that can be left out of a module, each with the calls that do it."""
     calls = {name: [f"config.drop_import_names({name!r})"] for name in imported}
-    for name in {tree.bound_by(node) for node in tree.statements(module.body)} - config.excluded.keys():
+    names = {_bound_by(place.node) for place in places(text.tree.body, text.tree)}
+    for name in sorted(names - config.excluded.keys() - {""}):
         calls.setdefault(name, []).append(f"config.exclude_from_output({name!r})")
     return {name: " and ".join(listed) for name, listed in calls.items()}
-
-
-class _Unlisted(cst.CSTTransformer):
-    """Removes the strings of `__all__` that name what is left out."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if not isinstance(original_node, (cst.List, cst.Tuple)):
-            return updated_node
-        names = [(part, part.value) for part in original_node.elements if isinstance(part.value, cst.SimpleString)]
-        removed = [element for element, text in names if text.evaluated_value in self.names]
-        return updated_node.with_changes(elements=tree.without(original_node.elements, removed))

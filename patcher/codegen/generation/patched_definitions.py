@@ -1,25 +1,41 @@
-"""Patches as edits of the syntax tree: whole definitions replaced."""
+"""Patches as edits of a file's text: whole definitions replaced."""
 
 from __future__ import annotations
 
 import ast
-import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
-
-import libcst as cst
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from patcher.codegen.generation.provenance import Provenance
 from patcher.codegen.spec import External, Patch, PatchKind
-from patcher.source import trees as tree
-from patcher.source.folding import Folded
-from patcher.source.indentation import dedented
-from patcher.source.modules import lines_of
-from patcher.source.reading import Source, own_decorators
+from patcher.errors import CodegenError
+from patcher.source.edits import Edit, Place, Text, applied, start_line
+from patcher.source.indentation import dedented, moved
+from patcher.source.reading import Definition, Location, Source, own_decorators
+from patcher.source.renaming import renaming
 from patcher.source.scopes import free_names
-from patcher.source.trees import Definition, code_of, comment_lines, marker, why
+
+RULE = "# " + "=" * 70
+
+
+class Piece(NamedTuple):
+    """A definition of a patch as it is written at its place, line by line.
+
+    Attributes:
+        above: the comments above it.
+        decorators: each with the comments above it, by its code.
+        rest: all from `def` or `class` on, and comments in front of that.
+    """
+
+    above: list[str]
+    decorators: list[tuple[str, list[str]]]
+    rest: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        """All of them."""
+        return [*self.above, *(line for _, lines in self.decorators for line in lines), *self.rest]
 
 
 @dataclass
@@ -28,96 +44,192 @@ class Context:
 
     Attributes:
         source: the name of the patched module, for messages.
+        text: its text.
         newline: its newline.
         unit: one step of its indentation.
         externals: how the file calls each imported replacement.
         bound: the names of the original that the file binds at its top level.
         removable: those that can be left out, each with the calls that do it.
-        folded: what stands for statements that no edit touches.
         provenance: where the code of each patch is from.
+        edits: what changes.
+        behind: statements of the top level, each with the definitions that are written behind it.
         done: the patches in the order of the text, each with the names that it gave the file.
     """
 
     source: str
+    text: Text
     newline: str
     unit: str
     externals: dict[External, str]
     bound: set[str]
     removable: dict[str, str]
-    folded: Folded
     provenance: Provenance
+    edits: list[Edit] = field(default_factory=list)
+    behind: dict[ast.stmt, list[list[str]]] = field(default_factory=dict)
     done: list[Patch] = field(default_factory=list)
 
-    def read(
-        self, patch: Patch, depth: int, names: dict[str, str] | None = None, *, whole: bool = False
-    ) -> Definition:
-        """The patch code, renamed and indented for its place; `whole` if more of it is to be changed."""
+    def indent(self, node: ast.stmt) -> str:
+        """The white space in front of a statement."""
+        return self.text.indent(node.lineno)
+
+    def read(self, patch: Patch, indent: str, names: Mapping[str, str] | None = None, name: str = "") -> Piece:
+        """The patch code for its place, under another name if one is given."""
         assert patch.source is not None
         return self.read_source(
-            patch.source, patch.replacement, dict(patch.name_map) | (names or {}), depth, whole=whole
+            patch.source, patch.replacement, {**dict(patch.name_map), **(names or {})}, indent, name
         )
 
     def read_source(
-        self, source: Source, given: Any, names: dict[str, str], depth: int = 0, *, whole: bool = False
-    ) -> Definition:
-        """The code of a patch or a helper, renamed and indented for its place."""
-        own, indent = own_decorators(given, source), self.unit * depth
-        said = Counter(re.findall(r"[^\W\d]\w*", source.text))
-        # But for its definition: that is called what it takes the place of.
-        names = {name: new for name, new in names.items() if said[name] > (name == source.name)}
-        if not whole:
-            source = self._folded(source, names, indent)
-        return tree.read_definition(source, own, names, self.newline, indent, self.unit)
+        self,
+        source: Source,
+        given: Any,
+        names: Mapping[str, str],
+        indent: str = "",
+        name: str = "",
+        more: Callable[[Text, Any], Iterable[Edit]] = lambda text, node: (),
+    ) -> Piece:
+        """The code of a patch or a helper, renamed and indented for its place.
 
-    def _folded(self, source: Source, names: dict[str, str], indent: str) -> Source:
-        """A source with the statements folded that are only moved."""
-        lines, node = lines_of(source.text), source.tree()
-        inner = lines[node.body[0].lineno - 1]
-        if source.indent or inner[: len(inner) - len(inner.lstrip())] != self.unit or self.folded.name in source.text:
-            return source
-        words = {*names, *(new.partition(".")[0] for new in names.values())}
-        self.folded.fold_statements(lines, [node], words, indent, self.newline)
-        return replace(source, text="".join(lines))
+        Args:
+            source: the code.
+            given: the object that it is the code of.
+            names: what it has to call differently.
+            indent: the white space in front of it at its place.
+            name: what it is called there, its own name by default.
+            more: further edits of it.
+        """
+        text, node = _parsed(source.text, source.indent)
+        edits = [*_without_decorators(text, node, own_decorators(given, source)), *more(text, node)]
+        try:
+            edits += renaming(text, names)
+        except CodegenError as error:
+            raise CodegenError(f"{Location(source.file or source.name, source.line)}: {error}") from None
+        if name:
+            edits.append(Edit(*text.name_of(node), name))
+        changed = applied(text.text, edits).removeprefix(_GUARD if source.indent else "")
+        return _split(moved(changed.removesuffix("\n"), source.indent, indent, self.unit), indent)
+
+    def replace(self, place: Place, lines: Sequence[str]) -> None:
+        """Write lines in the place of a statement."""
+        text = self.text
+        start, end = text.start_of(start_line(place.node)), text.end_of(text.last_line(place.node))
+        self.edits.append(Edit(start, end, self.newline.join(lines)))
+
+    def put_above(self, place: Place, lines: Sequence[str]) -> None:
+        """Write lines right above a statement, indented as it is, where `# Copied from` isn't true any more."""
+        text, indent = self.text, self.indent(place.node)
+        for number in place.comments(text):
+            if text.lines[number - 1].lstrip().startswith("# Copied from"):
+                self.edits.append(Edit(text.start_of(number), text.start_of(number + 1), ""))
+        start = text.start_of(start_line(place.node))
+        self.edits.append(Edit(start, start, "".join(f"{indent}{line}{self.newline}" for line in lines)))
+
+    def put_behind(self, place: Place, lines: Sequence[str]) -> None:
+        """Write lines right behind a statement."""
+        end = self.text.end_of(self.text.last_line(place.node))
+        self.edits.append(Edit(end, end, "".join(f"{self.newline}{line}" for line in lines)))
+
+    def remove_overloads(self, stubs: Sequence[Place], place: Place) -> None:
+        """Remove what tells the signatures of a function that is replaced, with the lines between them."""
+        text = self.text
+        for index, stub in enumerate(stubs):
+            first = start_line(stub.node) if index == 0 else next(iter(stub.comments(text)), start_line(stub.node))
+            self.edits.append(Edit(text.start_of(first), text.start_of(text.last_line(stub.node) + 1), ""))
+        if stubs and (blank := place.blank(text)):
+            first = place.comments(text).start
+            self.edits.append(Edit(text.start_of(first), text.start_of(first + blank), ""))
 
 
-def replace_definition(
-    patch: Patch, node: Definition, context: Context, depth: int, *, nested: bool = False
-) -> list[Any]:
-    """The statements that stand where a class or a function was."""
-    is_class = isinstance(node, cst.ClassDef)
+_GUARD = "if True:\n"
+
+
+def _parsed(text: str, indent: str) -> tuple[Text, Any]:
+    """A definition as a text of its own, which is inside of something if it is indented."""
+    parsed = Text((_GUARD if indent else "") + text)
+    block: list[ast.stmt] = parsed.tree.body
+    if indent:
+        assert isinstance(block[0], ast.If)
+        block = block[0].body
+    return parsed, block[0]
+
+
+def _without_decorators(text: Text, node: Any, own: Collection[int]) -> list[Edit]:
+    """The edits that remove some decorators, and if none is left the empty lines behind them."""
+    listed = node.decorator_list
+    lines = {n for index in own for n in range(listed[index].lineno, (listed[index].end_lineno or 0) + 1)}
+    if own and len(own) == len(listed):
+        lines |= {n for n in range(min(lines), node.lineno) if not text.lines[n - 1].strip()}
+    return [Edit(text.start_of(line), text.start_of(line + 1), "") for line in sorted(lines)]
+
+
+def _split(code: str, indent: str) -> Piece:
+    _, node = _parsed(code, indent)
+    shift = 1 if indent else 0
+    lines, at, decorators = code.split("\n"), start_line(node) - shift, list[tuple[str, list[str]]]()
+    above, done = lines[: at - 1], at - 1
+    for decorator in node.decorator_list:
+        end = (decorator.end_lineno or 0) - shift
+        decorators.append((ast.unparse(decorator), lines[done:end]))
+        done = end
+    return Piece(above, decorators, lines[done:])
+
+
+def replace_definition(patch: Patch, place: Place, context: Context, *, nested: bool = False) -> None:
+    """Write a patch in the place of a class or a function."""
+    node: Any = place.node
+    is_class = isinstance(node, ast.ClassDef)
     wrong, fix = PatchKind.REPLACE_CLASS, "Use replace_function."
     if is_class:
         wrong, fix = PatchKind.REPLACE_FUNCTION, "Use replace_class, or override_method for one of its methods."
     what = "class" if is_class else "function"
     if patch.wanted is wrong:
         raise patch.error(f"does not fit: {patch.target!r} is a {what} in {context.source}. {fix}")
-    origin = context.provenance.comment(patch)
-    box = marker(f"[PATCHED {what.upper()}] {patch.target}", why(patch.description), *origin)
-    above = tree.without_copied_from(node.leading_lines)
-    leading = [*above, *box]
+    box = marker(
+        f"[PATCHED {what.upper()}] {patch.target}", why(patch.description), *context.provenance.comment(patch)
+    )
     context.done.append(patch)
-    name = node.name.value
+    name, indent = node.name, context.indent(node)
     if isinstance(patch.replacement, External):
-        if patch.is_import:
-            return [cst.parse_statement(patch.replacement.statement(name)).with_changes(leading_lines=leading)]
-        return [assignment(name, context.externals[patch.replacement], leading)]
+        new = patch.replacement.statement(name) if patch.is_import else ""
+        context.put_above(place, box)
+        context.replace(place, [indent + (new or f"{name} = {context.externals[patch.replacement]}")])
+        return
     assert patch.source is not None
     kept = "" if nested else _kept_name(patch, name, is_class, context)
     own = patch.source.name
     names = {old: kept for old, new in (*patch.name_map, (name, name)) if kept and new == name}
-    if own == name:  # the new class is meant everywhere but in its own bases, which are read before it exists
-        new = context.read(patch, depth)
-        if isinstance(new, cst.ClassDef) and kept:
-            bases = [base.with_changes(value=tree.renamed(base.value, {name: kept})) for base in new.bases]
-            new = new.with_changes(bases=bases)
+    if own == name and kept:  # the new class is meant everywhere but in its own bases, which are read before it exists
+        based = names
+
+        def rename_bases(text: Text, node: Any) -> list[Edit]:
+            found = [part for base in node.bases for part in ast.walk(base) if isinstance(part, ast.Name)]
+            return [Edit(*text.span(part), based[part.id]) for part in found if part.id in based]
+
+        given = {old: new for old, new in patch.name_map if old not in based}
+        new_one = context.read_source(patch.source, patch.replacement, given, indent, more=rename_bases)
     else:
-        new = context.read(patch, depth, names | {own: name}).with_changes(name=cst.Name(name))
+        new_one = context.read(patch, indent, names | ({own: name} if own != name else {}), name)
     if not kept:
-        return [below(new, leading)]
-    original = cast(Definition, tree.renamed(node, {name: kept}))
-    note = comment_lines([f"The original, used by the patched {name} below."])
-    original = original.with_changes(name=cst.Name(kept), leading_lines=[*above, *note])
-    return [original, below(new, [*comment_lines([], blank_before=2), *box])]
+        context.put_above(place, box)
+        context.replace(place, new_one.lines)
+        return
+    context.put_above(place, [f"# The original, used by the patched {name} below."])
+    context.edits += _renamed_original(context.text, node, kept)
+    lines = ["", "", *(f"{indent}{line}" for line in box), *new_one.lines]
+    if isinstance(place.owner, ast.Module):
+        context.behind.setdefault(node, []).append(lines)
+    else:
+        context.put_behind(place, lines)
+
+
+def _renamed_original(text: Text, node: Definition, kept: str) -> list[Edit]:
+    """The edits that give a definition of a file another name, in itself as well."""
+    first = start_line(node)
+    start, end = text.start_of(first), text.end_of(text.last_line(node))
+    part, _ = _parsed(text.text[start:end], text.indent(first))
+    shift = start - (len(part.text) - (end - start))
+    edits = [Edit(edit.start + shift, edit.end + shift, edit.text) for edit in renaming(part, {node.name: kept})]
+    return [Edit(*text.name_of(node), kept), *edits]
 
 
 def _kept_name(patch: Patch, name: str, is_class: bool, context: Context) -> str:
@@ -138,23 +250,17 @@ def _kept_name(patch: Patch, name: str, is_class: bool, context: Context) -> str
     return kept
 
 
-def below(node: Any, lines: Sequence[cst.EmptyLine]) -> Any:
-    """A statement with more lines above it."""
-    return node.with_changes(leading_lines=[*lines, *node.leading_lines])
+def marker(title: str, *notes: str) -> list[str]:
+    """The comment box above a patched definition."""
+    return [RULE, *(f"# {note}" for note in (title, *notes) if note), RULE]
 
 
-def assignment(name: str, value: str, leading: Sequence[cst.EmptyLine] = ()) -> Any:
-    """`name = value` below its comments."""
-    return cst.parse_statement(f"{name} = {value}").with_changes(leading_lines=leading)
+def why(description: str) -> str:
+    """A description on one line."""
+    text = " ".join(description.split())
+    return f"Why: {text}" if text else ""
 
 
-def is_overload(node: Definition) -> bool:
+def is_overload(node: Any) -> bool:
     """Whether a definition only tells type checkers a signature, `@overload`."""
-    return any(code_of(each.decorator).rpartition(".")[2] == "overload" for each in node.decorators)
-
-
-def behind_overloads(node: Any, stubs: Sequence[Definition]) -> Any:
-    """A definition with the lines above its overloads, which are left out."""
-    if not stubs:
-        return node
-    return node.with_changes(leading_lines=[*stubs[0].leading_lines, *tree.without_blank(node.leading_lines)])
+    return any(ast.unparse(each).rpartition(".")[2] == "overload" for each in node.decorator_list)

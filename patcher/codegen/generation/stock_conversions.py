@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from patcher.codegen.spec import PatchSpec
-from patcher.source.modules import SourceModule, find_spec, lines_of
+from patcher.source.edits import lines_of
+from patcher.source.modules import SourceModule, find_spec
 from patcher.source.reading import parsed
 from patcher.source.scopes import imported_names, statements_of, top_level
 

@@ -6,19 +6,16 @@ import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
-
-import libcst as cst
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from patcher.codegen.additions import Helper, Import
-from patcher.codegen.generation.patched_definitions import Context, below
+from patcher.codegen.generation.patched_definitions import Context, marker, why
 from patcher.codegen.spec import External, PatchSpec
 from patcher.errors import CodegenError
-from patcher.source import trees
-from patcher.source.definitions import find, span
-from patcher.source.modules import SourceModule, lines_of
-from patcher.source.reading import Location
+from patcher.source.definitions import find
+from patcher.source.edits import Edit, Place, Text, applied, definitions, places, start_line, without
+from patcher.source.modules import SourceModule
+from patcher.source.reading import Definition, Location, parsed
 from patcher.source.scopes import (
     ImportedName,
     bound_names,
@@ -27,44 +24,28 @@ from patcher.source.scopes import (
     statements_of,
 )
 
-_WITH_STATEMENTS = (
-    cst.Module,
-    cst.BaseCompoundStatement,
-    cst.BaseSuite,
-    cst.SimpleStatementLine,
-    cst.Else,
-    cst.Finally,
-    cst.ExceptHandler,
-    cst.ExceptStarHandler,
-    cst.MatchCase,
+_SPACE = r"(?:\s|\\\r?\n)*"
+_RELATIVE = re.compile(
+    rf"from(?P<before>{_SPACE})(?:\.{_SPACE})*\.(?P<dots>{_SPACE})(?P<name>[^\W\d]\w*(?:{_SPACE}\.{_SPACE}[^\W\d]\w*)*)?"
+    rf"(?P<behind>{_SPACE})\bimport\b"
 )
 
 
-def with_absolute_imports(source: SourceModule, tree: ast.Module, where: Location) -> str:
-    """The text of a module with every `from ..x import y` made absolute, those in functions and guards included.
-
-    No line is added or taken away.
+def absolute_imports(source: SourceModule, text: Text, where: Location) -> Iterator[Edit]:
+    """The edits that make every `from ..x import y` absolute, those in functions and guards included.
 
     Raises:
         CodegenError: an import goes above the top package.
     """
-    lines = lines_of(source.text)
-    relative = [node for node in statements_of(tree, ast.ImportFrom) if node.level]
-    for node in reversed(relative):  # from the end: columns in front stay what they are
-        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-        head = lines[first].encode()[: node.col_offset].decode()
-        tail = lines[last].encode()[node.end_col_offset :].decode()
-        text = "".join(lines[first : last + 1])
-        statement = cst.parse_module(text[len(head) : len(text) - len(tail)])
-        parsed = cst.ensure_type(cst.ensure_type(statement.body[0], cst.SimpleStatementLine).body[0], cst.ImportFrom)
-        name = "." * node.level + (node.module or "")
-        absolute = cst.parse_expression(absolute_name(name, source.package, source.name, where))
-        around = ("whitespace_after_from", "whitespace_before_import")  # needs none beside a dot
-        spaces = {part: cst.SimpleWhitespace(" ") for part in around if getattr(parsed, part).empty}
-        changed = statement.deep_replace(parsed, parsed.with_changes(relative=(), module=absolute, **spaces))
-        assert isinstance(changed, cst.Module)
-        lines[first : last + 1] = [head + changed.code + tail, *[""] * (last - first)]
-    return "".join(lines)
+    for node in statements_of(text.tree, ast.ImportFrom):
+        if not node.level:
+            continue
+        start, _ = text.span(node)
+        match = _RELATIVE.match(text.text, start)
+        assert match is not None
+        name = absolute_name("." * node.level + (node.module or ""), source.package, source.name, where)
+        behind = match["behind"] if node.module else match["dots"] + match["behind"]  # needs none beside a dot
+        yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
 
 
 def absolute_name(relative: str, package: str, source: str, where: Location) -> str:
@@ -79,31 +60,28 @@ def absolute_name(relative: str, package: str, source: str, where: Location) -> 
         ) from None
 
 
-class DropNames(cst.CSTTransformer):
-    """Leaves names out of the imports of the top level."""
+def bound_alias(alias: ast.alias) -> str:
+    """The name that a part of an import statement binds."""
+    return alias.asname or alias.name.split(".")[0]
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self.names = names
 
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        return isinstance(node, _WITH_STATEMENTS) and not isinstance(node, (cst.ClassDef, cst.FunctionDef))
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        if isinstance(original_node, cst.SimpleStatementLine) and not updated_node.body:
-            return cst.RemoveFromParent()
-        imports = isinstance(original_node, (cst.Import, cst.ImportFrom))
-        if not imports or isinstance(original_node.names, cst.ImportStar):
-            return updated_node
-        names = {alias: alias.evaluated_alias or alias.evaluated_name.split(".")[0] for alias in original_node.names}
-        removed = [alias for alias, name in names.items() if name in self.names]
-        if len(removed) == len(original_node.names):
-            return cst.RemoveFromParent()
-        return updated_node.with_changes(names=trees.without(original_node.names, removed))
+def dropped_names(text: Text, names: Collection[str]) -> tuple[list[Edit], set[ast.stmt]]:
+    """The edits that leave names out of imports of the top level, and the statements of which none is left."""
+    edits, gone = list[Edit](), set[ast.stmt]()
+    for place in places(text.tree.body, text.tree):
+        node = place.node
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            removed = [alias for alias in node.names if bound_alias(alias) in names and alias.name != "*"]
+            if len(removed) == len(node.names):
+                gone.add(node)
+            elif removed:
+                end = text.span(node)[1]
+                edits += without(text, node.names, removed, end - (text.text[end - 1] == ")"))
+    return edits, gone
 
 
 def without_orphans(
-    config: PatchSpec, source: SourceModule, folded: str, text: str, original: ast.Module
+    config: PatchSpec, source: SourceModule, text: str, original: ast.Module
 ) -> tuple[str, tuple[str, ...]]:
     """A generated text without the imports that only code used which is gone, and their names.
 
@@ -113,42 +91,45 @@ def without_orphans(
     Args:
         config: the description.
         source: the module that was patched.
-        folded: the text with the definitions that stay as one line each: its imports are found quickly.
         text: the text.
         original: the syntax tree of the source.
     """
-    said = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
-    lines, unused = lines_of(folded), dict[str, set[str]]()
-    for node in ast.parse(folded).body:
-        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
-            continue
-        statement = "".join(lines[node.lineno - 1 : node.end_lineno])
-        rest = said.replace(statement, "", 1)
-        names = {part.asname or part.name.split(".")[0] for part in node.names} - {"*"}
-        # The word, written so that it is searched for as fast as any characters are.
-        names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
-        if names and "noqa" not in statement and not node.col_offset and text.count(statement) == 1:
-            unused[statement] = names
-    if not unused:
-        return text, ()
     gone = {patch.definition for patch in config.patches}.union(config.excluded)
     gone |= {name for name, _ in config.undecorated}
-    known, asked = lines_of(source.text), re.compile("|".join(sorted({*itertools.chain(*unused.values())})))
-    nodes = [node for name in gone for node in find(original, name)]
-    nodes = [node for node in nodes if asked.search("".join(known[span(node)[0] - 1 : node.end_lineno]))]
-    parts = [part for node in nodes for part in ast.walk(node)]
+    nodes = [part for name in gone for node in find(original, name) for part in ast.walk(node)]
     kept_names = {name for entry in config.imports for name in entry.bound()}.union(gone)
-    used = {part.id for part in parts if isinstance(part, ast.Name)} - kept_names
-    for statement, names in unused.items():
-        if orphans := names & used:
-            above, under = text.split(statement)
-            kept = cst.parse_module(statement).visit(DropNames(orphans)).code
-            if not kept.strip():  # of the blank lines above and below, the larger number stays
-                kept, behind = "", lines_of(under)
-                blank = [len(list(itertools.takewhile(str.isspace, e))) for e in (lines_of(above)[::-1], behind)]
-                under = "".join(behind[min(blank) :])
-            text = above + kept + under
-    return text, tuple(sorted(name for names in unused.values() for name in names & used))
+    used = {part.id for part in nodes if isinstance(part, ast.Name)} - kept_names
+    said = re.sub(r"(?m)^[ \t]*# (?:Why|  [\w.]+): .*", "", text)  # without descriptions
+    file, removed = Text(text, parsed(text)), dict[ast.stmt, set[str]]()
+    for node in file.tree.body:
+        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "__future__":
+            continue
+        names = {bound_alias(alias) for alias in node.names} & used
+        if names and not node.col_offset and file.is_alone(node):
+            statement = "".join(file.lines[node.lineno - 1 : node.end_lineno])
+            rest = said.replace(statement, "", 1)
+            # The word, written so that it is searched for as fast as any characters are.
+            names = {name for name in names if not re.search(rf"{name}(?<=\b{name})\b", rest)}
+            if names and "noqa" not in statement:
+                removed[node] = names
+    edits = list[Edit]()
+    for node, names in removed.items():
+        listed, unused = _aliases(node), [alias for alias in _aliases(node) if bound_alias(alias) in names]
+        if len(unused) < len(listed):
+            end = file.span(node)[1]
+            edits += without(file, listed, unused, end - (text[end - 1] == ")"))
+            continue
+        # Of the blank lines above and below, the larger number stays.
+        behind = (node.end_lineno or 0) + 1
+        above = itertools.takewhile(str.isspace, reversed(file.lines[: node.lineno - 1]))
+        below = itertools.takewhile(str.isspace, file.lines[behind - 1 :])
+        blank = min(len(list(above)), len(list(below)))
+        edits.append(Edit(file.start_of(node.lineno), file.start_of(behind + blank), ""))
+    return applied(text, edits), tuple(sorted(name for names in removed.values() for name in names))
+
+
+def _aliases(node: ast.stmt) -> list[ast.alias]:
+    return node.names if isinstance(node, ast.Import | ast.ImportFrom) else []
 
 
 def merge(imports: Iterable[Import]) -> list[Import]:
@@ -164,22 +145,19 @@ def merge(imports: Iterable[Import]) -> list[Import]:
     return [plain[key] for key in sorted(plain)] + [named[key] for key in sorted(named)]
 
 
-def last_import(module: cst.Module) -> Any:
+def last_import(text: Text, gone: Collection[ast.stmt]) -> ast.stmt | None:
     """The statement behind which new imports go: the last one with an import above the first definition.
 
     Returns:
         That statement, or the docstring if there is no import, or None.
     """
     found = None
-    for index, node in enumerate(module.body):
-        if isinstance(node, (cst.ClassDef, cst.FunctionDef)):
+    for index, node in enumerate(text.tree.body):
+        if isinstance(node, Definition):
             break
-        lines = [line for line in trees.statements([node]) if isinstance(line, cst.SimpleStatementLine)]
-        parts = [part for line in lines for part in line.body]
-        first = parts[0] if index == 0 and node in lines else None
-        docstring = first.value if isinstance(first, cst.Expr) else None
-        is_text = isinstance(docstring, (cst.SimpleString, cst.ConcatenatedString))
-        if is_text or any(isinstance(part, (cst.Import, cst.ImportFrom)) for part in parts):
+        is_text = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        parts = (place.node for place in places([node], text.tree) if place.node not in gone)
+        if is_text or any(isinstance(part, ast.Import | ast.ImportFrom) for part in parts):
             found = node
     return found
 
@@ -238,12 +216,22 @@ def _is(found: ImportedName, source: str, module: str, attribute: str) -> bool:
 
 def insert(
     config: PatchSpec,
-    module: cst.Module,
-    edits: dict[cst.CSTNode, Sequence[Any]],
     added: list[Import],
+    gone: Collection[ast.stmt],
+    no_anchors: Collection[ast.stmt],
     context: Context,
-) -> cst.Module:
-    """Apply the edits, and put imports, blocks and helpers in their places."""
+) -> None:
+    """Put imports, blocks and helpers in their places.
+
+    Args:
+        config: the description.
+        added: the imports.
+        gone: statements that are left out.
+        no_anchors: those of them that are imports.
+        context: what the edits of the file share.
+    """
+    text = context.text
+    body = text.tree.body
     by_anchor: dict[str, list[Helper]] = {}
     for helper in config.helpers:
         by_anchor.setdefault(helper.after, []).append(helper)
@@ -254,80 +242,82 @@ def insert(
             )
     fresh = {helper.source.name for helper in config.helpers}
     lines = [line for entry in added for line in entry.lines()]
-    top = _parsed(lines, ["[ADDED IMPORTS]"], context) if lines else []
+    top = [["", "# [ADDED IMPORTS]", *lines]] if lines else []
     for block in config.blocks:
-        notes = ["[ADDED CODE]", *([trees.why(block.description)] if block.description.strip() else [])]
-        top += _parsed(block.code.split("\n"), notes, context)
+        note = why(block.description)
+        top.append(["", "# [ADDED CODE]", *([f"# {note}"] if note else []), *block.code.split("\n")])
     top += _helpers(by_anchor, "", context)
-    anchor = last_import(module)
-    behind = module.body[module.body.index(anchor) + 1 :] if anchor is not None else module.body
-    _check_blocks(config, [node for node in behind if edits.get(node) != ()], context)
-    if anchor is not None and top:
-        edits[anchor] = [*edits.get(anchor, _rewritten(anchor, edits)), *top]
-    outermost = {name.name.value: node for node in module.body for name in trees.definitions([node])}
+    anchor = last_import(text, no_anchors)
+    behind = body[body.index(anchor) + 1 :] if anchor is not None else body
+    _check_blocks(config, [node for node in behind if node not in gone], context)
+    if anchor is not None:
+        context.behind[anchor] = [*top, *context.behind.get(anchor, [])]
+    outermost = {
+        place.node.name: node  # type: ignore[attr-defined]
+        for node in body
+        for place in definitions([node], text.tree)
+        if place.node not in gone
+    }
     for name, helpers in by_anchor.items():
         if not name or name in fresh:
             continue
-        node = outermost.get(name)
-        if node is None:
+        if name not in outermost:
             raise CodegenError(
                 f"{helpers[0].where}: add_helper_after({name!r}) finds no such definition in the file that is made of "
                 f"{context.source}. {nearest(name, [*outermost, *fresh])}"
             )
-        edits[node] = [*edits.get(node, _rewritten(node, edits)), *_helpers(by_anchor, name, context)]
-    module = module.visit(trees.Rewriter(edits, module))
-    body = [*top, *module.body] if anchor is None and top else list(module.body)
-    inserted = [*top, *(statement for new in edits.values() for statement in new[1:])]
-    return module.with_changes(
-        body=_padded(body, set(map(id, inserted))),
-        has_trailing_newline=module.has_trailing_newline or (bool(top) and not module.body),
-    )
+        context.behind.setdefault(outermost[name], []).extend(_helpers(by_anchor, name, context))
+    left = [node for node in body if node not in gone]
+    for node, parts in context.behind.items():
+        if parts:
+            following = next((each for each in left if body.index(each) > body.index(node)), None)
+            end = text.end_of(text.last_line(node))
+            _insert(parts, end, following, context)
+    if anchor is None and top:
+        following = left[0] if left else None
+        at = text.start_of(start_line(following)) if following is not None else len(text.text)
+        _insert(top, at, following, context, first=True)
 
 
-def _check_blocks(config: PatchSpec, behind: Sequence[Any], context: Context) -> None:
+def _insert(
+    parts: Sequence[Sequence[str]], at: int, following: ast.stmt | None, context: Context, *, first: bool = False
+) -> None:
+    """Write lines behind a statement, or in front of the first, apart from what follows: two lines at definitions."""
+    newline, text = context.newline, context.text
+    lines = [line for part in parts for line in part]
+    if following is not None:
+        last = ast.parse("\n".join(parts[-1])).body[-1]
+        wanted = 2 if isinstance(last, Definition) or isinstance(following, Definition) else 1
+        lines += [""] * (wanted - Place(following, text.tree.body, text.tree).blank(text))
+    if not first:
+        context.edits.append(Edit(at, at, "".join(f"{newline}{line}" for line in lines)))
+        return
+    start = newline if at and not text.text[:at].endswith(("\n", "\r")) else ""
+    context.edits.insert(0, Edit(at, at, start + "".join(f"{line}{newline}" for line in lines)))
+
+
+def _check_blocks(config: PatchSpec, behind: Sequence[ast.stmt], context: Context) -> None:
     """Raise a CodegenError if what a block binds is bound again by the statements behind it, and so lost."""
     bound = [(block, name) for block in config.blocks for name in bound_names(ast.parse(block.code))]
     known = context.bound | {helper.source.name for helper in config.helpers}
-    later = bound_names(ast.parse(cst.Module(list(behind)).code)) if any(name in known for _, name in bound) else {}
+    later = bound_names(ast.Module([*behind], [])).keys() - config.dropped if bound else set()
     for block, name in bound:
-        if name in later:
+        if name in later and name in known:
             raise CodegenError(
                 f"{block.where}: the text given to add_post_import_block binds {name!r}, and {context.source} binds "
                 f"it again further down. Rename it{_or_without(name, context.removable)}."
             )
 
 
-def _rewritten(node: Any, edits: dict[cst.CSTNode, Sequence[Any]]) -> list[Any]:
-    """A guard, with the edits in it: a statement that is replaced as a whole isn't visited any more."""
-    return [node if isinstance(node, (cst.ClassDef, cst.FunctionDef)) else node.visit(trees.Rewriter(edits, node))]
-
-
-def _padded(body: list[Any], inserted: set[int]) -> list[Any]:
-    """Two blank lines between an inserted definition and what follows, one behind inserted lines."""
-    for index in range(1, len(body)):
-        before, node = body[index - 1], body[index]
-        if id(before) not in inserted or id(node) in inserted:
-            continue
-        wanted = 2 if any(isinstance(part, (cst.ClassDef, cst.FunctionDef)) for part in (before, node)) else 1
-        blank = len(node.leading_lines) - len(trees.without_blank(node.leading_lines))
-        if blank < wanted:
-            body[index] = below(node, trees.comment_lines([], blank_before=wanted - blank))
-    return body
-
-
-def _parsed(lines: Sequence[str], notes: Sequence[str], context: Context) -> list[Any]:
-    """The statements of a text below an empty line and notes; comments above the first are that one's own."""
-    _, first, *more = cst.parse_module(context.newline.join(["pass", *lines, ""])).body
-    return [below(first, trees.comment_lines(notes, blank_before=1)), *more]
-
-
-def _helpers(by_anchor: dict[str, list[Helper]], anchor: str, context: Context, *, boxed: bool = False) -> list[Any]:
+def _helpers(
+    by_anchor: dict[str, list[Helper]], anchor: str, context: Context, *, boxed: bool = False
+) -> list[list[str]]:
     """The helpers behind an anchor, each followed by those that are anchored to it."""
-    nodes: list[Any] = []
+    found: list[list[str]] = []
     for helper in by_anchor.get(anchor, []):
-        node = context.read_source(helper.source, helper.helper, dict(helper.name_map))
-        box = trees.marker("[HELPERS]") if not nodes and not boxed else []
-        notes = [trees.why(helper.description)] if helper.description.strip() else []
-        nodes.append(below(node, [*trees.comment_lines([], blank_before=2), *box, *trees.comment_lines(notes)]))
-        nodes += _helpers(by_anchor, helper.source.name, context, boxed=True)
-    return nodes
+        piece = context.read_source(helper.source, helper.helper, dict(helper.name_map))
+        box = marker("[HELPERS]") if not found and not boxed else []
+        note = why(helper.description)
+        found.append(["", "", *box, *([f"# {note}"] if note else []), *piece.lines])
+        found += _helpers(by_anchor, helper.source.name, context, boxed=True)
+    return found
