@@ -5,8 +5,7 @@ r"""Patched modeling files: readable, reviewed, diffed, and made by one descript
 >>> rotate = "def rotate_half(x):\n    return x.roll(x.shape[-1] // 2, -1)\n"
 >>> _ = config.replace_function("rotate_half", rotate, description="one kernel less")
 >>> print("\n".join(line for line in generate(config).splitlines() if "rotate_half" in line))
-# - replace function rotate_half: one kernel less
-# Replaced originals: rotate_half 50375658
+# Differs: replace function rotate_half 50375658
 # [PATCHED FUNCTION] rotate_half
 def rotate_half(x):
     q_embed = (q * cos) + (rotate_half(q) * sin)

@@ -94,7 +94,7 @@ def test_without_a_diff_that_fits_nothing_is_guessed(drifted: SimpleNamespace) -
 
 def test_a_file_without_fingerprints_has_nothing_to_compare(drifted: SimpleNamespace) -> None:
     """One that was written before there were any."""
-    text = re.sub(r"# Replaced originals:(.|\n)*?(?=# ---)", "", drifted.path.read_text())
+    text = re.sub(r"# Differs:(.|\n)*?(?=# ---)", "", drifted.path.read_text())
     drifted.path.write_text(text)
     assert drifted.checked().originals == ()
     assert recorded(text) == {}

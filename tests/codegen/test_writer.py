@@ -30,15 +30,10 @@ def test_the_header_says_what_where_from_and_how(config: PatchConfig) -> None:
     assert header.splitlines() == [
         "# " + "-" * 88,
         "# GENERATED FILE: change the config that it is made from, not this file.",
-        "#",
         "# Source:  modeling_written",
         "# About:   A test.",
         "# Made by: patcher codegen tests/codegen/test_writer.py",
-        "#",
-        "# What differs from the source:",
-        "# - replace function f: one more",
-        "#",
-        "# Replaced originals: f b482dbe8",
+        "# Differs: replace function f b482dbe8",
         "# " + "-" * 88,
     ]
 

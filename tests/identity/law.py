@@ -105,7 +105,8 @@ METHOD = b"""
 
 def methods_of(generated: bytes) -> list[str]:
     """The classes that have the method, by the header."""
-    return re.findall(r"^# - add method (\w+)\.is_custom_code\b", generated.decode(), re.MULTILINE)
+    header = generated.decode().partition("# Differs:")[2].partition("# ---")[0]
+    return re.findall(r"(\w+)\.is_custom_code\b", header)
 
 
 def without_methods(generated: bytes, names: list[str]) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from patcher.codegen.spec import Patch, PatchSpec
@@ -14,63 +13,86 @@ from patcher.source.modules import SourceModule
 _RULE = "# " + "-" * 88
 _CODING = re.compile(r"^[ \t\f]*#.*?coding[:=][ \t]*[-\w.]+")
 _WIDTH = 90
-_DIFFERS = "What differs from the source:"
-_CONVERTED = "checkpoints are converted as for the original"
-_SAME = "Nothing differs from the source but imports."
-_TOO_LONG = 40  # lines
+_LINES = 12
+#: what the paragraph begins with that tells what differs
+DIFFERS = "Differs:"
 #: what transformers writes on top of a file that its modular converter has made
 _BANNER = re.compile(
     r"\A((?:#.*\n)*?)#[ \t]*\U0001f6a8+[ \t]*\r?\n"
     r"#[ \t]*This file was automatically generated from (\S+?)\.?[ \t]*(\r?\n)"
     r"(?:#.*\n)*?#[ \t]*\U0001f6a8+[ \t]*\r?\n"
 )
-#: what is done, to what, and why
-_Item = tuple[str, str, str]
 
 
 def render_header(
     config: PatchSpec,
     source: SourceModule,
     patches: Sequence[Patch],
-    originals: str,
+    originals: Mapping[str, str],
     orphans: Sequence[str],
     methods: Sequence[str],
 ) -> list[str]:
     """The lines of the header. They hold no time and no path of a machine, so that equal input gives equal text.
 
+    It names each change, and nothing twice: why it is made, stands at its place. Where there are too many to name,
+    they are counted.
+
     Args:
         config: the description.
         source: the module that was patched.
         patches: the patches in the order of the text.
-        originals: the fingerprints of what they replace.
+        originals: the fingerprints of what they replace, but for those that stand at the patches.
         orphans: the imports that nothing uses any more.
         methods: those by which models get the conversions of transformers.
     """
     version = f" ({source.version})" if source.version else ""
-    items: list[_Item] = []
-    for patch in patches:
-        origin = f" with {patch.replacement.module}.{patch.replacement.name}" if patch.source is None else ""
-        items.append((patch.kind.value, f"{patch.target}{origin}", patch.description))
-    items += [("add method", name, _CONVERTED) for name in methods]
-    helpers = sorted(config.helpers, key=lambda helper: helper.source.name)
-    items += [("add helper", helper.source.name, helper.description) for helper in helpers]
-    items += [("add code behind the imports", "", block.description) for block in config.blocks]
-    imported = sorted({name for entry in config.imports for name in entry.bound()})
-    items += [("add import", name, "") for name in imported]
-    items += [("drop import", name, "") for name in sorted(config.dropped)]
-    items += [("drop import", name, "nothing uses it any more") for name in orphans]
-    items += [("drop decorator", f"{name} of {target}", "") for target, name in sorted(config.undecorated)]
-    items += [("leave out", name, "") for name in sorted(config.excluded)]
-    for render in (_described, _named, _grouped, _counted):
-        about = config.description if render is not _counted else textwrap.shorten(config.description, 2 * _WIDTH)
-        lines = ["GENERATED FILE: change the config that it is made from, not this file.", ""]
-        for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
-            lines += _wrapped(text, f"{label:9}", " " * 9)
-        lines += ["", _DIFFERS if config.changes or methods else _SAME, *render(items)]
-        lines += ["", *(line.replace("~", " ") for line in _wrapped(originals, "", "  "))] if originals else []
-        if len(lines) + 2 < _TOO_LONG:
+    about = textwrap.shorten(config.description, 2 * (_WIDTH - 9))
+    lines = ["GENERATED FILE: change the config that it is made from, not this file."]
+    for label, text in (("Source:", f"{source.name}{version}"), ("About:", about), ("Made by:", made_by(config))):
+        lines += _wrapped(text, f"{label:9}", " " * 9)
+    changes = _changes(config, patches, originals, orphans, methods)
+    for counted in (set[str](), {verb for verb, names in changes.items() if not _marked(names)}, set(changes)):
+        parts = [f"{verb} {_listed(names, counted=verb in counted)}".rstrip() for verb, names in changes.items()]
+        differing = _wrapped("; ".join(parts) or "imports are absolute, nothing else", f"{DIFFERS:9}", " " * 9)
+        if len(lines) + len(differing) + 2 <= _LINES:
             break
-    return [_RULE, *(f"# {line}".rstrip() for line in lines), _RULE]
+    # A space at which no line ends is written as a tilde.
+    return [_RULE, *(f"# {line.replace('~', ' ')}".rstrip() for line in (*lines, *differing)), _RULE]
+
+
+def _changes(
+    config: PatchSpec,
+    patches: Sequence[Patch],
+    originals: Mapping[str, str],
+    orphans: Sequence[str],
+    methods: Sequence[str],
+) -> dict[str, list[str]]:
+    """What is done -> the names of what it is done to, with the fingerprints of what they were."""
+
+    def marked(name: str) -> str:
+        return f"{name}~{originals[name]}" if name in originals else name
+
+    changes: dict[str, list[str]] = {}
+    for patch in patches:
+        changes.setdefault(patch.kind.value, []).append(marked(patch.definition))
+    others: list[tuple[str, Iterable[str]]] = [
+        ("add method", methods),
+        ("add helper", sorted(helper.source.name for helper in config.helpers)),
+        ("add code behind the imports", [""] * bool(config.blocks)),
+        ("add import", sorted({name for entry in config.imports for name in entry.bound()})),
+        ("drop import", sorted({*config.dropped, *orphans})),
+        ("drop decorator", [f"{name} of {target}" for target, name in sorted(config.undecorated)]),
+        ("leave out", map(marked, sorted(config.excluded))),
+    ]
+    return changes | {verb: list(names) for verb, given in others if (names := list(given))}
+
+
+def _marked(names: Sequence[str]) -> bool:
+    return any("~" in name for name in names)
+
+
+def _listed(names: Sequence[str], *, counted: bool) -> str:
+    return ", ".join(names) if not counted or len(names) == 1 else f"({len(names)} times)"
 
 
 def made_by(config: PatchSpec) -> str:
@@ -78,35 +100,6 @@ def made_by(config: PatchSpec) -> str:
     if not config.config_module or (config.config_module == "__main__" and not Path(config.config_file).is_file()):
         return "patcher.codegen.write(config)"
     return f"patcher codegen {config_path(config.config_file)}"
-
-
-def _described(items: Sequence[_Item]) -> list[str]:
-    """One change after the other, with why."""
-    lines = []
-    for verb, name, description in items:
-        text = f"{verb} {name}".rstrip()
-        lines += _wrapped(f"{text}: {description}" if description.strip() else text, "- ", "  ")
-    return lines
-
-
-def _named(items: Sequence[_Item]) -> list[str]:
-    """One change a line; why, stands at each place."""
-    return [line for verb, name, _ in items for line in _wrapped(f"{verb} {name}", "- ", "  ")]
-
-
-def _grouped(items: Sequence[_Item]) -> list[str]:
-    """The names by what is done to them."""
-    groups: dict[str, list[str]] = {}
-    for verb, name, _ in items:
-        groups.setdefault(verb, []).append(name)
-    listed = ((verb, ", ".join(filter(None, names))) for verb, names in groups.items())
-    return [line for verb, names in listed for line in _wrapped(f"{verb}: {names}" if names else verb, "- ", "  ")]
-
-
-def _counted(items: Sequence[_Item]) -> list[str]:
-    """How much is done; what it is stands at each place, and in the manifest."""
-    counts = Counter(verb for verb, _, _ in items)
-    return [f"- {verb}: {count} times" if count > 1 else f"- {verb}" for verb, count in counts.items()]
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from patcher.codegen.generation.header import config_path
+from patcher.codegen.generation.header import DIFFERS, config_path
 from patcher.codegen.spec import Patch, PatchSpec
 from patcher.source.canonical import NOTHING, fingerprint
 from patcher.source.definitions import find
@@ -16,11 +17,9 @@ from patcher.source.reading import Location
 from patcher.source.scopes import bound_names
 
 #: how many characters of names and fingerprints a header has room for; of more patches they stand at the patches
-_ROOM = 800
+_ROOM = 300
 _ENTRY = re.compile(rf"([^\W\d][\w.]*) ([0-9a-f]{{8}}|{NOTHING})\b")
 _AT_PATCH = re.compile(rf"^[ \t]*# (?:from .+:\d+, )?in place of {_ENTRY.pattern}[ \t\r]*$", re.MULTILINE)
-_LABEL = "Replaced originals:"
-_FURTHER = "at the patches"
 
 
 @dataclass(frozen=True)
@@ -51,25 +50,18 @@ class Provenance:
             parts.append(f"in place of {patch.definition} {self.originals[patch.definition]}")
         return [", ".join(parts)] if parts else []
 
-    def header(self) -> str:
-        """The fingerprints as the header has them; for `~` it has a space at which no line ends."""
-        listed = [f"{name}~{mark}" for name, mark in self.originals.items() if name not in self.at_patches]
-        listed += [_FURTHER] if self.at_patches else []
-        return f"{_LABEL} {', '.join(listed)}" if listed else ""
+    def header(self) -> dict[str, str]:
+        """The fingerprints that the header has room for."""
+        return {name: mark for name, mark in self.originals.items() if name not in self.at_patches}
 
 
 def recorded(text: str) -> dict[str, str]:
     """The fingerprints that stand in a generated file, by the names of the definitions."""
-    lines = text.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith(f"# {_LABEL}")), None)
-    found: dict[str, str] = {}
-    if start is not None:
-        end = next((n for n, line in enumerate(lines[start:], start) if not line.startswith("# ") or "---" in line), 0)
-        paragraph = " ".join(line.removeprefix("# ").strip() for line in lines[start:end])
-        found.update(_ENTRY.findall(paragraph.removeprefix(_LABEL)))
-        if _FURTHER in paragraph:
-            found.update(_AT_PATCH.findall(text))
-    return found
+    header = list(itertools.takewhile(lambda line: line.startswith("#"), text.removeprefix("\ufeff").splitlines()))
+    start = next((number for number, line in enumerate(header) if line.startswith(f"# {DIFFERS}")), len(header))
+    told = itertools.takewhile(lambda line: not line.startswith("# ---"), header[start:])
+    paragraph = " ".join(line.removeprefix("#").strip() for line in told).removeprefix(DIFFERS)
+    return dict([*_ENTRY.findall(paragraph), *_AT_PATCH.findall(text)])
 
 
 def _rebound(config: PatchSpec) -> set[str]:

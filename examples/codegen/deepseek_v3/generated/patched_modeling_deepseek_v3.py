@@ -1,20 +1,12 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-#
 # Source:  transformers.models.deepseek_v3.modeling_deepseek_v3 (transformers 5.23.0)
 # About:   DeepSeek-V3 whose tokens are sorted by their experts.
 # Made by: patcher codegen examples/codegen/deepseek_v3/deepseek_v3_patch_gen_config.py
-#
-# What differs from the source:
-# - override method DeepseekV3Experts.forward: one pass over the tokens, sorted by expert
-# - add method DeepseekV3PreTrainedModel.is_custom_code: checkpoints are converted as for
-#   the original
-# - add helper sorted_by_expert: which tokens go to which expert, in the order of the
-#   experts
-# - drop import use_experts_implementation: nothing uses it any more
-# - drop decorator use_experts_implementation of DeepseekV3Experts
-#
-# Replaced originals: DeepseekV3Experts.forward 816747a2
+# Differs: override method DeepseekV3Experts.forward 816747a2; add method
+#          DeepseekV3PreTrainedModel.is_custom_code; add helper sorted_by_expert; drop
+#          import use_experts_implementation; drop decorator use_experts_implementation of
+#          DeepseekV3Experts
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/deepseek_v3/modular_deepseek_v3.py.
 import math

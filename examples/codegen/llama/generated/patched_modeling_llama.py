@@ -1,32 +1,11 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-#
 # Source:  transformers.models.llama.modeling_llama (transformers 5.23.0)
 # About:   What the patcher 'Llama with qkv joined' does to the models of this module.
 # Made by: patcher codegen examples/codegen/llama/llama_patch_gen_config.py
-#
-# What differs from the source:
-# - modify init LlamaAttention: q_proj, k_proj and v_proj as one qkv_proj
-# - override method LlamaAttention.forward: q_proj, k_proj and v_proj as one qkv_proj
-# - external LlamaPreTrainedModel.is_custom_code with
-#   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
-#   model too, are those of the original
-# - external LlamaPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
-# - external LlamaPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external LlamaPreTrainedModel.save_pretrained with
-#   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
-# - add code behind the imports: how checkpoints of the original become those of the models
-#   here, and back
-# - add import Patcher
-# - add import Rows
-# - add import fuse
-# - add import original
-#
-# Replaced originals: LlamaAttention.__init__ 34fe90c3, LlamaAttention.forward 66d18726,
-#   LlamaPreTrainedModel._from_config none, LlamaPreTrainedModel.from_pretrained none,
-#   LlamaPreTrainedModel.is_custom_code none, LlamaPreTrainedModel.save_pretrained none
+# Differs: modify init LlamaAttention.__init__ 34fe90c3; override method
+#          LlamaAttention.forward 66d18726; external (4 times); add code behind the imports;
+#          add import (4 times)
 # ----------------------------------------------------------------------------------------
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #

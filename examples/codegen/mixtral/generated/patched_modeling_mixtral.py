@@ -1,34 +1,12 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-#
 # Source:  transformers.models.mixtral.modeling_mixtral (transformers 5.23.0)
 # About:   What the patcher 'Mixtral with experts as layers' does to the models of this
 #          module.
 # Made by: patcher codegen examples/codegen/mixtral/mixtral_patch_gen_config.py
-#
-# What differs from the source:
-# - modify init MixtralSparseMoeBlock: experts: linear layers for each expert
-# - external MixtralPreTrainedModel.is_custom_code with
-#   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
-#   model too, are those of the original
-# - external MixtralPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
-# - external MixtralPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external MixtralPreTrainedModel.save_pretrained with
-#   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
-# - add helper SequentialMixtralExperts: linear layers for each expert
-# - add code behind the imports: how checkpoints of the original become those of the models
-#   here, and back
-# - add import ListedExperts
-# - add import Matrices
-# - add import Patcher
-# - add import fuse
-# - add import original
-#
-# Replaced originals: MixtralPreTrainedModel._from_config none,
-#   MixtralPreTrainedModel.from_pretrained none, MixtralPreTrainedModel.is_custom_code none,
-#   MixtralPreTrainedModel.save_pretrained none, MixtralSparseMoeBlock.__init__ 640a1e82
+# Differs: modify init MixtralSparseMoeBlock.__init__ 640a1e82; external (4 times); add
+#          helper SequentialMixtralExperts; add code behind the imports; add import (5
+#          times)
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/mixtral/modular_mixtral.py.
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.

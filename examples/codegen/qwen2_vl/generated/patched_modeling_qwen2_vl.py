@@ -1,33 +1,11 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-#
 # Source:  transformers.models.qwen2_vl.modeling_qwen2_vl (transformers 5.23.0)
 # About:   What the patcher 'Qwen2-VL with linear patch embeddings' does to the models of
 #          this module.
 # Made by: patcher codegen examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py
-#
-# What differs from the source:
-# - modify init PatchEmbed: proj is a LinearPatchEmbedding
-# - external Qwen2VLPreTrainedModel.is_custom_code with
-#   patcher.codegen.runtime.is_custom_code: the conversions of transformers, of parts of a
-#   model too, are those of the original
-# - external Qwen2VLPreTrainedModel.from_pretrained with
-#   patcher.codegen.runtime.from_pretrained: checkpoints of the original are converted
-# - external Qwen2VLPreTrainedModel._from_config with patcher.codegen.runtime.from_config:
-#   what is made without a checkpoint saves one of the original
-# - external Qwen2VLPreTrainedModel.save_pretrained with
-#   patcher.codegen.runtime.save_pretrained: so is what is made by a call of the class
-# - add code behind the imports: how checkpoints of the original become those of the models
-#   here, and back
-# - add import Flatten
-# - add import LinearPatchEmbedding
-# - add import Patcher
-# - add import fuse
-# - add import original
-#
-# Replaced originals: PatchEmbed.__init__ 7de00e03,
-#   Qwen2VLPreTrainedModel._from_config none, Qwen2VLPreTrainedModel.from_pretrained none,
-#   Qwen2VLPreTrainedModel.is_custom_code none, Qwen2VLPreTrainedModel.save_pretrained none
+# Differs: modify init PatchEmbed.__init__ 7de00e03; external (4 times); add code behind the
+#          imports; add import (5 times)
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #

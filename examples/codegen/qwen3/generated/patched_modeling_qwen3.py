@@ -1,20 +1,11 @@
 # ----------------------------------------------------------------------------------------
 # GENERATED FILE: change the config that it is made from, not this file.
-#
 # Source:  transformers.models.qwen3.modeling_qwen3 (transformers 5.23.0)
 # About:   Qwen3 with fewer kernel launches and less memory for activations in training.
 # Made by: patcher codegen examples/codegen/qwen3/qwen3_patch_gen_config.py
-#
-# What differs from the source:
-# - replace class Qwen3RMSNorm: one call of torch's own kernel in place of six operations
-# - replace class Qwen3MLP: one tensor less to keep in every layer, see SwiGLU
-# - replace function apply_rotary_pos_emb: queries and keys are turned in one go
-# - add helper SwiGLU: silu(gate) * up, which keeps only its two inputs for the backward
-#   pass
-# - drop import use_kernel_forward_from_hub: nothing uses it any more
-#
-# Replaced originals: Qwen3MLP 13060778, Qwen3RMSNorm ce270195,
-#   apply_rotary_pos_emb a451e802
+# Differs: replace class Qwen3RMSNorm ce270195, Qwen3MLP 13060778; replace function
+#          apply_rotary_pos_emb a451e802; add helper SwiGLU; drop import
+#          use_kernel_forward_from_hub
 # ----------------------------------------------------------------------------------------
 # The source was itself generated, from src/transformers/models/qwen3/modular_qwen3.py.
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
