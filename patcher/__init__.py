@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     )
     from patcher.training.parts import Part as Part, fused_parameters as fused_parameters
     from patcher.verification.comparing import Stage as Stage
-    from patcher.verification.verify import Verification as Verification, verify as verify
+    from patcher.verification.verify import (
+        Verification as Verification,
+        compare as compare,
+        verify as verify,
+    )
 
     __version__: str
 
@@ -55,6 +59,7 @@ _HOMES = {
     "Resolution": "patcher.resolution.resolution",
     "Stage": "patcher.verification.comparing",
     "Verification": "patcher.verification.verify",
+    "compare": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
     "forward_of": "patcher.spec.forward_of",

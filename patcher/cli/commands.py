@@ -113,6 +113,12 @@ def verify(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
     ] = "float32",
+    stage: Annotated[
+        list[str] | None, typer.Option("--stage", metavar="NAME", help="Run only this stage; may be repeated.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tenth of the time: a wrong weight or layer, not a hidden condition.")
+    ] = False,
     unpinned: Unpinned = False,
     revision: Revision = None,
     remote: Remote = False,
@@ -127,7 +133,7 @@ def verify(
 
     from patcher.verification.verify import verify
 
-    verified = verify(model, asked, dtype=getattr(torch, dtype), **options)
+    verified = verify(model, asked, stages=stage, quick=quick, dtype=getattr(torch, dtype), **options)
     return verified, verified.passed
 
 

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from patcher.compat.models import implementation
-from patcher.construction.in_force import unpatched
+from patcher.errors import InvalidPatcherError
 from patcher.loading.record import record_of
-from patcher.patterns import compress
-from patcher.spec.patcher import Patcher
+from patcher.patterns import compress, did_you_mean
 from patcher.verification.arguments import asking_for, flags, reactions
 from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, said
 from patcher.verification.generation import generation_stage
 from patcher.verification.inputs import NoInputsError, chosen_passes
 from patcher.verification.layers import on_few_layers
-from patcher.verification.modules import load_in_half, precision_stage
+from patcher.verification.modules import eager_attention, precision_stage
 from patcher.verification.numerics import differences, noting_calls
-from patcher.verification.passes import OnStock, Pass, Reference, Row, seeded, tried
+from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
 from patcher.verification.processors import processed, processor_of
-from patcher.verification.saved import save_stage
-from patcher.verification.texts import CHUNKS, FEW, STEPS, parts_of, text_passes, token_rows, windows_of
+from patcher.verification.saved import save_stage, weights_stage
+from patcher.verification.sides import Side, fit_threads
+from patcher.verification.texts import CHUNKS, FEW, LATER, STEPS, parts_of, text_passes, token_rows, windows_of
 from patcher.verification.training import gradient_stage, training_stage
 
 #: How far outputs may be apart, in units of the largest magnitude of stock's (of 1 where that is smaller); `verify`
@@ -37,93 +37,90 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, to
 FLOORS = 2.0
 #: A window that is longer is made this long for a stage of its own, so that short texts are past it.
 WINDOW = 16
-#: The stages, and how much of the time each takes: percents of most models, decoders and encoders, small and large.
-STAGES = {
-    "load": 3,
-    "outputs": 30,
-    "arguments": 7,
-    "recorded": 5,
-    "windows": 2,
-    "precision": 18,
-    "generation": 4,
-    "gradients": 6,
-    "training": 19,
-    "save": 5,
-    "reload": 1,
-}
 
 
 @dataclass
 class Run:
-    """One verification under way: how it is asked for, then what it found by the way."""
+    """One comparison under way: what is compared and how, then what was found by the way."""
 
-    cls: Any  # of the model
-    folder: Any
-    patcher: Patcher
+    theirs: Side  # stock, or what is taken as the reference
+    mine: Side
     dtype: torch.dtype
     seed: int
-    options: Mapping[str, Any]
     scratch: Path  # an empty folder, for what is saved and offloaded
-    step: Callable[[str], None]  # is told what is being done
+    names: Sequence[str]  # of the stages to run
+    step: Callable[[str], None] = lambda _: None  # is told what is being done
+    quick: bool = False
+    allowed: float | None = None  # in place of the tolerance of the type
     replaced: int = 0
     floor: float | None = None
-    runs: dict[str, Pass | Row] = field(default_factory=dict)  # those of outputs, by name
+    runs: dict[str, Pass | Row] = field(default_factory=dict)  # the inputs that stock runs, by name
     references: list[Reference] = field(default_factory=list)  # those of them that are run on further models
     chosen: list[str] = field(default_factory=list)  # those of them that reach what texts don't
     labelled: list[Pass] = field(default_factory=list)  # one that gives a loss, if there is any
-    eager: Any = None  # stock with eager attention, until it was used
+    pair: Pair = field(init=False)  # both models, when they are loaded
+    patched: set[str] = field(init=False)  # the paths of the modules that were replaced or fused
+    by_class: list[str] = field(init=False)  # of these one for each pair of classes
+    failing: Reference | None = None  # the first of `outputs` that is wrong
 
     def stages(self) -> Iterator[Stage]:
         """Load both, then check one thing after another."""
         self.step("load")
-        stock = self._stock()
+        started = time.perf_counter()
+        stock = self._load(self.theirs)
+        fit_threads(stock)
         try:
-            ours = self._ours()
+            ours = self._load(self.mine)
         except Exception as error:  # stock could be loaded: it is the patcher
-            yield Stage("load", False, message=said(error))
+            yield Stage("load", False, message=said(error), seconds=time.perf_counter() - started)
             return
-        self.pair = Pair(stock, ours)
-        self.patched, self.by_class = patched_modules(ours)
+        self.compare_with(ours, stock)
         self.replaced = len(self.patched)
-        yield Stage("load", True, (("modules replaced", float(self.replaced)),))
-        for name in list(STAGES)[1:]:
-            if name not in ("outputs", "save") and not self.runs:
-                continue  # it needs inputs
+        figures = (("modules replaced", float(self.replaced)),)
+        yield Stage("load", True, figures, seconds=time.perf_counter() - started)
+        wrong = False
+        for name in self.names[1:]:
             self.step(name)
-            check: Callable[[], Stage] = getattr(self, f"_{name}")
-            try:
-                with torch.no_grad():
-                    stage = check()
-            except NoInputsError as error:  # what wasn't compared is not the same
-                message = f"stock runs on nothing that was tried, the first says: {error}"
-                stage = Stage(name, False, message=message)
-            except UncheckedError as error:
-                stage = Stage(name, True, message=f"not checked: {error}", checked=False)
-            except Exception as error:  # stock went through it, or it would have been left out
-                stage = Stage(name, False, message=said(error))
-            yield stage
+            started = time.perf_counter()
+            if wrong and CHECKS[name].repeats:
+                stage = Stage(name, True, message="not checked: the outputs are wrong already", checked=False)
+            else:
+                stage = self.stage(name)
+            wrong = wrong or (name == "outputs" and not stage.passed)
+            yield replace(stage, seconds=time.perf_counter() - started)
+
+    def compare_with(self, ours: Any, stock: Any) -> None:
+        """Let these two models be compared."""
+        self.pair = Pair(stock, ours, self.mine.name)
+        self.patched, self.by_class = patched_modules(ours)
+
+    def stage(self, name: str) -> Stage:
+        """What one of the stages finds."""
+        check = CHECKS[name]
+        try:
+            with torch.no_grad():
+                if check.needs_inputs and not self.runs:
+                    self._find_inputs()
+                return check.check(self)
+        except NoInputsError as error:  # what wasn't compared is not the same
+            return Stage(name, False, message=f"stock runs on nothing that was tried, the first says: {error}")
+        except UncheckedError as error:
+            return Stage(name, True, message=f"not checked: {error}", checked=False)
+        except Exception as error:  # stock went through it, or it would have been left out
+            return Stage(name, False, message=said(error))
 
     # --- loads
 
-    def _load(self, folder: Any, **options: Any) -> Any:
-        if options.get("offload_folder") is not None:  # of each model its own: names of files are those of weights
-            options["offload_folder"] = tempfile.mkdtemp(prefix="offload-", dir=self.scratch)
-        with seeded(self.seed):  # of weights that the checkpoint doesn't have
-            return self.cls.from_pretrained(folder, **{"dtype": self.dtype, **options}).eval()
+    def _load(self, side: Side, **more: Any) -> Any:
+        return side.load(self.scratch, self.seed, **{"dtype": self.dtype, **more})
 
-    def _stock(self, **more: Any) -> Any:
-        return unpatched(lambda: self._load(self.folder, **{**self.options, **more}))
-
-    def _ours(self, **more: Any) -> Any:
-        return self._load(self.folder, patcher=self.patcher, **{**self.options, **more})
-
-    def _pair(self, **more: Any) -> Pair:
+    def _pair(self, theirs: Side, mine: Side, **more: Any) -> Pair:
         """Both with other options; what stock raises leaves a stage unchecked."""
         try:
-            stock = self._stock(**more)
+            stock = self._load(theirs, **more)
         except Exception as error:
             raise UncheckedError(f"stock raises {said(error)}") from None
-        return Pair(stock, self._ours(**more))
+        return Pair(stock, self._load(mine, **more), mine.name)
 
     def _pair_with(self, values: Mapping[str, Any]) -> Pair:
         """Both with other values in the config, by their paths."""
@@ -133,70 +130,100 @@ class Run:
             head, dot, name = path.rpartition(".")
             setattr(parts[head + dot], name, value)
         # What an option has put into the config would be taken for an argument of the model beside a config.
-        options = {name: value for name, value in self.options.items() if not hasattr(config, name)}
-        return replace(self, options=options)._pair(config=config)
+        sides = [
+            replace(side, options={name: value for name, value in side.options.items() if not hasattr(config, name)})
+            for side in (self.theirs, self.mine)
+        ]
+        return self._pair(*sides, config=config)
 
-    # --- stages
-
-    @property
-    def tolerance(self) -> float:
-        return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0))
+    # --- inputs
 
     def _passes(self, *names: str) -> list[Pass]:
         """The passes of these names, else those that reach what others don't."""
         passes = {name: run for name, run in self.runs.items() if isinstance(run, Pass)}
         return [passes[name] for name in names if name in passes] or [one for one in passes.values() if not one.chunks]
 
-    def _outputs(self) -> Stage:
+    def _texts(self) -> list[Pass | Row]:
         stock = self.pair.stock
-        processor = processor_of(self.folder, self.options)
-        self.rows = token_rows(stock, processor, self.seed)
+        self.processor = processor_of(self.theirs.folder, self.theirs.options)
+        return list(text_passes(stock, token_rows(stock, self.processor, self.seed)))
+
+    def _ran(self, references: Iterable[Reference]) -> list[Reference]:
+        """These runs are inputs, for the other stages too."""
+        found = list(references)
+        self.runs |= {one.run.name: one.run for one in found}
+        return found
+
+    def _reaching(self, reached: set[str]) -> list[Reference]:
+        """What reaches the layers that texts don't: images, sounds, parts of the model by themselves."""
+        stock = self.pair.stock
+        found = self._ran(tried(chosen_passes(stock, processed(stock, self.processor), reached), stock))
+        self.chosen = [one.run.name for one in found]
+        return found
+
+    def _find_inputs(self) -> None:
+        """Where `outputs` isn't run before: those that other stages run."""
+        reached: set[str] = set()
+        with noting_calls(self.pair.stock, reached):
+            texts = [one for one in self._texts() if one.name in LATER]
+            found = self._ran(tried(texts, self.pair.stock))
+        self.references = [one for one in found if one.run.name in FEW] + self._reaching(reached)
+
+    # --- stages
+
+    @property
+    def tolerance(self) -> float:
+        """How far outputs may be apart."""
+        return max(TOLERANCES[self.dtype], FLOORS * (self.floor or 0.0)) if self.allowed is None else self.allowed
+
+    def outputs(self) -> Stage:
+        stock = self.pair.stock
         reached: set[str] = set()
         reached_in_stock: set[str] = set()
 
         def noted(run: OnStock, runs: Sequence[Pass | Row]) -> list[Reference]:
             with noting_calls(stock, reached_in_stock):
-                found = list(run(runs))
-            self.runs |= {one.run.name: one.run for one in found}
-            return found
+                return self._ran(run(runs))
 
         on_all = partial(tried, stock=stock)
-        texts = list(text_passes(stock, self.rows))
+        texts = self._texts()
         self.references = noted(on_all, [one for one in texts if one.name in FEW])
         self.floor = self._stock_against_stock()
         compared = self.pair.compare(self.references, self.tolerance, reached=reached)
-        chunks = noted(on_all, [one for one in texts if one.name == CHUNKS])
-        rest = [one for one in texts if one.name not in self.runs]
+        chunks = noted(on_all, [one for one in texts if one.name == CHUNKS and not self.quick])
+        rest = [one for one in texts if one.name not in self.runs and (one.name == CHUNKS or not self.quick)]
 
         def of_the_rest(on_stock: OnStock) -> Comparison:
             return self.pair.compare(noted(on_stock, rest), self.tolerance, reached=reached)
 
-        compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
-        others = noted(on_all, chosen_passes(stock, processed(stock, processor), reached_in_stock))
-        self.chosen = [one.run.name for one in others]
+        if rest:
+            compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
+        others = self._reaching(reached_in_stock)
         self.references += others
         # Last, though it was run before: what is said of simple inputs is said first.
         compared.add(self.pair.compare([*chunks, *others], self.tolerance, reached=reached))
+        self.failing = compared.failing
         missed = sorted(self.patched - reached)
         if missed and not compared.message:  # what wasn't compared is not the same
             compared.message = f"no input that was tried reaches {', '.join(compress(missed))}, so it wasn't compared"
-        for run in () if compared.message else self._passes("a short row")[:1]:
+        for run in () if compared.message or self.quick else self._passes("a short row")[:1]:
             compared.layers = self.pair.by_layer(run, self.tolerance, right=True)
         return compared.stage("outputs")
 
     def _stock_against_stock(self) -> float | None:
         """Relative to the magnitude of the outputs, as tolerances are."""
-        if "attn_implementation" in self.options or implementation(self.pair.stock, "attn") != "sdpa":
+        if "attn_implementation" in self.theirs.options or self.allowed is not None:
             return None
         try:
-            self.eager = self._stock(attn_implementation="eager")
-            gaps = [differences(one.run.results(self.eager), one.expected) for one in self.references]
+            with eager_attention(self.pair.stock) as is_other:
+                if not is_other:
+                    return None
+                gaps = [differences(one.run.results(self.pair.stock), one.expected) for one in self.references]
             return max(gap.share for gap in gaps)
-        except Exception:  # stock has no eager attention, or it takes other inputs
-            self.eager = None
+        except Exception:  # stock takes other inputs under eager attention
             return None
 
-    def _arguments(self) -> Stage:
+    def arguments(self) -> Stage:
         bases = self._passes("a batch of 2")[:1]
         images = self._passes(*self.chosen) if self.chosen else []
         bases += [one for one in images if not one.path and one.method == "forward" and one not in bases][:1]
@@ -210,24 +237,25 @@ class Run:
 
         return on_few_layers(self.pair, bases, reacting).stage("arguments")
 
-    def _recorded(self) -> Stage:
+    def recorded(self) -> Stage:
         """Under eager attention, which alone gives attentions."""
-        pair, self.eager = self.pair, self.eager
-        if self.eager is not None:
-            pair = Pair(self.eager, self._ours(attn_implementation="eager"))
-        bases = self._passes("a short row", *self.chosen)
-        asked = [each for base in bases if base.method == "forward" for each in asking_for(base, flags(pair.stock))]
-        plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
-        runs = dict.fromkeys([*plain, *asked])
-        prefix = "eager attention, " if pair is not self.pair else ""
-        self.eager = None
+        given = "attn_implementation" in self.theirs.options
+        with nullcontext(False) if given else eager_attention(self.pair.stock) as is_other:
+            pair = self.pair
+            if is_other:  # loaded anew: a replacement may look at it once
+                pair = Pair(pair.stock, self._load(self.mine, attn_implementation="eager"), pair.name)
+            bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
+            asked = [each for base in bases for each in asking_for(base, flags(pair.stock))]
+            plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
+            runs = dict.fromkeys([*plain, *asked])
+            prefix = "eager attention, " if is_other else ""
 
-        def with_all(on_stock: OnStock) -> Comparison:
-            return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
+            def with_all(on_stock: OnStock) -> Comparison:
+                return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
 
-        return on_few_layers(pair, plain, with_all).stage("recorded")
+            return on_few_layers(pair, plain, with_all).stage("recorded")
 
-    def _windows(self) -> Stage:
+    def windows(self) -> Stage:
         windows = {name: WINDOW for name, size in windows_of(self.pair.stock.config).items() if size > WINDOW}
         if not windows:
             raise UncheckedError(f"the config has no window of more than {WINDOW} tokens")
@@ -237,37 +265,36 @@ class Run:
         changed = ", ".join(f"{name}={size}" for name, size in windows.items())
         return pair.compare(references, self.tolerance, prefix=f"{changed}, ").stage("windows")
 
-    def _precision(self) -> Stage:
+    def precision(self) -> Stage:
         passes = self._passes("a row of 128 tokens", "a padded batch", *self.chosen)
+        load = partial(self._pair, self.theirs, self.mine)
+        return precision_stage(self.pair, lambda half: load(dtype=half), self.by_class, passes, self.dtype)
 
-        def load(dtype: torch.dtype) -> Pair:
-            return load_in_half(partial(self._stock, dtype=dtype), partial(self._ours, dtype=dtype))
-
-        return precision_stage(self.pair, load, self.by_class, passes, self.dtype)
-
-    def _generation(self) -> Stage:
+    def generation(self) -> Stage:
         texts = [one for one in self._passes("a padded batch", "a short row") if "input_ids" in one.arguments]
         return generation_stage(self.pair, texts[:1], self.tolerance)
 
-    def _gradients(self) -> Stage:
-        return gradient_stage(self.pair, self._passes("a short row")[:1], self.tolerance, self.seed)
+    def gradients(self) -> Stage:
+        passes = self._passes("a short row")[:1]
+        return on_few_layers(self.pair, passes, lambda _: gradient_stage(self.pair, passes, self.tolerance, self.seed))
 
-    def _training(self) -> Stage:
+    def training(self) -> Stage:
         passes = self._passes("a padded batch", "a batch of 5", "a row of 128 tokens", *self.chosen)[:4]
         return training_stage(
             self.pair, self._pair_with, passes + self.labelled, self.by_class, self.tolerance, self.seed
         )
 
-    def _save(self) -> Stage:
-        return save_stage(self.pair, self.scratch)
+    def save(self) -> Stage:
+        return weights_stage(self.pair) if self.quick else save_stage(self.pair, self.scratch)
 
-    def _reload(self) -> Stage:
+    def reload(self) -> Stage:
         if not (self.scratch / "patched").exists():
             raise UncheckedError("nothing was saved")
         # Where the files were, and how they became quantized, is behind us.
         kept = ("attn_implementation", "device_map", "offload_folder")
-        options = {name: self.options[name] for name in kept if name in self.options}
-        again = unpatched(lambda: self._load(self.scratch / "patched", **options))
+        options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
+        cls = self.theirs.cls or type(self.pair.stock)
+        again = self._load(Side(cls, self.scratch / "patched", options))
         # One text is enough: weights that are other weights show in any.
         few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
         gaps = [differences(one.run.results(again), one.expected) for one in few or self.references]
@@ -279,6 +306,55 @@ class Run:
             else f"stock computes something else with what was saved, by {worst.absolute:.3g}"
         )
         return Stage("reload", not text, (("max abs", worst.absolute),), allowed * max(1.0, worst.scale), text)
+
+
+class Check(NamedTuple):
+    """A stage of a comparison.
+
+    Attributes:
+        check: makes it.
+        share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
+        is_quick: whether it is of the quick ones.
+        needs_inputs: whether it runs the models.
+        repeats: whether it is wrong wherever the outputs are.
+    """
+
+    check: Callable[[Run], Stage]
+    share: int
+    is_quick: bool = False
+    needs_inputs: bool = True
+    repeats: bool = True
+
+
+#: The stages, in their order.
+CHECKS = {
+    "load": Check(lambda run: Stage("load", True), 3, is_quick=True, needs_inputs=False, repeats=False),
+    "outputs": Check(Run.outputs, 30, is_quick=True, needs_inputs=False, repeats=False),
+    "arguments": Check(Run.arguments, 7),
+    "recorded": Check(Run.recorded, 5),
+    "windows": Check(Run.windows, 2),
+    "precision": Check(Run.precision, 18, repeats=False),
+    "generation": Check(Run.generation, 4),
+    "gradients": Check(Run.gradients, 6),
+    "training": Check(Run.training, 19),
+    "save": Check(Run.save, 5, is_quick=True, needs_inputs=False, repeats=False),
+    "reload": Check(Run.reload, 1, repeats=False),
+}
+
+
+def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+    """The stages to run, in their order.
+
+    Raises:
+        InvalidPatcherError: there is no such stage.
+    """
+    if names is None:
+        return tuple(name for name, check in CHECKS.items() if check.is_quick or not quick)
+    requested = {"load", *([names] if isinstance(names, str) else names)}
+    for name in sorted(requested - CHECKS.keys()):
+        hint = did_you_mean(name, CHECKS, f"they are {', '.join(CHECKS)}.")
+        raise InvalidPatcherError(f"stages={name!r}: there is no such stage; {hint}")
+    return tuple(name for name in CHECKS if name in requested)
 
 
 def patched_modules(model: Any) -> tuple[set[str], list[str]]:

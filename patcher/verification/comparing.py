@@ -27,6 +27,7 @@ class Stage:
         tolerance: the largest value of the first figure that passes, None where equality is asked for.
         message: what is wrong, and where; or why nothing was checked.
         checked: whether anything was.
+        seconds: the time that it took.
         layers: how far each layer is from stock's, where the outputs were compared: on the first input that is wrong.
     """
 
@@ -37,6 +38,7 @@ class Stage:
     message: str = ""
     checked: bool = True
     layers: LayerErrors | None = None
+    seconds: float = field(default=0.0, compare=False)
 
 
 class UncheckedError(Exception):
@@ -56,7 +58,7 @@ class Comparison:
     gaps: list[Difference] = field(default_factory=list)
     agreement: list[torch.Tensor] = field(default_factory=list)
     message: str = ""
-    first: str = ""  # the run of which that is said
+    failing: Reference | None = None  # the run of which that is said
     others: list[str] = field(default_factory=list)  # the runs that are wrong besides
     layers: LayerErrors | None = None  # of that run
 
@@ -66,8 +68,9 @@ class Comparison:
         self.agreement += other.agreement
         if not self.message:
             self.message, self.others, self.layers = other.message, other.others, other.layers
-        elif other.message:
-            self.others += [other.first, *other.others]
+            self.failing = other.failing
+        elif other.failing:
+            self.others += [other.failing.run.name, *other.others]
 
     def stage(self, name: str) -> Stage:
         worst = max(self.gaps, key=lambda gap: gap.share, default=Difference(0.0, 0.0, 0.0))
@@ -89,6 +92,7 @@ class Pair:
 
     stock: Any
     ours: Any
+    name: str = "the patched model"  # what ours is called
 
     def compare(
         self,
@@ -106,21 +110,22 @@ class Pair:
         """
         found = Comparison(tolerance)
         with nullcontext() if reached is None else noting_calls(self.ours, reached):
-            for run, expected in references:
+            for reference in references:
+                run, expected = reference
                 try:
                     mine = run.results(self.ours)
                 except Exception as error:  # stock went through it
-                    gap, message = Difference(math.inf, math.inf, 0.0), f"the patched model raises {said(error)}"
+                    gap, message = Difference(math.inf, math.inf, 0.0), f"{self.name} raises {said(error)}"
                 else:
                     gap, message = differences(mine, expected), ""
                     found.agreement += _agreement(mine, expected)
                 found.gaps.append(gap)
-                if gap.within(tolerance):
+                if gap.within(tolerance) and not message:
                     continue
                 if found.message:
                     found.others.append(run.name)
                 else:
-                    found.first = run.name
+                    found.failing = reference
                     if not message and math.isinf(gap.absolute) and not gap.scale and gap.where:
                         message = gap.where
                     elif not message:

@@ -72,7 +72,7 @@ def _captured_twice(
 ) -> tuple[dict[str, Call], dict[str, Call]]:
     """Under the attention that stock has, and under eager attention where that is another."""
     calls = captured(stock, paths, passes)
-    with _eager_attention(stock) as eager:
+    with eager_attention(stock) as eager:
         return calls, captured(stock, paths, passes) if eager else {}
 
 
@@ -103,7 +103,7 @@ def precision_stage(
     for half in [dtype] if dtype in HALVES else HALVES:
         try:
             loaded = pair if half is dtype else load(half)
-        except _StockError:
+        except UncheckedError:  # stock doesn't load in it
             continue
         for path, call in calls.items():
             inputs = [call, others[path]] if path in others else [call]
@@ -119,27 +119,14 @@ def precision_stage(
     return Stage("precision", True, (*figures, ("of", float(len(paths)))), EXACTNESS)
 
 
-class _StockError(Exception):
-    """Stock doesn't load in half precision."""
-
-
-def load_in_half(stock: Callable[[], Any], ours: Callable[[], Any]) -> Pair:
-    """Both models; what stock raises is no fault of the patch."""
-    try:
-        model = stock()
-    except Exception as error:
-        raise _StockError from error
-    return Pair(model, ours())
-
-
 @contextmanager
-def _eager_attention(model: Any) -> Iterator[bool]:
+def eager_attention(model: Any) -> Iterator[bool]:
     """Within, a model that computes attention by sdpa does it as its own code says; whether it is such a model."""
     is_other = implementation(model, "attn") == "sdpa"
-    if is_other:
-        model.set_attn_implementation("eager")
     try:
-        yield is_other
+        if is_other:
+            model.set_attn_implementation("eager")
+        yield is_other and implementation(model, "attn") == "eager"
     finally:
         if is_other:
             model.set_attn_implementation("sdpa")
@@ -182,7 +169,7 @@ def _stock(stock: Any, module: nn.Module, exact: nn.Module, calls: Sequence[Call
     outputs = run_alone(module, given[0])
     errors = eager = [_error(*each) for each in zip(outputs, correct, strict=True)]
     if len(given) > 1:
-        with _eager_attention(stock):
+        with eager_attention(stock):
             found = run_alone(module, given[1])
             with _eager_experts(stock):
                 right = run_alone(exact, cast(given[1], torch.float64))

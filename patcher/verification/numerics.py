@@ -74,7 +74,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
         return Difference(0.0, 0.0, 0.0)
     one, other = (each.detach() if each.dtype is torch.float32 else each.detach().double() for each in (one, other))
     one = one.to(other.device, other.dtype)
-    absolute, scale = float((one - other).abs().max()), float(other.abs().max())
+    absolute, scale = (max(abs(float(bound)) for bound in torch.aminmax(each)) for each in (one - other, other))
     if not math.isfinite(absolute + scale):
         same = (one == other) | (one.isnan() & other.isnan())
         gap = torch.where(same, 0.0, (one - other).abs())

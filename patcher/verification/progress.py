@@ -1,9 +1,9 @@
-"""How far a verification is: a line on stderr, where somebody looks at it."""
+"""How far a verification is: a bar where somebody looks at it, a line of the log elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,43 +12,8 @@ from typing import Any
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-#: How many seconds pass before a bar is shown, and between two looks at the clock.
-MOMENT, TICK = 2.0, 0.5
-#: A smaller part of the whole says too little about the rest.
-ENOUGH = 0.25
-
-
-class Estimate:
-    """What is left of a run, by how its stages share the time.
-
-    >>> estimate = Estimate({"load": 10, "outputs": 30, "training": 60}, started=0.0)
-    >>> estimate.reach("training", now=20.0)  # 40 of 100 took 20 s
-    >>> estimate.left(now=20.0), estimate.left(now=30.0), estimate.left(now=90.0)
-    (30.0, 20.0, 0.0)
-
-    Args:
-        shares: of the time that each stage takes, in their order.
-        started: on the clock of `time.perf_counter`.
-    """
-
-    def __init__(self, shares: Mapping[str, float], started: float) -> None:
-        self._shares, self._started = shares, started
-        self.done = self._after = 0.0  # of 1: before this stage, after it
-        self._pace = 0.0  # seconds for all
-
-    def reach(self, stage: str, now: float) -> None:
-        """A stage begins."""
-        if stage in self._shares:
-            whole, names = sum(self._shares.values()), list(self._shares)
-            self.done = sum(self._shares[name] for name in names[: names.index(stage)]) / whole
-            self._after = self.done + self._shares[stage] / whole
-            self._pace = (now - self._started) / self.done if self.done >= ENOUGH else 0.0
-
-    def left(self, now: float) -> float | None:
-        """The seconds that are left, at least those of the stages after this one; None before it can be told."""
-        if not self._pace:
-            return None
-        return self._pace * max(1 - (now - self._started) / self._pace, 1 - self._after)
+#: How many seconds pass before a bar is shown.
+MOMENT = 2.0
 
 
 @contextmanager
@@ -56,55 +21,46 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
     """A bar on stderr while stages run that are told by name, with what is left; gone when they are done.
 
     It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` puts it off, and a notebook gets
-    that of notebooks. In a log, where it is asked for, each stage is a line.
+    that of notebooks. Elsewhere each stage is a line of transformers' log: of its `info`, or of its warnings where
+    progress is requested.
 
     Args:
         doing: what is done.
         shares: of the time that each stage takes, where that is known.
         shown: whether to show it; by default where stderr is a terminal, or in a notebook.
     """
-    console = Console(stderr=True)
+    console, logs = Console(stderr=True), transformers_logging
     alive = console.is_terminal or console.is_jupyter
-    started = time.perf_counter()
-    estimate, ended = Estimate(shares, started), threading.Event()
     bar: Any = None
-    logs: Any = transformers_logging
     if alive and shown is not False and logs.is_progress_bar_enabled():
-        form = "{desc} |{bar:20}| {elapsed}{postfix}" if shares else "{desc} {elapsed}"
-        bar = logs.tqdm(total=1.0, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
-
-    def tick() -> None:  # a stage may take minutes
-        while not ended.wait(TICK):
-            now = time.perf_counter()
-            if now - started >= MOMENT:
-                left = estimate.left(now)
-                bar.set_postfix_str("" if left is None else f"about {told(left)} left", refresh=False)
-                bar.refresh()
+        form = "{desc} |{bar:20}| {elapsed}<{remaining}" if shares else "{desc} {elapsed}"
+        total = sum(shares.values()) or 1.0
+        bar = logs.tqdm(total=total, delay=MOMENT, leave=False, bar_format=form, file=sys.stderr)
+    # Not `quiet`: what transformers says meanwhile is, and this isn't.
+    level = logging.WARNING if shown else logging.INFO
+    logger = logging.getLogger("transformers.patcher") if level >= logs.get_verbosity() and bar is None else None
+    started = before = time.perf_counter()
+    names = list(shares)
 
     def step(stage: str) -> None:
-        estimate.reach(stage, time.perf_counter())
+        nonlocal before
+        number = f" ({names.index(stage) + 1} of {len(names)})" if stage in shares else ""
         if bar is not None:
-            number = f" ({list(shares).index(stage) + 1} of {len(shares)})" if stage in shares else ""
             bar.set_description_str(f"{doing}: {stage}{number}", refresh=False)
-            bar.update(estimate.done - bar.n)
-        elif shown:
-            console.print(f"{doing}: {stage}")
+            bar.update(sum(shares[name] for name in names[: names.index(stage)]) - bar.n if number else 0)
+            if time.perf_counter() - started >= MOMENT:
+                bar.refresh()
+        elif logger is not None:
+            now = time.perf_counter()
+            logger.setLevel(level)
+            logger.log(level, "%s: %s%s, after %.1f s (+%.1f)", doing, stage, number, now - started, now - before)
+            before = now
 
-    clock = threading.Thread(target=tick, daemon=True)
     try:
-        if bar is not None:
-            clock.start()
         yield step
     finally:
-        ended.set()
         if bar is not None:
-            clock.join()
             bar.close()
-
-
-def told(seconds: float) -> str:
-    """A time, as exact as an estimate is."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ from safetensors.torch import load_file
 
 from patcher.expressions import search
 from patcher.loading.record import record_of
+from patcher.loading.saving import saved_state_dict
 from patcher.patterns import compress
 from patcher.verification.comparing import Pair, Stage, UncheckedError, said
 
@@ -23,7 +26,21 @@ def save_stage(pair: Pair, scratch: Path) -> Stage:
     except Exception as error:
         raise UncheckedError(f"stock can't be saved: {said(error)}") from None
     pair.ours.save_pretrained(scratch / "patched")
-    expected, found = _saved(scratch / "stock"), _saved(scratch / "patched")
+    stage = _compared(pair, _saved(scratch / "stock"), _saved(scratch / "patched"))
+    names = [sorted(path.name for path in (scratch / one).iterdir()) for one in ("stock", "patched")]
+    if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
+        return replace(stage, passed=False, message=f"the files are {', '.join(names[1])}, not {', '.join(names[0])}")
+    return stage
+
+
+def weights_stage(pair: Pair) -> Stage:
+    """The same of what either would save, without a file."""
+    if any(parameter.is_meta for model in (pair.stock, pair.ours) for parameter in model.parameters()):
+        raise UncheckedError("weights that are offloaded are compared as files only")
+    return _compared(pair, *(saved_state_dict(model, model.state_dict()) for model in (pair.stock, pair.ours)))
+
+
+def _compared(pair: Pair, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Stage:
     record = record_of(pair.ours)
     declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
     new = {key for key in found.keys() - expected.keys() if any(search(text, key) for text in declared)}
@@ -31,9 +48,6 @@ def save_stage(pair: Pair, scratch: Path) -> Stage:
     wrong += [f"{key} is not in the original" for key in compress(found.keys() - expected.keys() - new)]
     differing = [key for key in expected.keys() & found.keys() if not _equal_bytes(expected[key], found[key])]
     wrong += [f"{key} differs" for key in compress(sorted(differing))]
-    names = [sorted(path.name for path in (scratch / one).iterdir()) for one in ("stock", "patched")]
-    if not wrong and not new and names[0] != names[1]:
-        wrong.append(f"the files are {', '.join(names[1])} in place of {', '.join(names[0])}")
     figures = [("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing)))]
     figures += [("new", float(len(new)))] if new else []
     return Stage("save", not wrong, tuple(figures), message="; ".join(wrong))

@@ -13,9 +13,12 @@ from patcher.verification.passes import Pass, Row, parameters_of
 
 #: In tokens. The long row is no multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200
-#: The titles of what is run on further models as well: what the others differ in isn't what is compared there.
-FEW = ("a short row", "a long row", "a padded batch")
+#: The titles of what is run on all layers, and on further models as well: what the others differ in isn't what is
+#: compared there.
+FEW = ("a short row", "a padded batch")
 STEPS, CHUNKS = "a prompt, then token by token", "a prompt in chunks"
+#: What stages after that of the outputs run.
+LATER = (*FEW, STEPS, CHUNKS, "a batch of 2", "a batch of 5", "a row of 128 tokens")
 _LENGTHS = (1, 128)
 _BATCHES = (2, 3, 4, 5, 6, 7, 8, 17)
 _PADDED = (11, 8, 4)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
+import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.models import make_from_config
@@ -25,16 +24,17 @@ from patcher.integrations import install
 from patcher.patterns import inside
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
-from patcher.verification.checks import STAGES, TOLERANCES, Run
+from patcher.verification.checks import CHECKS, TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
 from patcher.verification.layer_errors import LayerErrors
 from patcher.verification.passes import seeded
 from patcher.verification.progress import progress as steps, quiet
+from patcher.verification.sides import Side, fitting_threads
 
 
 @dataclass(frozen=True)
 class Verification(Shown):
-    """What `patcher.verify` found.
+    """What `patcher.verify` found, or `patcher.compare`.
 
     Attributes:
         model: the class of the model.
@@ -54,7 +54,7 @@ class Verification(Shown):
     replaced: int = 0
     floor: float | None = None
     stages: tuple[Stage, ...] = ()
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -130,6 +130,8 @@ def verify(
     patcher: Patcher,
     *,
     model_class: Any = None,
+    stages: Iterable[str] | None = None,
+    quick: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     progress: bool | None = None,
@@ -171,8 +173,12 @@ def verify(
     `Stage.layers` of `outputs`, and of what failed as they did, has the error of each layer, and where it begins.
 
     Where layers are alike in class, shapes and settings, most of it is run on a few of each kind: the first two, the
-    middle and the last. Three texts, a prompt in chunks, generation, gradients, a pass in training, what is saved and
-    reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
+    middle and the last. Two texts, a prompt in chunks, generation, a pass in training with its gradients, what is
+    saved and reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
+
+    Where `outputs` fails, the stages that compute the same in another way aren't checked. A model of fewer than 17
+    million parameters is computed by one thread, others by no more than there are processors; afterwards torch has as
+    many threads as before.
 
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
     each), which sums in another order make of thousands of products, and a hundredth of what the smallest of real
@@ -185,6 +191,9 @@ def verify(
         model: a repo id, a folder, or a config: then a small random checkpoint of it is made, so give a small config.
         patcher: what to verify.
         model_class: the class of model, or an Auto class; by default what the config names.
+        stages: the names of those to run, by default all; `load` always is.
+        quick: run `outputs` on a short row, a padded batch and a prompt in chunks, and `save` without a file: a tenth
+            of the time, for what is wrong everywhere (a weight, a layer, the order in which weights are joined).
         dtype: what to compute in.
         seed: of random ids and weights.
         progress: show the stages as they go, and what is left; by default where stderr is a terminal, or in a
@@ -192,41 +201,140 @@ def verify(
         options: more keyword arguments of `from_pretrained`.
 
     Raises:
-        InvalidPatcherError: no patcher, or no model that could be verified.
+        InvalidPatcherError: no patcher, no model that could be verified, or no such stage.
     """
     if not isinstance(patcher, Patcher):
         raise not_a_patcher("verify(model, {})", patcher)
-    if dtype not in TOLERANCES:
-        raise InvalidPatcherError(
-            f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
-        )
-    install()
+    names = _checked(dtype, stages, quick)
     started = time.perf_counter()
     config = config_of(model, options)
     cls = model_class_of(config, model_class, model, options)
-    with (
-        global_state_kept(seed),
-        tempfile.TemporaryDirectory() as name,
-        steps("verifying", STAGES, progress) as step,
-        quiet(),
-    ):
+    with _under_way("verifying", seed, names, progress) as (scratch, step):
         folder, checkpoint = model, "" if isinstance(model, PretrainedConfig) else str(model)
         if isinstance(model, PretrainedConfig):
             step("a random checkpoint")
-            folder = unpatched(lambda: random_checkpoint(cls, config, Path(name) / "random", seed))
+            folder = unpatched(lambda: random_checkpoint(cls, config, scratch / "random", seed))
             checkpoint = "random weights"
-        run = Run(cls, folder, patcher, dtype, seed, options, Path(name), step)
-        stages = tuple(run.stages())
+        stock, patched = Side(cls, folder, options), Side(cls, folder, options, patcher)
+        run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
+        return _found(run, checkpoint, repr(patcher), started)
+
+
+def compare(
+    first: Any,
+    second: Any,
+    *,
+    stages: Iterable[str] | None = None,
+    quick: bool = False,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+    **options: Any,
+) -> Verification:
+    """Compare any two models as `verify` compares stock and patched: what they compute, learn and save.
+
+    >>> import patcher
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    >>> model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    >>> bool(patcher.compare(model, model, quick=True))
+    True
+    >>> patcher.compare(model, other, quick=True).failures[0].partition(";")[0]  # doctest: +ELLIPSIS
+    'outputs: on a short row they differ by ...
+
+    Models in memory stay as they are; stages that need them in another type, or under another config, aren't checked.
+
+    Args:
+        first: a model, a repo id or a folder: what failures call stock.
+        second: another one, which is to be the same.
+        stages: those to run, as in `verify`.
+        quick: run less, as in `verify`.
+        dtype: what to compute in; by default that of a model in memory, else float32.
+        seed: of random ids.
+        progress: show the stages as they go, as in `verify`.
+        options: keyword arguments of `from_pretrained` for both, `trust_remote_code=True` for one.
+
+    Raises:
+        InvalidPatcherError: something that is neither a model nor the place of one.
+    """
+    models = [each for each in (first, second) if isinstance(each, PreTrainedModel)]
+    dtype = dtype or (models[0].dtype if models else torch.float32)
+    names = _checked(dtype, stages, quick)
+    started = time.perf_counter()
+    with _under_way("comparing", seed, names, progress) as (scratch, step), ExitStack() as kept:
+        for model in models:
+            kept.enter_context(_as_it_was(model))
+        sides = [_side(each, options) for each in (first, second)]
+        run = Run(sides[0], sides[1], dtype, seed, scratch, names, step, quick)
+        places = ["in memory" if isinstance(each, PreTrainedModel) else str(each) for each in (first, second)]
+        return _found(run, places[0], f"the model {places[1]}", started)
+
+
+def _found(run: Run, checkpoint: str, patcher: str, started: float) -> Verification:
+    """What all stages of a run find."""
+    stages = tuple(run.stages())
     return Verification(
-        model=cls.__name__,
+        model=run.theirs.class_name,
         checkpoint=checkpoint,
-        patcher=repr(patcher),
-        dtype=str(dtype).removeprefix("torch."),
+        patcher=patcher,
+        dtype=str(run.dtype).removeprefix("torch."),
         replaced=run.replaced,
         floor=run.floor,
         stages=stages,
         seconds=time.perf_counter() - started,
     )
+
+
+def _side(model: Any, options: dict[str, Any]) -> Side:
+    if isinstance(model, PreTrainedModel):
+        return Side(model=model, name="the second model")
+    if not isinstance(model, str | os.PathLike):
+        raise InvalidPatcherError(
+            f"compare takes models, repo ids and folders, found {model!r} ({type(model).__name__}); "
+            "for a config, write verify(config, patcher)."
+        )
+    cls = model_class_of(config_of(model, options), None, model, options)
+    return Side(cls, model, options, name=str(model))
+
+
+def _checked(dtype: torch.dtype, stages: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
+    if dtype not in TOLERANCES:
+        raise InvalidPatcherError(
+            f"dtype={dtype!r} can't be compared; write one of {', '.join(map(str, TOLERANCES))}."
+        )
+    install()
+    return stages_of(stages, quick)
+
+
+@contextmanager
+def _under_way(
+    doing: str, seed: int, names: Iterable[str], shown: bool | None
+) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """An empty folder, and what is told of each stage; all that is global stays as it is."""
+    shares = {name: CHECKS[name].share for name in names}
+    with (
+        global_state_kept(seed),
+        tempfile.TemporaryDirectory() as name,
+        steps(doing, shares, shown) as step,
+        quiet(),
+    ):
+        yield Path(name), step
+
+
+@contextmanager
+def _as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Afterwards a model of the caller is in the mode in which it was, and has the gradients that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: int) -> Path:
@@ -246,18 +354,14 @@ def random_checkpoint(cls: Any, config: PretrainedConfig, folder: Path, seed: in
 
 @contextmanager
 def global_state_kept(seed: int) -> Iterator[None]:
-    """Nothing of the random states, the default dtype and the gradient mode goes in or comes out.
+    """Nothing of the random states, the default dtype, the gradient mode and the threads goes in or comes out.
 
     What is verified, replacements included, may draw and set what it likes.
     """
-    python, array, dtype = random.getstate(), numpy.random.get_state(), torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
     try:
-        with seeded(seed), torch.inference_mode(False), torch.enable_grad():
-            random.seed(seed)
-            numpy.random.seed(seed)
+        with seeded(seed), torch.inference_mode(False), torch.enable_grad(), fitting_threads():
             torch.set_default_dtype(torch.float32)
             yield
     finally:
-        random.setstate(python)
-        numpy.random.set_state(array)
         torch.set_default_dtype(dtype)

@@ -191,10 +191,12 @@ def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str]
     ("options", "code"),
     [
         (["--fusion", "qkv", "--dtype", "bfloat16"], 0),
+        (["--fusion", "qkv", "--quick"], 0),
+        (["--fusion", "qkv", "--stage", "save", "--stage", "reload"], 0),
         (["--patcher", "my_patches:DOUBLED"], 1),
         (["--patcher", "my_patches:UNFIT"], 1),
     ],
-    ids=["right", "wrong", "unfit"],
+    ids=["right", "quick", "stages", "wrong", "unfit"],
 )
 def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: list[str], code: int) -> None:
     done = run("verify", folder, *options, "--json")

@@ -21,13 +21,28 @@ from patcher.verification.progress import progress
 from tests.support.replacements import OWN
 
 
-def test_progress_is_on_stderr_and_only_if_asked_for(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    verify(llama, OWN)
-    assert capfd.readouterr().err == ""
+def test_without_a_terminal_each_stage_is_a_line_of_the_log(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of what transformers' verbosity shows: its `info` by default, its warnings where progress is requested."""
+
+    def said() -> list[str]:
+        lines = [record.getMessage().partition(", after ")[0] for record in caplog.records]
+        caplog.clear()
+        return [line for line in lines if line.startswith("verifying: ")]
+
+    verify(llama, OWN, stages=["save"])
+    assert said() == []
     verify(llama, OWN, progress=True)
-    shown = capfd.readouterr()
-    assert "verifying" in shown.err
-    assert shown.out == ""
+    assert said()[::5] == [
+        "verifying: load (1 of 11)",
+        "verifying: precision (6 of 11)",
+        "verifying: reload (11 of 11)",
+    ]
+    transformers_logging.set_verbosity_info()
+    try:
+        verify(llama, OWN, stages=["save"])
+    finally:
+        transformers_logging.set_verbosity_warning()
+    assert said() == ["verifying: load (1 of 2)", "verifying: save (2 of 2)"]
 
 
 def on_a_terminal(
@@ -37,7 +52,6 @@ def on_a_terminal(
     monkeypatch.setattr(transformers_logging.hf_hub_utils, "enable_progress_bars", lambda: None)  # tests forbid it
     monkeypatch.setattr(transformers_logging, "_tqdm_active", bars)
     monkeypatch.setattr("patcher.verification.progress.MOMENT", moment)
-    monkeypatch.setattr("patcher.verification.progress.TICK", 0.02)
     screen, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 100))
     with open(terminal, "w") as stderr, monkeypatch.context() as patched:  # noqa: PTH123 - no path
@@ -53,7 +67,7 @@ def test_a_terminal_shows_a_bar_that_is_gone_afterwards(llama: Path, monkeypatch
     text = on_a_terminal(monkeypatch, lambda: verify(llama, OWN))
 
     assert "verifying: training (9 of 11) |" in text
-    assert re.search(r"about \d+ s left", text)
+    assert re.search(r"\d\d:\d\d<\d\d:\d\d", text)
     assert text.rpartition("\r")[0].rpartition("\r")[2].strip() == ""
     assert transformers_logging.is_progress_bar_enabled()
 

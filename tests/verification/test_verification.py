@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import nn
+from transformers import Concatenate, LlamaForCausalLM, WeightConverter
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from patcher import InvalidPatcherError, Patcher, Verification, verify
+from patcher import InvalidPatcherError, Patcher, Verification, compare, verify
 from tests.support.offloaded import DEVICE_MAPS
-from tests.support.replacements import JOINED, OWN
+from tests.support.replacements import JOINED, OWN, JoinedMLP
 from tests.support.sampling import sampled
 from tests.support.tiny import tiny_bert_config, tiny_llama_config, tiny_llava_config
 from tests.verification.models import LLAMA, T5, VIT, WHISPER
+from tests.verification.test_failures import WRONG_ORDER
 
 RIGHT: dict[str, tuple[Any, Patcher, set[str]]] = {
     "a class": (tiny_llama_config(), OWN, {"windows"}),
@@ -118,6 +120,98 @@ def test_nothing_is_not_passed() -> None:
     assert not nothing.passed
 
 
+def test_stages_are_chosen_and_each_says_its_seconds(llama: Path) -> None:
+    found = verify(llama, JOINED, stages=["generation", "gradients", "save"])
+
+    assert [stage.name for stage in found.stages] == ["load", "generation", "gradients", "save"]
+    assert found.passed
+    assert all(stage.checked for stage in found.stages)
+    seconds = [stage["seconds"] for stage in found.to_dict()["stages"]]
+    assert all(each > 0 for each in seconds)
+    assert sum(seconds) <= found.seconds
+
+
+class Swapped(JoinedMLP):
+    """The halves of what is joined, in the other order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(nn.functional.silu(gate) * up)
+
+
+class OneLayer(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        OneLayer.count = getattr(OneLayer, "count", 0) + 1
+        self.is_off = OneLayer.count % 2 == 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.02 if self.is_off else 1)
+
+
+QUICK = {
+    "a wrong weight": Patcher({"LlamaMLP": JoinedMLP}, extra_weight_conversions=WeightConverter(
+        ["mlp.up_proj.weight", "mlp.gate_proj.weight"], ["mlp.gate_up_proj.weight"], operations=[Concatenate(0)])),
+    "a swapped join": JOINED.replace(class_mapping={"LlamaMLP": Swapped}),
+    "a wrong layer": Patcher({"LlamaMLP": OneLayer}),
+    "saved in another order": WRONG_ORDER,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_sees_what_is_wrong_everywhere(llama: Path, name: str) -> None:
+    found = verify(llama, QUICK[name], quick=True)
+    assert found.failures
+    assert "raises" not in found.failures[0]
+
+
+def test_quick_passes_what_is_right_in_few_runs(llama: Path) -> None:
+    found = verify(llama, Patcher(fusions=["qkv", "gate_up"]), quick=True)
+    assert found.passed
+    assert [stage.name for stage in found.stages] == ["load", "outputs", "save"]
+    assert dict(found.stages[1].figures)["inputs"] == 3
+
+
+@pytest.mark.parametrize("options", [{"quick": True}, {}], ids=["quick", "whole"])
+def test_two_models_in_memory_are_compared_and_stay_as_they_are(llama: Path, options: dict[str, Any]) -> None:
+    stock, patched = (LlamaForCausalLM.from_pretrained(llama, **each) for each in ({}, {"patcher": JOINED}))
+    stock.train()
+    stock.lm_head.weight.grad = gradient = torch.ones_like(stock.lm_head.weight)
+    found = compare(stock, patched, **options)
+
+    assert found.failures == ()
+    assert (found.checkpoint, found.patcher) == ("in memory", "the model in memory")
+    assert (stock.training, patched.training) == (True, False)
+    assert stock.lm_head.weight.grad is gradient
+    assert stock.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        patched.model.layers[1].mlp.down_proj.weight[0] += 0.5
+    told = compare(llama, patched, **options)
+    assert [text.partition(":")[0] for text in told.failures if not text.startswith("reload")] == ["outputs", "save"]
+    assert told.stages[1].layers.begins == "model.layers.1.mlp.down_proj"
+
+
+def test_threads_are_those_of_before_and_one_for_a_tiny_model(llama: Path) -> None:
+    class Counts(LlamaMLP):
+        counted: ClassVar[set[int]] = set()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.counted.add(torch.get_num_threads())
+            return super().forward(x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        assert verify(llama, Patcher({"LlamaMLP": Counts}), quick=True).passed
+        assert torch.get_num_threads() == 8
+        with pytest.raises(InvalidPatcherError):
+            compare(llama, 3)
+        assert torch.get_num_threads() == 8
+    finally:
+        torch.set_num_threads(before)
+    assert Counts.counted == {1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,3 +225,10 @@ def test_wrong_use_raises(arguments: Any, message: str) -> None:
     model, patcher, *dtype = arguments
     with pytest.raises(InvalidPatcherError, match=message):
         verify(model, patcher, **({"dtype": dtype[0]} if dtype else {}))
+
+
+def test_a_stage_that_is_not_there_is_said() -> None:
+    with pytest.raises(InvalidPatcherError, match=r"stages='saves': there is no such stage; did you mean 'save'"):
+        verify(LLAMA, OWN, stages=["saves"])
+    with pytest.raises(InvalidPatcherError, match=r"compare takes models, repo ids and folders, found 3 \(int\)"):
+        compare(3, 4)

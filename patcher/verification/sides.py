@@ -1,0 +1,94 @@
+"""The two models that are compared: how each is loaded, again and with other options."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patcher.construction.in_force import unpatched
+from patcher.spec.patcher import Patcher
+from patcher.verification.comparing import UncheckedError
+from patcher.verification.passes import seeded
+
+#: A model of fewer parameters is computed by one thread: handing its small products around costs more than they do.
+TINY = 2**24
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models.
+
+    Attributes:
+        cls: its class, or an Auto class.
+        folder: a repo id or a folder.
+        options: keyword arguments of `from_pretrained`.
+        patcher: what it is loaded with; without one nothing that is in force around it is applied.
+        model: in place of all that, a model in memory, which can't be loaded again.
+        name: what failures call it.
+        aligned: whether its weights are put where memory is allocated for them: where they lie in a file decides the
+            last bits.
+    """
+
+    cls: Any = None
+    folder: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    patcher: Patcher | None = None
+    model: Any = None
+    name: str = "the patched model"
+    aligned: bool = False
+
+    @property
+    def class_name(self) -> str:
+        """That of the model."""
+        name: str = self.cls.__name__ if self.model is None else type(self.model).__name__
+        return name
+
+    def load(self, scratch: Path, seed: int, **more: Any) -> Any:
+        """The model in eval mode.
+
+        Args:
+            scratch: a folder for what is offloaded.
+            seed: of weights that the checkpoint doesn't have.
+            more: options that win over its own.
+        """
+        if self.model is not None:
+            if more != {"dtype": self.model.dtype}:
+                raise UncheckedError("a model in memory can't be loaded again with other options")
+            return self.model.eval()
+        options = {**self.options, **more}
+        if options.get("offload_folder") is not None:  # of each model its own: names of files are those of weights
+            options["offload_folder"] = tempfile.mkdtemp(prefix="offload-", dir=scratch)
+        if self.patcher is not None:
+            options["patcher"] = self.patcher
+        load = partial(self.cls.from_pretrained, self.folder, **options)
+        with seeded(seed):
+            model = load() if self.patcher is not None else unpatched(load)
+        for parameter in model.parameters() if self.aligned else ():
+            parameter.data = parameter.data.clone()
+        return model.eval()
+
+
+@contextmanager
+def fitting_threads() -> Iterator[None]:
+    """Afterwards torch computes with as many threads as before; within, with no more than there are processors."""
+    before = torch.get_num_threads()
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or before
+    try:
+        torch.set_num_threads(min(before, available))
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def fit_threads(model: torch.nn.Module) -> None:
+    """Within `fitting_threads`: one for a tiny model."""
+    if sum(parameter.numel() for parameter in model.parameters()) < TINY:
+        torch.set_num_threads(1)
