@@ -285,7 +285,10 @@ class Run:
         )
 
     def save(self) -> Stage:
-        return weights_stage(self.pair) if self.quick else save_stage(self.pair, self.scratch)
+        return save_stage(self.pair, self.scratch)
+
+    def weights(self) -> Stage:
+        return weights_stage(self.pair)
 
     def reload(self) -> Stage:
         if not (self.scratch / "patched").exists():
@@ -315,6 +318,7 @@ class Check(NamedTuple):
         check: makes it.
         share: how much of the time it takes: percents of most models, decoders and encoders, small and large.
         is_quick: whether it is of the quick ones.
+        in_all: whether it is run where nothing is said.
         needs_inputs: whether it runs the models.
         repeats: whether it is wrong wherever the outputs are.
     """
@@ -322,6 +326,7 @@ class Check(NamedTuple):
     check: Callable[[Run], Stage]
     share: int
     is_quick: bool = False
+    in_all: bool = True
     needs_inputs: bool = True
     repeats: bool = True
 
@@ -337,7 +342,8 @@ CHECKS = {
     "generation": Check(Run.generation, 4),
     "gradients": Check(Run.gradients, 6),
     "training": Check(Run.training, 19),
-    "save": Check(Run.save, 5, is_quick=True, needs_inputs=False, repeats=False),
+    "weights": Check(Run.weights, 5, is_quick=True, in_all=False, needs_inputs=False, repeats=False),
+    "save": Check(Run.save, 5, needs_inputs=False, repeats=False),
     "reload": Check(Run.reload, 1, repeats=False),
 }
 
@@ -349,7 +355,7 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
         InvalidPatcherError: there is no such stage.
     """
     if names is None:
-        return tuple(name for name, check in CHECKS.items() if check.is_quick or not quick)
+        return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
     requested = {"load", *([names] if isinstance(names, str) else names)}
     for name in sorted(requested - CHECKS.keys()):
         hint = did_you_mean(name, CHECKS, f"they are {', '.join(CHECKS)}.")

@@ -4,33 +4,81 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import PatchSpec
+from patcher.construction.in_force import unpatched
 from patcher.display.parts import Table
 from patcher.display.shown import Shown
-from patcher.errors import CodegenError, VerificationError
+from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
 from patcher.spec.patcher import Patcher
-from patcher.verification.comparing import UncheckedError, said
-from patcher.verification.generated_models import ModelRun, VerifiedModel
+from patcher.verification.checks import Run
+from patcher.verification.comparing import Stage, UncheckedError, said
+from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import progress, quiet
 from patcher.verification.ran_patches import RanPatches
-from patcher.verification.verify import global_state_kept
+from patcher.verification.sides import Side
+from patcher.verification.small_configs import small_configs
+from patcher.verification.verify import global_state_kept, random_checkpoint
 
+#: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
+_STAGES = ("load", "outputs", "gradients", "save")
+_COUNTS = (("outputs", "inputs"), ("save", "tensors"))
 #: Which models of a module are tried first: those that hold the others.
 _ORDER = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM", "For", "")
+
+
+@dataclass(frozen=True)
+class VerifiedModel:
+    """One model of a generated file, beside stock and beside the runtime patch.
+
+    Attributes:
+        name: its class.
+        patched: whether the runtime patch changes it.
+        stages: what was compared with stock.
+        failures: what is wrong.
+    """
+
+    name: str
+    patched: bool
+    stages: tuple[Stage, ...]
+    failures: tuple[str, ...] = ()
+
+    def figures(self, stage: str) -> dict[str, float]:
+        """What a stage has measured."""
+        return next((dict(each.figures) for each in self.stages if each.name == stage and each.checked), {})
+
+    @property
+    def outputs(self) -> tuple[float, float]:
+        """The largest difference of its outputs from stock's: (absolute, relative)."""
+        found = self.figures("outputs")
+        return found.get("max abs", math.inf), found.get("max relative", math.inf)
+
+    @property
+    def gradients(self) -> tuple[float, float] | None:
+        """The same of its gradients, in the layout of the checkpoint; None where stock can't be trained."""
+        found = self.figures("gradients")
+        return (found["max abs"], found["max relative"]) if found else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        stages = {stage.name: dict(stage.figures) for stage in self.stages}
+        return vars(self) | {"stages": stages, "outputs": self.outputs, "gradients": self.gradients}
 
 
 @dataclass(frozen=True)
@@ -71,7 +119,7 @@ class FileVerification(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers, for JSON; `passed` besides."""
-        return super().to_dict() | {"models": [dict(vars(model)) for model in self.models], "passed": self.passed}
+        return super().to_dict() | {"models": [model.to_dict() for model in self.models], "passed": self.passed}
 
     def _headline(self) -> str:
         apart = max((model.outputs[1] for model in self.models), default=0.0)
@@ -84,7 +132,8 @@ class FileVerification(Shown):
             figures = [each.outputs, each.gradients]
             apart = [f"{one[0]:.3g} ({one[1]:.3g})" if one is not None else "-" for one in figures]
             state = "FAILED" if each.failures else "passed" if each.patched else "unpatched"
-            rows.append((each.name, state, str(each.inputs), *apart, str(each.tensors)))
+            counts = [f"{each.figures(stage).get(what, 0):g}" for stage, what in _COUNTS]
+            rows.append((each.name, state, counts[0], *apart, counts[1]))
         heads = ("model", "", "inputs", "outputs (relative)", "gradients (relative)", "tensors saved")
         yield Table("Models, and how far they are from stock", heads, rows)
         yield Table("Wrong", ("what",), [(text,) for text in self.failures])
@@ -145,10 +194,11 @@ def verify(
                 break
             step(stock.__name__)
             scratch = Path(name) / str(number)
-            run = ModelRun(stock, getattr(module, stock.__name__), patcher, scratch, tolerance, seed)
             try:
                 with ran.noted():
-                    models.append(run.verified(model_config))
+                    folder = _checkpoint(stock, model_config, scratch, seed)
+                    side = Side(getattr(module, stock.__name__), folder, name="the file", aligned=True)
+                    models.append(_verified(Side(stock, folder, aligned=True), side, patcher, scratch, tolerance))
             except UncheckedError as error:
                 skipped.append((stock.__name__, str(error)))
         unrun = tuple(ran.missing()) if models else ()
@@ -165,6 +215,59 @@ def verify(
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
+
+
+def _checkpoint(stock: Any, config: PretrainedConfig | None, scratch: Path, seed: int) -> Path:
+    """One of random weights, of the first config that stock runs.
+
+    Raises:
+        UncheckedError: there is none.
+    """
+    errors: list[str] = []
+    configs = [config] if config is not None else small_configs(stock.config_class)
+    try:
+        for number, each in enumerate(configs):
+            folder = scratch / f"checkpoint_{number}"
+            try:
+                unpatched(partial(random_checkpoint, stock, each, folder, seed))
+                chosen_passes(unpatched(partial(stock.from_pretrained, folder)).eval())
+                return folder
+            except Exception as error:  # a config that is of no use
+                errors.append(said(error))
+    except Exception as error:  # none can be made
+        errors.append(said(error))
+    hint = "" if config is not None else "; give model_config= (--model-config FOLDER), a small one that it runs with"
+    raise UncheckedError(f"{errors[0]}{hint}")
+
+
+def _verified(
+    stock: Side, file: Side, patcher: Patcher | None, scratch: Path, tolerance: float | None
+) -> VerifiedModel:
+    """The file beside the runtime patch, which is to be the same to the bit, and beside stock."""
+
+    def stages(theirs: Side, allowed: float, names: tuple[str, ...]) -> tuple[Stage, ...]:
+        folder = scratch / f"{len(names)} stages"
+        return tuple(Run(theirs, file, torch.float32, 0, folder, names, quick=True, allowed=allowed).stages())
+
+    allowed = math.inf if tolerance is None else tolerance
+    exact: tuple[Stage, ...] = ()
+    failures: list[str] = []
+    if patcher is not None:
+        runtime = Side(stock.cls, stock.folder, patcher=patcher, aligned=True)
+        try:
+            exact = stages(runtime, 0.0, _STAGES[:-1])
+        except UnmatchedPatchError:  # of parts that this model doesn't have
+            allowed = 0.0
+        except Exception as error:
+            failures.append(f"the runtime patch can't be loaded: {said(error)}")
+    found = stages(stock, allowed, _STAGES)
+    for other, compared in (("the runtime patch", exact), ("stock", found)):
+        for stage in compared:
+            if not stage.passed:
+                failures.append(f"the file and {other}: {stage.name}: {stage.message}")
+    if not found[0].passed:
+        failures = [f"the file can't be loaded: {found[0].message}"]
+    return VerifiedModel(stock.class_name, bool(exact), found, tuple(failures))
 
 
 @contextmanager

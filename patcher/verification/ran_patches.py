@@ -13,6 +13,8 @@ from typing import Any
 from patcher.codegen.generation.generator import Generated
 from patcher.codegen.spec import External, Patch, PatchKind
 
+_Place = tuple[str, int]
+
 
 class RanPatches:
     """Which patches of a file have run: the code of each is known by its lines."""
@@ -20,7 +22,7 @@ class RanPatches:
     def __init__(self, generated: Generated, module: ModuleType) -> None:
         self.file = str(module.__file__)
         nodes = _definitions(ast.parse(generated.text.removeprefix("\ufeff")).body)
-        self.left: dict[str, tuple[list[tuple[int, int]], set[CodeType]]] = {}
+        self.left: dict[str, tuple[list[tuple[int, int]], set[_Place]]] = {}
         for patch in generated.patches:
             if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
                 continue  # how the models of a file read and write, which isn't the author's
@@ -40,11 +42,11 @@ class RanPatches:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Note what runs."""
-        seen: set[CodeType] = set()
+        seen: set[_Place] = set()
 
         def note(frame: Any, event: str, _: object) -> None:
             if event == "call":
-                seen.add(frame.f_code)
+                seen.add(_place(frame.f_code))
 
         before = sys.getprofile()
         sys.setprofile(note)
@@ -52,7 +54,7 @@ class RanPatches:
             yield
         finally:
             sys.setprofile(before)
-            ran = {code.co_firstlineno for code in seen if code.co_filename == self.file}
+            ran = {line for file, line in seen if file == self.file}
             for label, (lines, codes) in list(self.left.items()):
                 if seen & codes or any(first <= line <= last for first, last in lines for line in ran):
                     del self.left[label]
@@ -80,7 +82,7 @@ def _definitions(body: list[ast.stmt], around: str = "") -> dict[str, list[Any]]
     return found
 
 
-def _codes(module: ModuleType, patch: Patch) -> set[CodeType]:
+def _codes(module: ModuleType, patch: Patch) -> set[_Place]:
     """The code of a replacement that the file imports."""
     if not isinstance(patch.replacement, External):
         return set()
@@ -89,4 +91,9 @@ def _codes(module: ModuleType, patch: Patch) -> set[CodeType]:
         value = getattr(value, part)
     parts = list(vars(value).values()) if isinstance(value, type) else [value]
     functions = (getattr(part, "__func__", part) for part in parts)
-    return {part.__code__ for part in functions if isinstance(part, FunctionType)}
+    return {_place(part.__code__) for part in functions if isinstance(part, FunctionType)}
+
+
+def _place(code: CodeType) -> _Place:
+    """Where it is written: code objects of the same text are equal wherever they are."""
+    return code.co_filename, code.co_firstlineno

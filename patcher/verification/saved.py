@@ -26,7 +26,7 @@ def save_stage(pair: Pair, scratch: Path) -> Stage:
     except Exception as error:
         raise UncheckedError(f"stock can't be saved: {said(error)}") from None
     pair.ours.save_pretrained(scratch / "patched")
-    stage = _compared(pair, _saved(scratch / "stock"), _saved(scratch / "patched"))
+    stage = _compared("save", pair, _saved(scratch / "stock"), _saved(scratch / "patched"))
     names = [sorted(path.name for path in (scratch / one).iterdir()) for one in ("stock", "patched")]
     if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
         return replace(stage, passed=False, message=f"the files are {', '.join(names[1])}, not {', '.join(names[0])}")
@@ -37,10 +37,12 @@ def weights_stage(pair: Pair) -> Stage:
     """The same of what either would save, without a file."""
     if any(parameter.is_meta for model in (pair.stock, pair.ours) for parameter in model.parameters()):
         raise UncheckedError("weights that are offloaded are compared as files only")
-    return _compared(pair, *(saved_state_dict(model, model.state_dict()) for model in (pair.stock, pair.ours)))
+    return _compared(
+        "weights", pair, *(saved_state_dict(model, model.state_dict()) for model in (pair.stock, pair.ours))
+    )
 
 
-def _compared(pair: Pair, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Stage:
+def _compared(name: str, pair: Pair, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Stage:
     record = record_of(pair.ours)
     declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
     new = {key for key in found.keys() - expected.keys() if any(search(text, key) for text in declared)}
@@ -50,7 +52,7 @@ def _compared(pair: Pair, expected: Mapping[str, torch.Tensor], found: Mapping[s
     wrong += [f"{key} differs" for key in compress(sorted(differing))]
     figures = [("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing)))]
     figures += [("new", float(len(new)))] if new else []
-    return Stage("save", not wrong, tuple(figures), message="; ".join(wrong))
+    return Stage(name, not wrong, tuple(figures), message="; ".join(wrong))
 
 
 def _saved(folder: Path) -> dict[str, torch.Tensor]:

@@ -64,9 +64,9 @@ def gradient_stage(pair: Pair, passes: Sequence[Pass], tolerance: float, seed: i
     gaps = {key: difference([found[key]] if key in found else [], [one]) for key, one in expected.items()}
     # What is small beside the median of the largest gradient of each tensor is rounding.
     typical = statistics.median_high([gap.scale for gap in gaps.values()] or [1.0])
-    wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * max(gap.scale, typical)]
+    wrong = [key for key, gap in gaps.items() if not gap.absolute <= allowed * (max(gap.scale, typical) or 1.0)]
     worst = max(gaps.values(), default=Difference(0.0, 0.0, 0.0))
-    figures = (("max abs", worst.absolute), ("tensors", float(len(expected))))
+    figures = (("max abs", worst.absolute), ("max relative", worst.relative), ("tensors", float(len(expected))))
     text = f"on {', '.join(one.name for one in passes)} they differ for {', '.join(compress(wrong))}" if wrong else ""
     return Stage(name, not wrong, figures, allowed, text)
 

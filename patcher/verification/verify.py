@@ -192,8 +192,9 @@ def verify(
         patcher: what to verify.
         model_class: the class of model, or an Auto class; by default what the config names.
         stages: the names of those to run, by default all; `load` always is.
-        quick: run `outputs` on a short row, a padded batch and a prompt in chunks, and `save` without a file: a tenth
-            of the time, for what is wrong everywhere (a weight, a layer, the order in which weights are joined).
+        quick: run `outputs` on a short row, a padded batch and a prompt in chunks, and in place of `save` the stage
+            `weights`, which compares what would be saved without a file: a tenth of the time, for what is wrong
+            everywhere (a weight, a layer, the order in which weights are joined).
         dtype: what to compute in.
         seed: of random ids and weights.
         progress: show the stages as they go, and what is left; by default where stderr is a terminal, or in a
