@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -108,6 +109,30 @@ class Run:
             return Stage(name, True, message=f"not checked: {error}", checked=False)
         except Exception as error:  # stock went through it, or it would have been left out
             return Stage(name, False, message=said(error))
+
+    def fails(self, mine: Side, name: str) -> bool:
+        """Whether a stage that has failed fails with another model as well: `outputs` on the input on which it has."""
+        if name == "load":
+            try:
+                self._load(mine)
+            except Exception:
+                return True
+            return False
+        run = replace(self, mine=mine, scratch=Path(tempfile.mkdtemp(dir=self.scratch)))
+        try:
+            run.compare_with(self._load(mine), self.pair.stock)
+        except Exception:  # nothing that could be compared
+            return False
+        if name == "reload":
+            run.stage("save")
+        if name != "outputs" or self.failing is None:
+            return not run.stage(name).passed
+        try:
+            with torch.no_grad():
+                found = self.failing.run.results(run.pair.ours)
+        except Exception:
+            return True
+        return not differences(found, self.failing.expected).within(self.tolerance)
 
     # --- loads
 

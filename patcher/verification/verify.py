@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from patcher.checkpoints.model_classes import config_of, model_class_of
 from patcher.compat.models import make_from_config
 from patcher.construction.in_force import unpatched
-from patcher.display.parts import Bar, Cell, Chart, Part, Table
+from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
@@ -26,6 +26,7 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import not_a_patcher
 from patcher.verification.checks import CHECKS, TOLERANCES, Run, stages_of
 from patcher.verification.comparing import Stage
+from patcher.verification.guilty import Guilty, guilty_of
 from patcher.verification.layer_errors import LayerErrors
 from patcher.verification.passes import seeded
 from patcher.verification.progress import progress as steps, quiet
@@ -45,6 +46,7 @@ class Verification(Shown):
         floor: the largest difference of stock against stock, eager attention against sdpa; None where it has one only.
         stages: what was checked, in this order.
         seconds: the time that it took.
+        guilty: the member of the patcher that is wrong, where it is a single one.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Verification(Shown):
     floor: float | None = None
     stages: tuple[Stage, ...] = ()
     seconds: float = field(default=0.0, compare=False)
+    guilty: Guilty | None = None
 
     @property
     def passed(self) -> bool:
@@ -66,8 +69,19 @@ class Verification(Shown):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, one text for each stage that failed."""
-        return tuple(f"{stage.name}: {stage.message}" for stage in self.stages if not stage.passed)
+        """What is wrong, one text for each stage that failed; where it begins is said once."""
+        return tuple(f"{name}: {message}" for name, message in self._messages.items())
+
+    @property
+    def _messages(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        said: set[str] = set()
+        for stage in self.stages:
+            if not stage.passed:
+                what, _, where = stage.message.partition("it begins in ")
+                found[stage.name] = f"{what}it begins there too" if where and where in said else stage.message
+                said.add(where)
+        return found
 
     def raise_on_failure(self) -> None:
         """Raise if something is wrong.
@@ -77,7 +91,9 @@ class Verification(Shown):
         """
         if not self.passed:
             raise VerificationError(
-                f"{self.model} under {self.patcher} is not what it is without:\n  " + "\n  ".join(self.failures)
+                f"{self.model} under {self.patcher} is not what it is without:\n  "
+                + "\n  ".join(self.failures)
+                + (f"\nIt is {self.guilty}." if self.guilty else "")
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,8 +118,10 @@ class Verification(Shown):
             figures = ", ".join(f"{name} {value:.3g}" for name, value in stage.figures)
             limit = "" if stage.tolerance is None else f"{stage.tolerance:.1e}"
             state = Cell("-", "dim") if not stage.checked else Cell("passed", "good")
-            rows.append((stage.name, state if stage.passed else Cell("FAILED", "bad"), figures, limit, stage.message))
-        yield Table("Stages", ("stage", "", "measured", "allowed", ""), rows)
+            rows.append((stage.name, state if stage.passed else Cell("FAILED", "bad"), figures, limit))
+            rows[-1] += (f"{stage.seconds:.1f}", self._messages.get(stage.name, stage.message))
+        yield Table("Stages", ("stage", "", "measured", "allowed", "seconds", ""), rows)
+        yield Notes("Guilty", [str(self.guilty)] if self.guilty else [], "bad")
         by_layer = sorted((stage for stage in self.stages if stage.layers), key=lambda stage: stage.passed)
         for layers in [stage.layers for stage in by_layer if stage.layers][:1]:  # of the first that failed, if one has
             yield _chart(layers)
@@ -176,9 +194,11 @@ def verify(
     middle and the last. Two texts, a prompt in chunks, generation, a pass in training with its gradients, what is
     saved and reloaded go through all of them; and what is wrong on a few is looked at on all, which decides.
 
-    Where `outputs` fails, the stages that compute the same in another way aren't checked. A model of fewer than 17
-    million parameters is computed by one thread, others by no more than there are processors; afterwards torch has as
-    many threads as before.
+    Of a failure `guilty` is the member of the patcher (a key, a fusion, a conversion) that fails alone, or without
+    which the others pass. Where `outputs` fails, the stages that compute the same in another way aren't checked.
+
+    A model of fewer than 17 million parameters is computed by one thread, others by no more than there are
+    processors; afterwards torch has as many threads as before.
 
     Tolerances are relative to the magnitude of stock's outputs. In float32 1e-5, about a hundred roundings (6e-8
     each), which sums in another order make of thousands of products, and a hundredth of what the smallest of real
@@ -218,7 +238,11 @@ def verify(
             checkpoint = "random weights"
         stock, patched = Side(cls, folder, options), Side(cls, folder, options, patcher)
         run = Run(stock, patched, dtype, seed, scratch, names, step, quick)
-        return _found(run, checkpoint, repr(patcher), started)
+        found = _found(run, checkpoint, repr(patcher), started)
+        if not found.passed:
+            step("which member it is")
+            found = replace(found, guilty=guilty_of(run, patcher, found.stages))
+        return replace(found, seconds=time.perf_counter() - started)
 
 
 def compare(
