@@ -221,7 +221,7 @@ class Run:
         def of_the_rest(on_stock: OnStock) -> Comparison:
             return self.pair.compare(noted(on_stock, rest), self.tolerance, reached=reached)
 
-        if rest:
+        if rest and not (self.quick and compared.message):
             compared.add(on_few_layers(self.pair, self._passes("a short row", CHUNKS), of_the_rest))
         others = self._reaching(reached_in_stock)
         self.references += others

@@ -33,7 +33,7 @@ from patcher.verification.inputs import chosen_passes
 from patcher.verification.progress import progress, quiet
 from patcher.verification.ran_patches import RanPatches
 from patcher.verification.sides import Side
-from patcher.verification.small_configs import small_configs
+from patcher.verification.small_configs import small_config
 from patcher.verification.verify import global_state_kept, random_checkpoint
 
 #: What is compared of a file, on the quick inputs: beside stock all of it, beside the runtime patch what is computed.
@@ -218,26 +218,19 @@ def verify(
 
 
 def _checkpoint(stock: Any, config: PretrainedConfig | None, scratch: Path, seed: int) -> Path:
-    """One of random weights, of the first config that stock runs.
+    """One of random weights, of a config with which stock runs.
 
     Raises:
-        UncheckedError: there is none.
+        UncheckedError: it doesn't run.
     """
-    errors: list[str] = []
-    configs = [config] if config is not None else small_configs(stock.config_class)
     try:
-        for number, each in enumerate(configs):
-            folder = scratch / f"checkpoint_{number}"
-            try:
-                unpatched(partial(random_checkpoint, stock, each, folder, seed))
-                chosen_passes(unpatched(partial(stock.from_pretrained, folder)).eval())
-                return folder
-            except Exception as error:  # a config that is of no use
-                errors.append(said(error))
-    except Exception as error:  # none can be made
-        errors.append(said(error))
-    hint = "" if config is not None else "; give model_config= (--model-config FOLDER), a small one that it runs with"
-    raise UncheckedError(f"{errors[0]}{hint}")
+        small = small_config(stock.config_class) if config is None else config
+        unpatched(partial(random_checkpoint, stock, small, scratch / "checkpoint", seed))
+        chosen_passes(unpatched(partial(stock.from_pretrained, scratch / "checkpoint")).eval())
+    except Exception as error:
+        hint = "; give model_config= (--model-config FOLDER), a small one with which it runs" if config is None else ""
+        raise UncheckedError(f"{said(error)}{hint}") from error
+    return scratch / "checkpoint"
 
 
 def _verified(

@@ -15,7 +15,6 @@ from transformers.core_model_loading import WeightConverter
 
 from patcher import CodegenError, Patcher
 from patcher.codegen import PatchConfig
-from patcher.verification.small_configs import small_configs
 from tests.codegen.models import (
     BOTH_SIDES,
     ENCODER_DECODER,
@@ -35,6 +34,7 @@ from tests.codegen.split_parts import Negated, Parts, SplitMLP
 from tests.support import tiny
 from tests.support.comparing import assert_equal_models, logits
 from tests.support.sampling import sampled
+from tests.support.small_configs import small_configs
 
 
 def small(name: str) -> Callable[[], PretrainedConfig]:

@@ -36,10 +36,10 @@ from transformers import PreTrainedModel
 from patcher.fusions.families import fusion_named
 from patcher.fusions.finding import Surroundings
 from patcher.verification.inputs import Pass, chosen_passes
-from patcher.verification.small_configs import small_configs
 from tests.coverage.inputs import particular_passes
 from tests.coverage.models import class_named, randomize
 from tests.coverage.truth import calls_of, modules_with_tied_weights, patch_projections, stacks
+from tests.support.small_configs import small_configs
 
 __all__ = ["FAMILIES", "TOLERANCE", "NotExaminedError", "examine"]
 

@@ -27,10 +27,10 @@ from patcher import Patcher, PatcherWarning, plan, report
 from patcher.compat.models import original_class
 from patcher.errors import PatchConstructionError, PresetDriftError, UnmatchedPatchError
 from patcher.loading.record import record_of
-from patcher.verification.small_configs import small_configs
 from tests.functions import functions
 from tests.functions.functions import CALLS
 from tests.support import fresh, shared, tiny
+from tests.support.small_configs import small_configs
 
 ROPE = Patcher(function_mapping={"apply_rotary_pos_emb": functions.counted_rope})
 PLAIN = Patcher(function_mapping={"apply_rotary_pos_emb": functions.plain_rope})
