@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from patcher.compat.modeling_code import unrebound
 from patcher.errors import InvalidPatcherError
 from patcher.loading.record import record_of
 from patcher.patterns import compress, did_you_mean
@@ -54,6 +55,7 @@ class Run:
     quick: bool = False
     allowed: float | None = None  # in place of the tolerance of the type
     replaced: int = 0
+    calling: int = 0
     floor: float | None = None
     runs: dict[str, Pass | Row] = field(default_factory=dict)  # the inputs that stock runs, by name
     references: list[Reference] = field(default_factory=list)  # those of them that are run on further models
@@ -77,7 +79,9 @@ class Run:
             return
         self.compare_with(ours, stock)
         self.replaced = len(self.patched)
-        figures = (("modules replaced", float(self.replaced)),)
+        self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
+        figures: tuple[tuple[str, float], ...] = (("modules replaced", float(self.replaced)),)
+        figures += (("modules that call replaced functions", float(self.calling)),) if self.calling else ()
         yield Stage("load", True, figures, seconds=time.perf_counter() - started)
         wrong = False
         for name in self.names[1:]:

@@ -69,16 +69,11 @@ class Pass:
 
     def of(self, model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
         """All floating-point tensors that the run gives; of what is padding, none."""
-        return list(self.outputs(model, seed).values())
-
-    def outputs(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-        """The same by name."""
-        arguments = fitted(self.arguments, model)
-        with seeded(seed), without_memory(model):
-            return dict(self._outputs(model.get_submodule(self.path), arguments))
+        after = " after the call"
+        return [value for name, value in self.results(model, seed).items() if not name.endswith(after)]
 
     def results(self, model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-        """The outputs, and the arguments as they are after the run: a model that writes into them shows it."""
+        """The outputs by name, and the arguments as they are after the run: a model that writes into them shows it."""
         with without_memory(model):
             return self.results_with_memory(model, seed)
 

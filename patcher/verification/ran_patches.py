@@ -1,39 +1,31 @@
-"""Which patches of a generated file have run: what Python calls, by the lines of the file."""
+"""Which patches of a generated file have run: the code of what has their names in the file, and what Python calls."""
 
 from __future__ import annotations
 
-import ast
-import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from patcher.codegen.generation.generator import Generated
 from patcher.codegen.spec import External, Patch, PatchKind
 
+#: The file and the line of a function: code objects of the same text are equal wherever they are.
 _Place = tuple[str, int]
 
 
 class RanPatches:
-    """Which patches of a file have run: the code of each is known by its lines."""
+    """Which patches of a file have run."""
 
     def __init__(self, generated: Generated, module: ModuleType) -> None:
-        self.file = str(module.__file__)
-        nodes = _definitions(ast.parse(generated.text.removeprefix("\ufeff")).body)
-        self.left: dict[str, tuple[list[tuple[int, int]], set[_Place]]] = {}
+        self.left: dict[str, set[_Place]] = {}
         for patch in generated.patches:
             if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
                 continue  # how the models of a file read and write, which isn't the author's
-            label = f"{patch.kind.value} {patch.target}"
-            lines = [
-                (min([node.lineno, *(part.lineno for part in node.decorator_list)]), node.end_lineno or node.lineno)
-                for node in nodes.get(_target(patch), ())
-            ]
-            codes = _codes(module, patch)
-            if lines or codes:
-                self.left[label] = lines, codes
+            if places := _places(module, patch):
+                self.left[f"{patch.kind.value} {patch.target}"] = places
 
     def missing(self) -> list[str]:
         """Those that haven't."""
@@ -46,7 +38,7 @@ class RanPatches:
 
         def note(frame: Any, event: str, _: object) -> None:
             if event == "call":
-                seen.add(_place(frame.f_code))
+                seen.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
 
         before = sys.getprofile()
         sys.setprofile(note)
@@ -54,46 +46,19 @@ class RanPatches:
             yield
         finally:
             sys.setprofile(before)
-            ran = {line for file, line in seen if file == self.file}
-            for label, (lines, codes) in list(self.left.items()):
-                if seen & codes or any(first <= line <= last for first, last in lines for line in ran):
-                    del self.left[label]
+            self.left = {label: places for label, places in self.left.items() if not places & seen}
 
 
-def _target(patch: Patch) -> str:
+def _places(module: ModuleType, patch: Patch) -> set[_Place]:
+    """Those of the functions that a patch has written or imported; none of what isn't run, an import for one."""
     parts = patch.target.split(".")
     if parts[-1] in ("setter", "deleter", "getter") and len(parts) > 2:
         parts.pop()
-    return ".".join([*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts)
-
-
-def _definitions(body: list[ast.stmt], around: str = "") -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            name = f"{around}{node.name}"
-            found.setdefault(name, []).append(node)
-            inner = _definitions(node.body, f"{name}.") if isinstance(node, ast.ClassDef) else {}
-        else:
-            parts = (part for name in ("body", "orelse", "finalbody") for part in getattr(node, name, ()))
-            inner = _definitions([*parts, *(s for h in getattr(node, "handlers", ()) for s in h.body)], around)
-        for name, nodes in inner.items():
-            found.setdefault(name, []).extend(nodes)
-    return found
-
-
-def _codes(module: ModuleType, patch: Patch) -> set[_Place]:
-    """The code of a replacement that the file imports."""
-    if not isinstance(patch.replacement, External):
-        return set()
-    value: Any = importlib.import_module(patch.replacement.module)
-    for part in patch.replacement.name.split("."):
-        value = getattr(value, part)
-    parts = list(vars(value).values()) if isinstance(value, type) else [value]
-    functions = (getattr(part, "__func__", part) for part in parts)
-    return {_place(part.__code__) for part in functions if isinstance(part, FunctionType)}
-
-
-def _place(code: CodeType) -> _Place:
-    """Where it is written: code objects of the same text are equal wherever they are."""
-    return code.co_filename, code.co_firstlineno
+    value: Any = module
+    for part in [*parts, "__init__"] if patch.kind is PatchKind.MODIFY_INIT else parts:
+        value = vars(value).get(part) if isinstance(value, type | ModuleType) else None
+    found = list(vars(value).values()) if isinstance(value, type) else [value]
+    accessors = [(each.fget, each.fset, each.fdel) if isinstance(each, property) else (each,) for each in found]
+    functions = (inspect.unwrap(getattr(each, "__func__", each)) for several in accessors for each in several if each)
+    codes = (each.__code__ for each in functions if isinstance(each, FunctionType))
+    return {(code.co_filename, code.co_firstlineno) for code in codes}

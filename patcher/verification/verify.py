@@ -43,6 +43,7 @@ class Verification(Shown):
         patcher: the patcher.
         dtype: what was computed in.
         replaced: how many modules were replaced or fused.
+        calling: how many modules call replaced functions.
         floor: the largest difference of stock against stock, eager attention against sdpa; None where it has one only.
         stages: what was checked, in this order.
         seconds: the time that it took.
@@ -54,6 +55,7 @@ class Verification(Shown):
     patcher: str
     dtype: str
     replaced: int = 0
+    calling: int = 0
     floor: float | None = None
     stages: tuple[Stage, ...] = ()
     seconds: float = field(default=0.0, compare=False)
@@ -106,8 +108,10 @@ class Verification(Shown):
 
     def _headline(self) -> str:
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
-        count = f"{self.replaced} module{'' if self.replaced == 1 else 's'} replaced"
-        return f"{self.model}: {count}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
+        counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
+        counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
+        told = ", ".join(f"{count} module{'' if count == 1 else 's'} {what}" for count, what in counts)
+        return f"{self.model}: {told}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def _verdict(self) -> Cell:
         return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
@@ -304,6 +308,7 @@ def _found(run: Run, checkpoint: str, patcher: str, started: float) -> Verificat
         patcher=patcher,
         dtype=str(run.dtype).removeprefix("torch."),
         replaced=run.replaced,
+        calling=run.calling,
         floor=run.floor,
         stages=stages,
         seconds=time.perf_counter() - started,

@@ -108,6 +108,16 @@ def test_it_is_a_value_that_goes_to_json(llama: Path) -> None:
     assert "equal byte for byte" in found._repr_html_()
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def test_of_functions_the_modules_that_call_them_are_counted(llama: Path) -> None:
+    found = verify(llama, Patcher(function_mapping={"rotate_half": rotated}), quick=True)
+    assert str(found).startswith("LlamaForCausalLM: 2 modules with calls of replaced functions, the same as stock")
+
+
 def test_two_runs_measure_the_same(llama: Path) -> None:
     one, other = (verify(llama, JOINED, seed=3) for _ in range(2))
 
