@@ -6,7 +6,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patcher.compat.modeling_code import unrebound
+from patcher.compat.models import implementation
 from patcher.errors import InvalidPatcherError
 from patcher.loading.record import record_of
 from patcher.patterns import compress, did_you_mean
@@ -273,21 +274,20 @@ class Run:
 
     def recorded(self) -> Stage:
         """Under eager attention, which alone gives attentions."""
-        given = "attn_implementation" in self.theirs.options
-        with nullcontext(False) if given else eager_attention(self.pair.stock) as is_other:
-            pair = self.pair
-            if is_other:  # loaded anew: a replacement may look at it once
-                pair = Pair(pair.stock, self._load(self.mine, attn_implementation="eager"), pair.name)
-            bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
-            asked = [each for base in bases for each in asking_for(base, flags(pair.stock))]
-            plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
-            runs = dict.fromkeys([*plain, *asked])
-            prefix = "eager attention, " if is_other else ""
+        pair, prefix = self.pair, ""
+        if "attn_implementation" not in self.theirs.options and implementation(pair.stock, "attn") == "sdpa":
+            with suppress(UncheckedError):  # a model in memory, or one without eager attention
+                # Loaded anew: some look at it once, when they are constructed or first run.
+                pair, prefix = self._pair(self.theirs, self.mine, attn_implementation="eager"), "eager attention, "
+        bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
+        asked = [each for base in bases for each in asking_for(base, flags(pair.stock))]
+        plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
+        runs = dict.fromkeys([*plain, *asked])
 
-            def with_all(on_stock: OnStock) -> Comparison:
-                return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
+        def with_all(on_stock: OnStock) -> Comparison:
+            return pair.compare(on_stock(runs), self.tolerance, prefix=prefix)
 
-            return on_few_layers(pair, plain, with_all).stage("recorded")
+        return on_few_layers(pair, plain, with_all).stage("recorded")
 
     def windows(self) -> Stage:
         windows = {name: WINDOW for name, size in windows_of(self.pair.stock.config).items() if size > WINDOW}

@@ -21,7 +21,7 @@ from patcher import Patcher, VerificationError, verify
 from patcher.verification.sides import Side
 from tests.support.replacements import JoinedMLP
 from tests.support.sampling import sampled
-from tests.verification.test_failures import (
+from tests.verification.plainly_wrong import (
     KeysForQueries,
     NoGradient,
     OneLayerOff,

@@ -19,7 +19,7 @@ from tests.support.replacements import JOINED, OWN, JoinedMLP
 from tests.support.sampling import sampled
 from tests.support.tiny import tiny_bert_config, tiny_llama_config, tiny_llava_config
 from tests.verification.models import LLAMA, T5, VIT, WHISPER
-from tests.verification.test_failures import WRONG_ORDER
+from tests.verification.plainly_wrong import WRONG_ORDER
 
 RIGHT: dict[str, tuple[Any, Patcher, set[str]]] = {
     "a class": (tiny_llama_config(), OWN, {"windows"}),
