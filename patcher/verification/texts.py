@@ -22,8 +22,8 @@ LATER = (*FEW, STEPS, CHUNKS, "a batch of 2", "a batch of 5", "a row of 128 toke
 _LENGTHS = (1, 128)
 _BATCHES = (2, 3, 4, 5, 6, 7, 8, 17)
 _PADDED = (11, 8, 4)
-#: The prompt and 44 tokens after it; pieces of a prompt, of which some are short.
-_STEPS, _CHUNKS = (12, *[1] * 44), (13, 1, 17, 2, 11)
+#: The prompt and 40 tokens after it; pieces of a prompt, of which some are short.
+_STEPS, _CHUNKS = (12, *[1] * 40), (13, 1, 17, 2, 11)
 
 
 def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass | Row]:
