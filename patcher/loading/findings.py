@@ -27,6 +27,7 @@ from patcher.layouts.transforms import conversions_of, describe, identity
 from patcher.loading.routes import Routing
 from patcher.patterns import compress, is_expression, matches_path, nearest, nearest_paths
 from patcher.resolution.resolution import NO_CHANGE, Resolution
+from patcher.spec.like import Like
 from patcher.spec.validation import MODULE_MAPPINGS
 
 if TYPE_CHECKING:
@@ -116,14 +117,16 @@ def found_in_modules(
     """
     resolution: Resolution = construction.resolution or NO_CHANGE
     plan, functions = resolution.fusion_plan, construction.functions or NO_FUNCTIONS
-    places = tuple((path, stock_class(module).__name__) for path, module in modules)
+    stock = [(path, stock_class(module)) for path, module in modules]
+    places = tuple((path, cls.__name__) for path, cls in stock)
+    classes = {cls.__name__: cls for _, cls in stock}
     used: set[Key] = set()
     unused: dict[Unused, Callable[[], str]] = {}
     for entry in construction.rules.entries:
         patcher = entry.patcher
         grouped = {key for group in patcher.alternatives for key in group}
         for group in (*patcher.alternatives, *((key,) for key in patcher.class_mapping if key not in grouped)):
-            unused[entry, "class_mapping", group] = partial(_no_class, group, places)
+            unused[entry, "class_mapping", group] = partial(_no_class, group, places, classes)
         for key in patcher.module_mapping:
             unused[entry, "module_mapping", (key,)] = partial(_no_module, "module_mapping:", key, places)
         for fusion in patcher.fusions:
@@ -146,10 +149,17 @@ def found_in_modules(
     return construction.outcome | Outcome(frozenset(used), unused)
 
 
-def _no_class(group: tuple[str, ...], places: Places) -> str:
-    classes = {name for _, name in places}
+def _no_class(group: tuple[str, ...], places: Places, classes: Mapping[str, type[nn.Module]]) -> str:
     keys = f"{'any of ' if len(group) > 1 else ''}{', '.join(map(repr, group))}"
-    return f"class_mapping: no class of the model matches {keys}{_meant(group[0], classes, places)}"
+    key = group[0]
+    meant = _unlike(key, classes) if isinstance(key, Like) else _meant(key, classes.keys(), places)
+    return f"class_mapping: no class of the model matches {keys}{meant}"
+
+
+def _unlike(key: Like, classes: Mapping[str, type[nn.Module]]) -> str:
+    """How what is probably meant differs from the target of a key."""
+    close = nearest(key.target.rpartition(":")[2], classes, 1)
+    return f"; nearest: {close[0]}, which differs: {key.why_not(classes[close[0]])}" if close else ""
 
 
 def _meant(key: str, classes: Collection[str], places: Places) -> str:

@@ -23,6 +23,7 @@ from patcher.fusions.methods import why_not_its_source
 from patcher.source.canonical import canonical
 from patcher.source.reading import Definition
 from patcher.source.scopes import bound_by, top_level
+from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 
 
@@ -92,7 +93,7 @@ def check_pins(patcher: Patcher, model_class: type[nn.Module] | None = None) -> 
         PresetDriftError: with the names of what changed.
     """
     homes = filter(is_modeling_module, list(sys.modules)) if model_class is None else [model_class.__module__]
-    _check_fingerprints(patcher, homes)
+    _check_fingerprints(patcher, {*homes, *_homes_of_targets(patcher)})
     installed = transformers.__version__
     if patcher.transformers and not SpecifierSet(patcher.transformers).contains(installed, prereleases=True):
         warn(
@@ -115,7 +116,14 @@ def check_built(patcher: Patcher, classes: Iterable[type], home: str, *, all_the
         PresetDriftError: with the names of what changed.
     """
     bases = {base.__module__ for cls in classes for base in cls.__mro__} if patcher.fingerprints else ()
-    _check_fingerprints(patcher, {home, *filter(is_modeling_module, bases)}, all_there=all_there)
+    homes = {home, *filter(is_modeling_module, bases), *_homes_of_targets(patcher)}
+    _check_fingerprints(patcher, homes, all_there=all_there)
+
+
+def _homes_of_targets(patcher: Patcher) -> set[str]:
+    """The modules of what `like` keys compare with: a pin of a target counts whatever model is loaded."""
+    keys = (*patcher.class_mapping, *patcher.function_mapping) if patcher.fingerprints else ()
+    return {key.resolve().__module__ for key in keys if isinstance(key, Like)}
 
 
 def homes_of(names: Iterable[str]) -> list[tuple[str, str]]:

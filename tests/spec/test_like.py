@@ -19,8 +19,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralRMSNorm
 
-from patcher import Patcher, like
-from patcher.errors import InvalidPatcherError, PatchConflictError, UnmatchedPatchError
+from patcher import Patcher, fingerprint, like
+from patcher.errors import InvalidPatcherError, PatchConflictError, PresetDriftError, UnmatchedPatchError
 from patcher.source.alike import difference
 from tests.support.tiny import DECODER_SIZES
 
@@ -349,7 +349,10 @@ def test_a_function_key_replaces_what_is_alike(config_class: type) -> None:
 
 
 def test_what_is_not_alike_stays_and_a_key_without_effect_raises() -> None:
-    with pytest.raises(UnmatchedPatchError, match=r"no class of the model matches like\('LlamaRMSNorm'\)"):
+    with pytest.raises(
+        UnmatchedPatchError,
+        match=r"like\('LlamaRMSNorm'\); nearest: GemmaRMSNorm, which differs: LlamaRMSNorm: only one has _norm",
+    ):
         built(GemmaConfig, Patcher({like("LlamaRMSNorm"): Doubled}))
     with pytest.raises(UnmatchedPatchError, match=r"nothing in the modeling code calls like\("):
         built(LlamaConfig, Patcher(function_mapping={like(f"{__name__}:activated"): activated_too}))
@@ -389,3 +392,11 @@ def test_inside_of_a_block_and_of_another() -> None:
     assert type(model.model.norm) is Tripled
     assert type(built(MistralConfig).model.norm) is MistralRMSNorm
     assert modeling_llama.LlamaRMSNorm is LlamaRMSNorm
+
+
+def test_a_pin_of_the_target_counts_for_every_model() -> None:
+    pins = {"LlamaRMSNorm": fingerprint(LlamaRMSNorm)}
+    patcher = Patcher({like("LlamaRMSNorm"): Doubled}, fingerprints=pins)
+    assert type(built(MistralConfig, patcher).model.norm) is Doubled
+    with pytest.raises(PresetDriftError, match=r"LlamaRMSNorm: pinned 0123456789abcdef, found"):
+        built(MistralConfig, patcher.replace(fingerprints={"LlamaRMSNorm": "0123456789abcdef"}))
