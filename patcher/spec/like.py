@@ -135,6 +135,11 @@ def like(target: str | type | Callable[..., Any]) -> Like:
     return Like(PREFIX + target)
 
 
+def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
+    """The keys of a mapping that mean a class or function because it is like their target."""
+    return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+
+
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
     """The key of a mapping that means a class or function because it is like its target.
 
@@ -144,8 +149,7 @@ def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | No
     Raises:
         PatchConflictError: two keys mean it, and their replacements differ.
     """
-    likes = (key for key in mapping if isinstance(key, Like))
-    found = [key for key in likes if (key.matches(thing) if alike is None else key in alike)]
+    found = likes_of(thing, mapping) if alike is None else [key for key in alike if key in mapping]
     for key in found[1:]:
         if mapping[key] is not mapping[found[0]]:
             replacements = " and ".join(getattr(mapping[each], "__qualname__", "?") for each in (found[0], key))

@@ -20,7 +20,14 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM, MistralRMSNorm
 
 from patcher import Patcher, fingerprint, like
-from patcher.errors import InvalidPatcherError, PatchConflictError, PresetDriftError, UnmatchedPatchError
+from patcher.codegen import PatchConfig, generate
+from patcher.errors import (
+    CodegenError,
+    InvalidPatcherError,
+    PatchConflictError,
+    PresetDriftError,
+    UnmatchedPatchError,
+)
 from patcher.source.alike import difference
 from tests.support.tiny import DECODER_SIZES
 
@@ -400,3 +407,11 @@ def test_a_pin_of_the_target_counts_for_every_model() -> None:
     assert type(built(MistralConfig, patcher).model.norm) is Doubled
     with pytest.raises(PresetDriftError, match=r"LlamaRMSNorm: pinned 0123456789abcdef, found"):
         built(MistralConfig, patcher.replace(fingerprints={"LlamaRMSNorm": "0123456789abcdef"}))
+
+
+def test_a_generated_file_has_what_is_alike_replaced() -> None:
+    patcher = Patcher({like("LlamaRMSNorm"): Doubled})
+    text = generate(PatchConfig.from_patcher(patcher, MistralForCausalLM))
+    assert text == generate(PatchConfig.from_patcher(Patcher({"MistralRMSNorm": Doubled}), MistralForCausalLM))
+    with pytest.raises(CodegenError, match=r"no class of .* matches the class key like\('GemmaRMSNorm'\)"):
+        PatchConfig.from_patcher(Patcher({like("GemmaRMSNorm"): Doubled}), MistralForCausalLM)

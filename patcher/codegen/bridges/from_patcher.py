@@ -33,6 +33,7 @@ from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
+from patcher.spec.like import find_like, likes_of
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
@@ -129,8 +130,9 @@ class _Description(NamedTuple):
     def replaced_classes(self) -> dict[str, type[nn.Module]]:
         """Class of the module -> replacement, for every class key of the patcher."""
         own, mapping = module_classes(self.modeling), self.patcher.class_mapping
-        keys = {name: key for name in own if (key := find_key(name, mapping)) is not None}
-        hit = {each for name in keys for each in hits(name, mapping)}
+        named = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in own.items()}
+        keys = {name: key for name, key in named.items() if key is not None}
+        hit: set[str] = {each for name in keys for each in (*hits(name, mapping), *likes_of(own[name], mapping))}
         for group in self.patcher.alternatives:
             if hit.intersection(group):
                 hit.update(group)
