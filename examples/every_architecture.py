@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from patcher import Patcher, forward_of, like
+from patcher import Patcher, forward_of, like, verify
 
 ARCHITECTURES = ["diffllama", "exaone4", "hunyuan_v1_moe", "ministral", "ministral3", "mistral", "qwen2", "qwen3"]
 SIZES = {
@@ -71,12 +71,13 @@ def main():
             model = AutoModelForCausalLM.from_pretrained(f"{folder}/stock", patcher=PATCHER)
             with torch.no_grad():
                 close = torch.allclose(model(tokens).logits, plain(tokens).logits, atol=1e-4)
+            verified = verify(f"{folder}/stock", PATCHER, quick=True)
             model.save_pretrained(f"{folder}/again")
             same = all(
                 (Path(folder) / "again" / path.name).read_bytes() == path.read_bytes()
                 for path in (Path(folder) / "stock").glob("*.safetensors")
             )
-        print(f"{type(model).__name__}: same outputs: {close}, same bytes saved: {same}")
+        print(f"{type(model).__name__}: same outputs: {close}, verified: {bool(verified)}, same bytes saved: {same}")
 
 
 if __name__ == "__main__":
