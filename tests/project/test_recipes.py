@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Concatenate, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from typer.testing import CliRunner
 
-from patcher import Patcher, monkey_patching, plan, presets, report
+from patcher import Patcher, like, monkey_patching, plan, presets, report
 from patcher.cli import app
 from patcher.fusions import SequentialExperts
 from tests.support import shared
@@ -67,7 +67,14 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def names(repo: Path) -> Iterator[dict[str, Any]]:
     """What the lines may use: classes of the reader's own, and what the README's programs have."""
-    given = {"FusedMLP": FusedMLP, "MyHead": MyHead, "MyNorm": MyNorm, "my_rotary": my_rotary, "repo": str(repo)}
+    given = {
+        "FusedMLP": FusedMLP,
+        "MyHead": MyHead,
+        "MyNorm": MyNorm,
+        "my_rotary": my_rotary,
+        "like": like,
+        "repo": str(repo),
+    }
     given |= {"Patcher": Patcher, "SequentialExperts": SequentialExperts, "AutoModelForCausalLM": AutoModelForCausalLM}
     given |= {"presets": presets, "monkey_patching": monkey_patching, "patcher": Patcher({"LlamaMLP": FusedMLP})}
     try:
