@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from patcher.errors import CodegenError
@@ -85,3 +86,11 @@ def test_code_under_another_name_does_the_same(fragments: list[str]) -> None:
             "`global`" in message and "global old" in text,
         ]
     )
+
+
+def test_a_name_that_an_f_string_shows_is_refused_and_a_variable_does() -> None:
+    names = {"old": "newer"}
+    with pytest.raises(CodegenError, match="a name in an f-string has to be written differently"):
+        renaming(Text('f"{old=}"'), names)
+    text = Text('value = old\nf"old={value}"')
+    assert applied(text.text, renaming(text, names)) == 'value = newer\nf"old={value}"'

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from abc import ABCMeta
 from typing import Any
 
 import pytest
@@ -181,6 +182,15 @@ def test_what_does_not_fit_the_original_is_an_error_when_it_is_built(layer: Any,
     with pytest.raises(PatchConstructionError, match=message):
         built(layer)
     assert type(stock().model.norm) is LlamaRMSNorm
+
+
+def test_a_class_with_a_metaclass_is_refused() -> None:
+    class Original(nn.Module, metaclass=ABCMeta):
+        def forward(self, hidden_states):
+            return hidden_states
+
+    with pytest.raises(PatchConstructionError, match=r"has a metaclass, ABCMeta, so forward_of\(Asks\) can't derive"):
+        forward_of(Asks).on(Original)
 
 
 def test_what_a_forward_has_a_default_for_may_be_missing() -> None:

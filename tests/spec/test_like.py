@@ -66,11 +66,11 @@ class RenamedNorm(nn.Module):
         return f"eps={self.eps}"
 
 
-class OnePlus(Norm.__base__):  # type: ignore[misc,name-defined]
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+# Near misses. None of them is constructed: where `__init__` is the very one of `Norm`, the forward alone differs.
+
+
+class OnePlus(nn.Module):
+    __init__ = Norm.__init__
 
     def forward(self, x):
         dtype = x.dtype
@@ -80,10 +80,7 @@ class OnePlus(Norm.__base__):  # type: ignore[misc,name-defined]
 
 
 class CastAfter(nn.Module):
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    __init__ = Norm.__init__
 
     def forward(self, x):
         dtype = x.dtype
@@ -102,10 +99,7 @@ class OtherDefault(nn.Module):
 
 
 class Clamped(nn.Module):
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    __init__ = Norm.__init__
 
     def forward(self, x):
         dtype = x.dtype
@@ -125,7 +119,7 @@ class Biased(nn.Module):
 
 
 class OtherDtype(nn.Module):
-    __init__ = RenamedNorm.__init__  # that of another class: `super()` there means another one
+    __init__ = Norm.__init__
 
     def forward(self, x):
         dtype = x.dtype
@@ -134,7 +128,7 @@ class OtherDtype(nn.Module):
         return self.weight * x.to(dtype)
 
 
-class WithBackward(Norm):
+class CallsTheOriginal(Norm):
     def forward(self, x):
         return super().forward(x)
 
@@ -145,7 +139,7 @@ class Extended(RenamedNorm):
 
 
 @pytest.mark.parametrize(
-    "other", [OnePlus, CastAfter, OtherDefault, Clamped, Biased, OtherDtype, WithBackward, Extended, nn.RMSNorm]
+    "other", [OnePlus, CastAfter, OtherDefault, Clamped, Biased, OtherDtype, CallsTheOriginal, Extended, nn.RMSNorm]
 )
 def test_a_near_miss_is_not_alike(other: type[nn.Module]) -> None:
     assert not like(Norm).matches(other)

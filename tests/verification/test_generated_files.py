@@ -159,3 +159,12 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)[0]["passed"] is False
     assert CliRunner().invoke(app, ["codegen", "verify", str(tmp_path / "none.py")]).exit_code == 1
+
+
+def test_an_architecture_whose_sizes_depend_on_each_other_needs_a_config() -> None:
+    config = PatchConfig("transformers.models.mamba2.modeling_mamba2", "patched_modeling_mamba2.py")
+    text = "def forward(self, hidden_states):\n    return hidden_states\n"
+    config.override_method("MambaRMSNormGated.forward", text)
+    found = verify(config, model_class="Mamba2ForCausalLM")
+    assert not found.passed
+    assert "give model_config= (--model-config FOLDER), a small one with which it runs" in str(found)
