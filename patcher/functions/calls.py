@@ -282,7 +282,7 @@ def held(value: Any) -> Iterator[FunctionType]:
         elif isinstance(each, Mapping):
             waiting += each.values() if _is_plain(each) else ()
         elif isinstance(each, list | tuple | set | frozenset):
-            waiting += each
+            waiting.extend(each)  # and not `+=`, of which a list of another class, as pandas has, makes one of its own
         elif isinstance(each, type):
             if not issubclass(each, (nn.Module, torch.Tensor)):
                 waiting += [
