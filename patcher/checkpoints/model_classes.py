@@ -161,8 +161,9 @@ def _named(
         if str(reference).rpartition(".")[2] == name and (found := _brought(auto, config, model, options)):
             return found
     cls = getattr(transformers, name, None)
-    known = module_subclasses(name.__eq__) if cls is None else [cls]  # those of a module that registers its own
-    return next((cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)), None)
+    known = module_subclasses() if cls is None else [cls]  # those of a module that registers its own
+    models = (cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel))
+    return next((model for model in models if cls is not None or model.__name__ == name), None)
 
 
 def _brought(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,12 +53,19 @@ def _subclasses(root: type[M]) -> set[type[M]]:
     return seen
 
 
-def module_subclasses(is_meant: Callable[[str], object] | None = None) -> list[type[nn.Module]]:
-    """Every live subclass of `nn.Module`, each once, or those whose name is meant."""
-    known = _subclasses(nn.Module)
-    # By name first: looking into a class is what takes long.
-    meant = known if is_meant is None else [cls for cls in known if is_meant(cls.__name__)]
+def module_subclasses(
+    chosen: Callable[[set[type[nn.Module]]], Iterable[type[nn.Module]]] = set,
+) -> list[type[nn.Module]]:
+    """Every live subclass of `nn.Module`, each once, or those that a function chooses."""
+    # It chooses first: looking into a class is what takes long.
+    meant = chosen(_subclasses(nn.Module))
     return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
+
+
+@lru_cache(maxsize=1)
+def classes_of_torch() -> frozenset[type[nn.Module]]:
+    """The classes of modules that torch itself had when first asked, which a load need not look at."""
+    return frozenset(cls for cls in _subclasses(nn.Module) if cls.__module__.startswith("torch."))
 
 
 def model_classes() -> list[type[PreTrainedModel]]:

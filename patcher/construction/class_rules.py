@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from patcher.compat.modeling_code import module_subclasses
+from patcher.compat.modeling_code import classes_of_torch, is_modeling_module, module_subclasses
 from patcher.construction.in_force import InForce, Key
 from patcher.errors import PatchConflictError
 from patcher.expressions import search
@@ -94,16 +94,21 @@ class ClassRules:
         return None
 
     def classes(self) -> list[type[nn.Module]]:
-        """All classes whose name is a key of some mapping, or has a key found in it."""
-        is_meant = self._is_meant if self._expressions else self._exact.__contains__
-        if not self._likes:
-            return module_subclasses(is_meant)
-        known = module_subclasses()
-        alike = [cls for key in self._likes for cls in key.among(known) if not cls.__module__.startswith("torch.")]
-        return [*(cls for cls in known if is_meant(cls.__name__)), *alike]
+        """All classes whose name is a key of some mapping, or has a key found in it, or that a key may be like."""
+        return module_subclasses(self._named)
 
-    def _is_meant(self, name: str) -> bool:
-        return name in self._exact or any(search(key, name) for key in self._expressions)
+    def _named(self, known: Set[type[nn.Module]]) -> list[type[nn.Module]]:
+        named = [cls for cls in known if cls.__name__ in self._exact]
+        if self._expressions:
+            named += [cls for cls in known if any(search(key, cls.__name__) for key in self._expressions)]
+        for key in self._likes:
+            alike = key.candidates(known - classes_of_torch())
+            named += [cls for cls in alike if is_modeling_module(cls.__module__) or key.matches(cls)]
+        return named
+
+    def may_concern(self, cls: type[nn.Module]) -> bool:
+        """Whether a mapping may name `cls`. What a key of `like` matches is settled where it is built."""
+        return any(key.candidates([cls]) for key in self._likes) or self.concerns(cls)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""

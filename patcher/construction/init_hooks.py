@@ -116,7 +116,7 @@ class _Cover:
         if not (self.models and issubclass(cls, PreTrainedModel)):
             if not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
                 return
-            if not self.rules.concerns(cls) and cls not in self.recorded:
+            if cls not in self.recorded and not self.rules.may_concern(cls):
                 return
         with process_lock:
             if self not in _Cover.active:

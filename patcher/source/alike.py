@@ -88,17 +88,19 @@ def difference(one: Any, other: Any) -> str:
     return ""
 
 
-def alike_to(target: Any, others: Iterable[T]) -> list[T]:
-    """Those of many classes or functions that compute the same as one. Most aren't worth comparing, which is quick."""
-    if not isinstance(target, type):
-        return [other for other in others if not difference(target, other)]
-    size = _size_of_forward(target)
-    return [cls for cls in others if _size_of_forward(cls) == size and not difference(target, cls)]
-
-
-def _size_of_forward(cls: Any) -> Any:
-    code = getattr(vars(cls).get("forward"), "__code__", None)
-    return code and (code.co_nlocals, code.co_stacksize, code.co_argcount)
+def candidates(target: Any, classes: Iterable[Any]) -> list[Any]:
+    """The classes of modules whose forward has the code of that of one: few, found quickly, that may be alike to it."""
+    code = getattr(getattr(target, "forward", None), "__code__", None)
+    if code is None:
+        return list(classes)
+    size, does = code.co_nlocals, of_code(code).does
+    return [
+        cls
+        for cls in classes
+        if (its := getattr(getattr(cls, "forward", None), "__code__", None)) is not None
+        and its.co_nlocals == size
+        and (its is code or of_code(its).does == does)
+    ]
 
 
 def without_kernel(value: Any) -> Any:

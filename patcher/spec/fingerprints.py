@@ -184,7 +184,7 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
         if found not in patcher.fingerprints[key] or (found := _rebound(thing)):
             problems.append((f"{thing.__module__}.{thing.__name__}", key, f"found {found}"))
     gone = patcher.fingerprints.keys() - {key for key, _ in pinned} if all_there else set()
-    gone -= {cls.__name__ for cls in module_subclasses(gone.__contains__)} if gone else set()
+    gone -= {cls.__name__ for cls in module_subclasses() if cls.__name__ in gone} if gone else set()
     gone -= {name for name, _ in homes_of(gone)}
     problems += [(key, key, "and there is no such class or function") for key in sorted(gone)]
     if problems:

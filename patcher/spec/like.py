@@ -11,7 +11,7 @@ from torch import nn
 
 from patcher.compat.modeling_code import home_of
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.source.alike import alike_to, difference, without_kernel
+from patcher.source.alike import candidates, difference, without_kernel
 
 PREFIX = "like:"
 
@@ -62,9 +62,10 @@ class Like(str):
         """
         return not difference(self.resolve(), other)
 
-    def among(self, classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
-        """The classes that compute the same as the target. Every load asks about all that live, so it is quick."""
-        return alike_to(self.resolve(), classes)
+    def candidates(self, classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
+        """The classes that may match. Every load asks about all that live, so it is quick."""
+        target = self.resolve()
+        return candidates(target, classes) if isinstance(target, type) else []
 
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
