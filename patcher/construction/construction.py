@@ -67,6 +67,8 @@ class Construction:
     #: the classes of what a module mapping names and whose constructor arguments were not recorded
     unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
+    #: the rules by which they were built, `class_mapping[key]`, each with the names of the classes that it matched
+    rules_matched: dict[str, dict[str, None]] = field(init=False, default_factory=dict)
     outcome: Outcome = field(init=False, default_factory=Outcome)
     #: whether the model has called `post_init`
     stands: bool = field(init=False, default=False)
@@ -136,6 +138,7 @@ class Construction:
             self.note(original, match)
         built = Built(module, original, match.replacement, match.entry, args, kwargs, is_outermost, numbers)
         self.built.append(built)
+        self.rules_matched.setdefault(f"{match.field}[{match.key!r}]", {})[original.__name__] = None
 
     def build_in_place_of(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -40,6 +40,11 @@ class ReplacedFunction:
     def name(self) -> str:
         return full_name(self.original)
 
+    @property
+    def rule(self) -> str:
+        """The key that decides."""
+        return f"function_mapping[{self.keys[0][1]!r}]"
+
 
 @dataclass(frozen=True, eq=False)
 class Functions:

@@ -13,6 +13,7 @@ from patcher.display.parts import Notes, Part, Table
 from patcher.display.tree import ModuleNode, Weights, module_tree
 from patcher.loading.record import PatchRecord
 from patcher.patterns import in_state_dict, inside
+from patcher.spec.forward_of import shown_name
 
 
 def tree_of(model: nn.Module, fields: Mapping[str, Any], weights: Iterable[Weights]) -> ModuleNode:
@@ -61,6 +62,13 @@ def patched_parts(told: Any, takes: str, conversions: Iterable[tuple[str, str, s
             shown.update(weights.conversion for weights in node.weights if weights.what == "converted")
             called.update(node.functions)
     elsewhere = [each for each in told.functions if each[:2] not in called]
+    # Exact names and paths say themselves what they match.
+    rules = [
+        row
+        for row in told.rules
+        if "[like(" in row[0] or (row[0].startswith("class_mapping") and row[0] != f"class_mapping[{row[1][0]!r}]")
+    ]
+    yield Table("Rules", ("key", "matches"), [(rule, ", ".join(names)) for rule, names in rules])
     yield Table("Functions", ("function", "is", "called by"), [(*each[:2], ", ".join(each[2])) for each in elsewhere])
     rows = [
         ("dropped", text, f"by {filtered!r}" if filtered else "an added one takes its tensors")
@@ -81,4 +89,4 @@ def counted(told: Any) -> str:
 def rows_of_classes(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
     """(path, original, replacement), in the order of the layers."""
     ordered = sorted(modules, key=dot_natural_key)
-    return tuple((path, modules[path][0].__qualname__, modules[path][1].__qualname__) for path in ordered)
+    return tuple((path, modules[path][0].__qualname__, shown_name(modules[path][1])) for path in ordered)

@@ -52,6 +52,7 @@ class Plan(Shown):
         fused: (path, original class, fused class) of each module that is fused.
         refused: (path, reason) of each module that a fusion leaves alone.
         functions: (function, what is called in its place, the classes that call it) of each replaced function.
+        rules: (key of a mapping, the classes or functions that it matched).
         conversions_dropped: the stock conversions that are left out, and the filter.
         conversions_added: (conversion, the checkpoint keys that it takes) of those that come in front.
         conversions_kept: the same of the stock conversions that take some.
@@ -76,6 +77,7 @@ class Plan(Shown):
     fused: tuple[tuple[str, str, str], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[tuple[str, tuple[str, ...]], ...] = ()
     conversions_kept: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -265,6 +267,7 @@ def _modules(constructed: Constructed | None, model: PreTrainedModel, rules: Cla
         "fused": rows_of_classes(record.fused),
         "refused": tuple(record.refused.items()),
         "functions": record.functions,
+        "rules": record.rules,
         "misfits": misfits(model, replaced, built=constructed is not None),
     }
 

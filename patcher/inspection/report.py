@@ -38,6 +38,7 @@ class Report(Shown):
         fused: (path, original class, fused class) of each fused module.
         refused: (path, reason) of each module that a fusion left alone.
         functions: (function, what is called in its place, the classes that call it) of each replaced function.
+        rules: (key of a mapping, the classes or functions that it matched).
         conversions_dropped: the stock conversions that were left out, and the filter.
         conversions_added: the conversions that came in front.
         conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
@@ -55,6 +56,7 @@ class Report(Shown):
     fused: tuple[tuple[str, str, str], ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     conversions_dropped: tuple[tuple[str, str], ...] = ()
     conversions_added: tuple[str, ...] = ()
     conversions_fired: tuple[tuple[str, int], ...] = ()
@@ -139,6 +141,7 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
         "fused": rows_of_classes(record.fused),
         "refused": tuple(record.refused.items()),
         "functions": record.functions,
+        "rules": record.rules,
     }
     weights = [*converted_by_layouts(record), *converted_in_load(record)]
     weights += [Weights("new", (), (name,)) for name in record.new_weights]

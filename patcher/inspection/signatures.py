@@ -13,6 +13,7 @@ from torch import nn
 
 from patcher.compat.models import named_modules
 from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
+from patcher.spec.forward_of import shown_name
 
 Classes = tuple[type[nn.Module], type[nn.Module]]
 #: whether it is a list of them, original and replacement
@@ -46,7 +47,7 @@ def misfits(
                     file = Path(getattr(sys.modules[base.__module__], "__file__", None) or base.__module__).name
                     line = f"line {call.lineno} of {file}"
                     where = f"{base.__name__}.{caller}, {line}: {shortened(call)}"
-                    found[new.__qualname__, method, where, problem] = None
+                    found[shown_name(new), method, where, problem] = None
     return tuple(found)
 
 

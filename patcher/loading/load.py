@@ -254,6 +254,10 @@ def seen(
         refused=dict(resolution.refused),
         fusion_transforms=resolution.fusion_plan.transforms,
         functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
+        rules=(
+            *((rule, tuple(names)) for rule, names in construction.rules_matched.items()),
+            *((each.rule, (each.name,)) for each in functions.replaced),
+        ),
     )
     paths = {id(module): path for path, module in reversed(modules)}  # the first of several
     outermost = [(paths[id(each.module)], each) for each in construction.outermost_built if id(each.module) in paths]

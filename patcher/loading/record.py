@@ -54,6 +54,8 @@ class PatchRecord:
     unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
     #: (function, what is called in its place, the classes that call it) of each function that is replaced
     functions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    #: (key of a mapping, the classes or functions that it matched)
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fusion_transforms: tuple[WeightTransform, ...] = ()
     #: whether it is that of a model inside of another one
     is_part: bool = False
@@ -138,6 +140,7 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         in_force=record.in_force,
         read=record.read,
         functions=record.functions,
+        rules=record.rules,
         replaced=tuple(
             replace(item, path=item.path.removeprefix(prefix))
             for item in record.replaced

@@ -38,6 +38,7 @@ from patcher.fusions.fused_module import fused_class, original_of, takes_modules
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe
+from patcher.spec.forward_of import shown_name
 from patcher.spec.patcher import Patcher
 
 
@@ -95,7 +96,7 @@ class Resolution:
     functions: Functions = field(default=NO_FUNCTIONS, repr=False)
 
     def __str__(self) -> str:
-        lines = [f"{name}: {cls.__qualname__}" for name, cls in folded(self.replaced.items(), "(root)")]
+        lines = [f"{name}: {shown_name(cls)}" for name, cls in folded(self.replaced.items(), "(root)")]
         lines += [f"{name}: fused as {cls.__qualname__}" for name, cls in folded(self.fused.items(), "(root)")]
         lines += [f"{name}: not fused, {reason}" for name, reason in folded(self.refused.items(), "(root)")]
         lines += [

@@ -89,7 +89,7 @@ def difference(one: Any, other: Any) -> str:
 
 
 def candidates(target: Any, classes: Iterable[Any]) -> list[Any]:
-    """The classes of modules whose forward has the code of that of one: few, found quickly, that may be alike to it."""
+    """The classes whose forward has the code of that of one: few of many, found quickly, that may be alike to it."""
     code = getattr(getattr(target, "forward", None), "__code__", None)
     if code is None:
         return list(classes)

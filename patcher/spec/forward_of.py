@@ -107,6 +107,12 @@ class _Made(type):
 
 copyreg.pickle(_Made, lambda cls: (vars(cls)[RECIPE][0], vars(cls)[RECIPE][1:]))
 
+
+def shown_name(cls: type[nn.Module]) -> str:
+    """What reports call the class of a replacement."""
+    return repr(ForwardOf(vars(cls)[RECIPE][2])) if isinstance(cls, _Made) else cls.__qualname__
+
+
 #: (original, layer) -> the class that was made of them, as long as it is used
 _classes: weakref.WeakValueDictionary[tuple[type, type], type[nn.Module]] = weakref.WeakValueDictionary()
 

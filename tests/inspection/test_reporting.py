@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MixtralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, report
+from patcher import InvalidPatcherError, Patcher, PatcherWarning, Report, forward_of, like, plan, report
 from patcher.display.tree import Weights
 from tests.support import shared
 from tests.support.replacements import JOIN, JOINED, OWN, Both, JoinedMLP, OwnMLP, OwnNorm
@@ -44,6 +44,11 @@ class Experts(nn.ModuleList):
             self.append(expert)
 
 
+class OwnForward(nn.Module):
+    def forward(self, hidden_states: Any) -> Any:
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
 @pytest.fixture(scope="module")
 def joined(llama: Path) -> Report:
     return report(LlamaForCausalLM.from_pretrained(llama, patcher=JOINED))
@@ -60,6 +65,38 @@ def test_every_replaced_module_is_listed_in_order(llama: Path) -> None:
     assert len(said) == 2 + 5
     assert {(was, is_) for _, was, is_ in said} == {("LlamaMLP", "OwnMLP"), ("LlamaRMSNorm", "OwnNorm")}
     assert said[0] == ("model.layers.0.input_layernorm", "LlamaRMSNorm", "OwnNorm")
+
+
+ROTARY = "transformers.models.llama.modeling_llama:apply_rotary_pos_emb"
+
+
+def rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        (like("LlamaRMSNorm"), True),
+        ("RMSNorm$", True),
+        ("MistralRMSNorm", False),
+        ("model.norm", False),
+    ],
+)
+def test_the_rule_that_matched_is_shown(key: str, shown: bool) -> None:
+    """By `plan` and `report`, where the key doesn't say by itself what it matches."""
+    field = "module_mapping" if "." in key else "class_mapping"
+    patcher = Patcher(**{field: {key: forward_of(OwnForward)}}, function_mapping={like(ROTARY): rotary})
+    config = MistralConfig(**tiny_llama_config().to_diff_dict() | {"model_type": "mistral"})
+    model = AutoModelForCausalLM.from_config(config, patcher=patcher)
+
+    for said in (plan(config, patcher), report(model)):
+        (rule, function_rule) = said.rules
+        assert rule == (f"{field}[{key!r}]", ("MistralRMSNorm",))
+        assert function_rule == (f"function_mapping[{like(ROTARY)!r}]", (ROTARY.replace("llama", "mistral"),))
+        assert ("model.norm", "MistralRMSNorm", "forward_of(OwnForward)") in said.replaced
+        assert (rule[0] in str(said)) is shown
+        assert "function_mapping[like(" in str(said)
 
 
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
