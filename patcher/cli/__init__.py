@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -26,7 +28,7 @@ Change the module classes of a Hugging Face model for one load, and save the ori
   patcher verify HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
 # the same commands for a patcher, or a class, of your own my_patches.py
   patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --patcher my_patches:PATCHER
-  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --module "model.layers.{0..3}.mlp=my_patches:MyMLP"
+  patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --class "like:LlamaRMSNorm=my_patches:MyNorm"
 # a modeling file of your config with its patches in it, and whether it still is what the config says
   patcher codegen my_patch_gen_config.py --diff
   patcher codegen --check
@@ -36,6 +38,7 @@ A folder does in place of a repo. All commands: patcher --help; all options of o
 app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint):
     app.command()(command)
@@ -43,13 +46,18 @@ app.add_typer(codegen, name="codegen")
 
 
 @app.callback(invoke_without_command=True)
-def patcher(context: typer.Context) -> None:
+def patcher(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version of this package.")] = False,
+) -> None:
     """Change the module classes of a Hugging Face model for one load, and save the original checkpoint back."""
-    if context.invoked_subcommand is None:
+    if version:
+        typer.echo(f"patcher {importlib.metadata.version('patcher')}")
+    elif context.invoked_subcommand is None:
         typer.echo(FIRST_SCREEN)
 
 
 def main() -> None:
     """The entry point of the `patcher` command."""
-    with imported_from_text(Path.cwd()):  # what --patcher and --module name, and the modules that configs patch
+    with imported_from_text(Path.cwd()):  # what options name, and the modules that configs patch
         app(prog_name="patcher")

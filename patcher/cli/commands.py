@@ -8,36 +8,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    from patcher.spec.patcher import Patcher
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A repo on the hub, or a folder.")]
-Preset = Annotated[list[str] | None, typer.Option("--preset", metavar="NAME", help="A preset; may be repeated.")]
-Fusion = Annotated[
-    list[str] | None,
-    typer.Option("--fusion", metavar="NAME", help="A fusion, such as qkv or gate_up; may be repeated."),
-]
-Constant = Annotated[
-    list[str] | None,
-    typer.Option("--patcher", metavar="MODULE:CONSTANT", help="A Patcher of your own code; may be repeated."),
-]
-Module = Annotated[
-    list[str] | None,
-    typer.Option("--module", metavar="PATH=MODULE:CLASS", help="A class for the modules at a path; may be repeated."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of the repo.")]
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
+
+
+def _repeated(option: str, metavar: str, what: str) -> Any:
+    return Annotated[list[str] | None, typer.Option(option, metavar=metavar, help=f"{what}; may be repeated.")]
+
+
+#: What to load a model with: the parameters of `plan`, `verify` and `diff`.
+_WHAT = {
+    "preset": _repeated("--preset", "NAME", "A preset"),
+    "fusion": _repeated("--fusion", "NAME", "A fusion, such as qkv or gate_up"),
+    "patcher": _repeated("--patcher", "MODULE:CONSTANT", "A Patcher of your own code"),
+    "class_": _repeated(
+        "--class", "NAME=MODULE:CLASS", "A class for those of a name; like:NAME means all that compute the same"
+    ),
+    "module": _repeated("--module", "PATH=MODULE:CLASS", "A class for the modules at a path"),
+    "function": _repeated("--function", "NAME=MODULE:FUNCTION", "A function in place of another"),
+}
 Unpinned = Annotated[
     bool, typer.Option("--unpinned", help="Leave out the pins: to see how a preset does on code that has changed.")
 ]
-Revision = Annotated[str | None, typer.Option("--revision", help="The branch, tag or commit of the repo.")]
-Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the repo brings with it.")]
 
 
 def _command(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
@@ -52,7 +54,7 @@ def _command(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
 
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                value, right = answer(as_json=as_json, **arguments)
+                value, right = answer(**arguments)
         except (PatcherError, OSError) as error:  # OSError: of files that aren't there
             wrong = isinstance(error, InvalidPatcherError | PatchConflictError | OSError)
             typer.echo(f"error: {' '.join(str(error).split()) if isinstance(error, OSError) else error}", err=True)
@@ -65,7 +67,16 @@ def _command(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
             typer.echo(str(value))
         raise typer.Exit(0 if right else 1)
 
+    own = inspect.signature(answer, eval_str=True)
+    command.__signature__ = own.replace(  # type: ignore[attr-defined]
+        parameters=[*own.parameters.values(), _parameter("as_json", Json, False)]
+    )
+    command.__annotations__ = {}
     return command
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @_command
@@ -75,7 +86,6 @@ def presets(
     ] = None,
     revision: Revision = None,
     remote: Remote = False,
-    as_json: Json = False,
 ) -> tuple[Any, bool]:
     """List the presets, or those that fit a model."""
     from patcher.cli.values import listing
@@ -83,33 +93,53 @@ def presets(
     return listing(model, _options(revision, remote)), True
 
 
-@_command
-def plan(
-    model: Model,
-    preset: Preset = None,
-    fusion: Fusion = None,
-    constant: Constant = None,
-    module: Module = None,
-    unpinned: Unpinned = False,
-    revision: Revision = None,
-    remote: Remote = False,
-    as_json: Json = False,
-) -> tuple[Any, bool]:
+def _with_patcher(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
+    """Give a command of (model, patcher, options) the parameters that say what to load which model with."""
+
+    @functools.wraps(answer)
+    def command(model: str, revision: str | None, remote: bool, unpinned: bool, **arguments: Any) -> tuple[Any, bool]:
+        given = {f"--{name.rstrip('_')}": texts for name in _WHAT if (texts := arguments.pop(name))}
+        if not given:
+            raise typer.BadParameter(
+                f"{answer.__name__} needs to know what to load the model with: --preset NAME, --fusion NAME, "
+                "--patcher MODULE:CONSTANT, --class NAME=MODULE:CLASS, --module PATH=MODULE:CLASS or "
+                "--function NAME=MODULE:FUNCTION. `patcher presets MODEL` lists the presets that fit."
+            )
+        from patcher.checkpoints.model_classes import config_of
+        from patcher.cli.values import combined, without_pins
+
+        patcher, options = combined(given), _options(revision, remote)
+        config_of(model, options)
+        return answer(model, without_pins(patcher) if unpinned else patcher, options, **arguments)
+
+    own = list(inspect.signature(answer, eval_str=True).parameters.values())[3:]
+    parameters = [
+        _parameter("model", Model, inspect.Parameter.empty),
+        *(_parameter(name, annotation) for name, annotation in _WHAT.items()),
+        *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own),
+        _parameter("unpinned", Unpinned, False),
+        _parameter("revision", Revision),
+        _parameter("remote", Remote, False),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    return _command(command)
+
+
+@_with_patcher
+def plan(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
     """Say what a load would do, without reading a weight. Exits with 1 if it would fail."""
-    asked, options = _asked("plan", model, preset, fusion, constant, module, revision, remote, unpinned)
     from patcher.inspection.plan import plan
 
-    planned = plan(model, asked, **options)
+    planned = plan(model, patcher, **options)
     return planned, planned.ok
 
 
-@_command
+@_with_patcher
 def verify(
-    model: Model,
-    preset: Preset = None,
-    fusion: Fusion = None,
-    constant: Constant = None,
-    module: Module = None,
+    model: str,
+    patcher: Any,
+    options: Any,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
     ] = "float32",
@@ -119,43 +149,28 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="A tenth of the time: a wrong weight or layer, not a hidden condition.")
     ] = False,
-    unpinned: Unpinned = False,
-    revision: Revision = None,
-    remote: Remote = False,
-    as_json: Json = False,
 ) -> tuple[Any, bool]:
     """Compare stock and patched.
 
     Both are loaded; what they compute and what they save is compared. Exits with 1 if they differ.
     """
-    asked, options = _asked("verify", model, preset, fusion, constant, module, revision, remote, unpinned)
     import torch
 
     from patcher.verification.verify import verify
 
-    verified = verify(model, asked, stages=stage, quick=quick, dtype=getattr(torch, dtype), **options)
+    verified = verify(model, patcher, stages=stage, quick=quick, dtype=getattr(torch, dtype), **options)
     return verified, verified.passed
 
 
-@_command
-def diff(
-    model: Model,
-    preset: Preset = None,
-    fusion: Fusion = None,
-    constant: Constant = None,
-    module: Module = None,
-    revision: Revision = None,
-    remote: Remote = False,
-    as_json: Json = False,
-) -> tuple[Any, bool]:
+@_with_patcher
+def diff(model: str, patcher: Any, options: Any) -> tuple[Any, bool]:
     """Show what changes in the code.
 
     For each class that is replaced or fused, as patched against as shipped.
     """
-    asked, options = _asked("diff", model, preset, fusion, constant, module, revision, remote)
     from patcher.inspection.diff import diff
 
-    return diff(model, asked, **options), True
+    return diff(model, patcher, **options), True
 
 
 @_command
@@ -166,7 +181,6 @@ def fingerprint(
     ] = "",
     revision: Revision = None,
     remote: Remote = False,
-    as_json: Json = False,
 ) -> tuple[Any, bool]:
     """Print the pin of a preset.
 
@@ -192,30 +206,3 @@ def fingerprint(
 def _options(revision: str | None, remote: bool) -> dict[str, Any]:
     # Said in any case: transformers asks at the terminal where it isn't.
     return {"trust_remote_code": remote} | ({"revision": revision} if revision else {})
-
-
-def _asked(
-    command: str,
-    model: str,
-    preset: list[str] | None,
-    fusion: list[str] | None,
-    constant: list[str] | None,
-    module: list[str] | None,
-    revision: str | None,
-    remote: bool,
-    unpinned: bool = False,
-) -> tuple[Patcher, dict[str, Any]]:
-    """The patcher that was asked for, and the options of a model that is there."""
-    if not (preset or fusion or constant or module):
-        raise typer.BadParameter(
-            f"{command} needs to know what to load the model with: --preset NAME, --fusion NAME, "
-            "--patcher MODULE:CONSTANT or --module PATH=MODULE:CLASS. `patcher presets MODEL` lists the presets that "
-            "fit."
-        )
-    from patcher.checkpoints.model_classes import config_of
-    from patcher.cli.values import combined, without_pins
-
-    patcher = combined(preset or (), fusion or (), constant or (), module or ())
-    options = _options(revision, remote)
-    config_of(model, options)
-    return without_pins(patcher) if unpinned else patcher, options

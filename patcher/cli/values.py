@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import nn
 
 from patcher.checkpoints.model_classes import config_of
 from patcher.display.parts import Table
@@ -25,22 +24,33 @@ from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.patterns import nearest
 from patcher.spec.fingerprints import fingerprint, homes_of
+from patcher.spec.forward_of import forward_of
 from patcher.spec.patcher import Patcher
+from patcher.spec.serialization import FORWARD_OF
+
+#: option of a mapping -> the field, what it takes, an example
+MAPPINGS = {
+    "--class": ("class_mapping", "NAME=MODULE:CLASS", "LlamaMLP=my_patches:MyMLP"),
+    "--module": ("module_mapping", "PATH=MODULE:CLASS", "model.layers.{0..3}.mlp=my_patches:MyMLP"),
+    "--function": ("function_mapping", "NAME=MODULE:FUNCTION", "apply_rotary_pos_emb=my_patches:rotary"),
+}
 
 
-def combined(
-    presets: Iterable[str], fusions: Iterable[str], constants: Iterable[str], modules: Iterable[str] = ()
-) -> Patcher:
-    """All that was asked for, as one patcher."""
-    presets, fusions, constants = list(presets), list(fusions), list(constants)
-    for option, given in (("--preset", presets), ("--fusion", fusions), ("--patcher", constants)):
-        for text in given:
+def combined(given: Mapping[str, Iterable[str]]) -> Patcher:
+    """All options that say what to load a model with, as one patcher.
+
+    Args:
+        given: option, with its dashes -> what it was given, one or more times.
+    """
+    presets, fusions, constants = (list(given.get(name, ())) for name in ("--preset", "--fusion", "--patcher"))
+    for option, texts in (("--preset", presets), ("--fusion", fusions), ("--patcher", constants)):
+        for text in texts:
             if "," in text:
                 single = " ".join(f"{option} {each}" for each in re.split(r"[\s,]+", text) if each)
                 raise InvalidPatcherError(f"{option} takes one name, and may be repeated; for {text!r} write {single}")
+    mapped = [mapping(option, text) for option in MAPPINGS for text in given.get(option, ())]
     named = [Patcher(fusions=fusions)] if fusions else []
-    parts = [*named, *map(preset, presets), *map(constant, constants), *map(module_by_path, modules)]
-    return functools.reduce(operator.or_, parts)
+    return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants), *mapped])
 
 
 def preset(name: str) -> Patcher:
@@ -69,20 +79,19 @@ def constant(text: str) -> Patcher:
     return found
 
 
-def module_by_path(text: str) -> Patcher:
-    """A class of somebody's own code for the modules at a path, `path=module:Class`."""
-    path, equals, where = text.partition("=")
+def mapping(option: str, text: str) -> Patcher:
+    """One entry of a mapping, `key=module:name`, where the name is of somebody's own code."""
+    field, form, example = MAPPINGS[option]
+    key, equals, where = text.rpartition("=")  # an expression may have one of its own
     if not equals:
-        raise InvalidPatcherError(
-            f"--module takes PATH=MODULE:CLASS, found {text!r}; write 'model.layers.{{0..3}}.mlp=my_patches:MyMLP'."
-        )
-    found, name, home = _named("--module", where, "PATH=MODULE:CLASS", "model.layers.*.mlp=my_patches:MyMLP")
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        classes = [key for key, value in home.items() if isinstance(value, type) and issubclass(value, nn.Module)]
-        what = f"{name} is no subclass of nn.Module" if name in home else f"there is no {name}"
-        hint = f"nearest: {', '.join(close)}" if (close := nearest(name, classes)) else f"write class {name} in it"
-        raise InvalidPatcherError(f"--module {text}: {what} in {home['__name__']}; {hint}.")
-    return Patcher(module_mapping={path: found})
+        raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write '{example}'.")
+    reference = where.removeprefix(FORWARD_OF)
+    found, name, home = _named(option, reference, form, f"'{example}'")
+    if name not in home:
+        close = nearest(name, [other for other, value in home.items() if callable(value)])
+        hint = f"nearest: {', '.join(close)}" if close else f"define {name} in it"
+        raise InvalidPatcherError(f"{option} {text}: there is no {name} in {home['__name__']}; {hint}.")
+    return Patcher(**{field: {key: found if where == reference else forward_of(found)}})  # type: ignore[arg-type]
 
 
 def _named(option: str, text: str, form: str, example: str) -> tuple[Any, str, Mapping[str, Any]]:

@@ -33,7 +33,7 @@ from patcher.spec.forward_of import ForwardOf, forward_of
 from patcher.spec.validation import FIELDS, MAPPINGS
 
 #: What the text of such a value begins with.
-_FORWARD_OF = "forward_of:"
+FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
 
@@ -67,7 +67,7 @@ def _data(field: str, value: Any) -> Any:
     if isinstance(value, WeightTransform):
         raise InvalidPatcherError(f"{field}: {describe(value)} {_NO_CONVERSIONS}")
     if isinstance(value, ForwardOf):
-        return _FORWARD_OF + _reference(field, value.layer)
+        return FORWARD_OF + _reference(field, value.layer)
     return _reference(field, value) if callable(value) else value
 
 
@@ -120,7 +120,7 @@ def from_dict(
     settings["fusions"] = [_fusion("fusions", item) for item in settings.get("fusions", [])]
     named = {field: settings[field] for field in MAPPINGS if field in settings}
     for field, key, value in ((field, *item) for field, mapping in named.items() for item in mapping.items()):
-        where = value.removeprefix(_FORWARD_OF)
+        where = value.removeprefix(FORWARD_OF)
         if where not in permitted:
             raise InvalidPatcherError(
                 f"{field}[{_short(key)}]: {_short(where)} is not on the list of what may be imported "
@@ -133,7 +133,7 @@ def from_dict(
 
 
 def _value(field: str, value: str, permitted: Mapping[str, Any]) -> Any:
-    where = value.removeprefix(_FORWARD_OF)
+    where = value.removeprefix(FORWARD_OF)
     found = permitted[where] or _imported(field, where)
     return found if where == value else forward_of(found)
 

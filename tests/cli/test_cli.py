@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -92,7 +92,7 @@ def test_shells_complete_it(shell: str) -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_patches.py").write_text(MINE + "\nPATCHER, MyMLP = DOUBLED, Same\n")
+    (tmp_path / "my_patches.py").write_text(MINE + "\nPATCHER, MyNorm = DOUBLED, Norm\n")
     (tmp_path / "my_patch_gen_config.py").write_text(CONFIG)
     (tmp_path / "pyproject.toml").write_text('[tool.patcher.codegen]\nsearch_root = "."\n')
     shown = run()
@@ -110,7 +110,7 @@ def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) 
 
 MINE = """
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from patcher import Patcher
 
 class Doubled(LlamaMLP):
@@ -126,6 +126,16 @@ class Unfit(nn.Module):
 
 class Same(LlamaMLP):
     pass
+
+class Norm(LlamaRMSNorm):
+    pass
+
+class Forward(nn.Module):
+    def forward(self, hidden_states):
+        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+def turn(x):
+    return x
 
 DOUBLED = Patcher({"LlamaMLP": Doubled}, name="doubled")
 SAME = Patcher({"LlamaMLP": Same}, fingerprints={"LlamaMLP": "0" * 16})
@@ -184,6 +194,26 @@ def test_plan_exits_with_what_the_load_would_do(folder: Path, options: list[str]
         len(data["fused"]) + len(data["replaced"]) == {"--fusion": 4, "--patcher": 4 if not code else 2}[options[0]]
         or code
     )
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    ("option", "entry", "field", "replaced"),
+    [
+        ("--class", "LlamaRMSNorm=my_patches:Norm", "class_mapping", 5),
+        ("--class", "^(?=Llama).*Norm$=my_patches:Norm", "class_mapping", 5),
+        ("--class", "like:MistralRMSNorm=my_patches:Norm", "class_mapping", 5),
+        ("--class", "like:MistralRMSNorm=forward_of:my_patches:Forward", "class_mapping", 5),
+        ("--module", "model.layers.{0..1}.input_layernorm=my_patches:Norm", "module_mapping", 2),
+        ("--function", "rotate_half=my_patches:turn", "function_mapping", 0),
+    ],
+)
+def test_an_entry_of_a_mapping(folder: Path, option: str, entry: str, field: str, replaced: int) -> None:
+    done = run("plan", folder, option, entry, "--json")
+    data = json.loads(done.stdout)
+    assert done.exit_code == 0, done.output
+    assert [rule.partition("[")[0] for rule, _ in data["rules"]] == [field]
+    assert (len(data["replaced"]), len(data["functions"])) == (replaced, not replaced)
 
 
 @pytest.mark.usefixtures("mine")
@@ -383,6 +413,12 @@ def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], 
     assert re.search(message, said(done)), done.stderr
 
 
+@pytest.mark.process
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "patcher", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"patcher {importlib.metadata.version('patcher')}\n"
+
+
 # --- wrong use -----------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[str, list[str], str]] = [
@@ -403,6 +439,10 @@ WRONG: list[tuple[str, list[str], str]] = [
         ["plan", "FOLDER", "--patcher", "my_patches:SAME", "--patcher", "my_patches:UNFIT"],
         r"Both patchers",
     ),
+    ("key", ["plan", "FOLDER", "--class", "my_patches:Norm"], r"takes NAME=MODULE:CLASS, found 'my_patches:Norm'"),
+    ("name", ["plan", "FOLDER", "--function", "rotate_half=my_patches:turm"], r"no turm in my_patches; nearest: turn"),
+    ("like", ["plan", "FOLDER", "--class", "like:LamaRMSNorm=my_patches:Norm"], r"no modeling file of transformers"),
+    ("value", ["plan", "FOLDER", "--class", "LlamaMLP=my_patches:NUMBER"], r"LlamaMLP.* class, found 3"),
     ("pin", ["fingerprint", "my_patches:MISSPELT"], r"names nothing of transformers .* it has LlamaMPL"),
 ]
 
