@@ -86,7 +86,7 @@ def mapping(option: str, text: str) -> Patcher:
     if not equals:
         raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write '{example}'.")
     reference = where.removeprefix(FORWARD_OF)
-    found, name, home = _named(option, reference, form, f"'{example}'")
+    found, name, home = _named(option, reference, form, f"'{example}'", f"{key}={where.removesuffix(reference)}")
     if name not in home:
         close = nearest(name, [other for other, value in home.items() if callable(value)])
         hint = f"nearest: {', '.join(close)}" if close else f"define {name} in it"
@@ -94,14 +94,14 @@ def mapping(option: str, text: str) -> Patcher:
     return Patcher(**{field: {key: found if where == reference else forward_of(found)}})  # type: ignore[arg-type]
 
 
-def _named(option: str, text: str, form: str, example: str) -> tuple[Any, str, Mapping[str, Any]]:
+def _named(option: str, text: str, form: str, example: str, before: str = "") -> tuple[Any, str, Mapping[str, Any]]:
     """What `module:name` names, the name, and what its module has; modules of the current folder are found too."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise InvalidPatcherError(f"{option} takes {form}, found {text!r}; write {example}.")
     if module.endswith(".py"):
         raise InvalidPatcherError(
-            f"{option} takes {form}, found the file {module!r}; write {option} {_as_module(module, name)}"
+            f"{option} takes {form}, found the file {module!r}; write {option} {before}{_as_module(module, name)}"
         )
     here = str(Path.cwd())
     if here not in sys.path:

@@ -66,6 +66,13 @@ class Functions:
 
 NO_FUNCTIONS = Functions()
 
+_IN_PLACE_OF_EAGER = "write function_mapping={'eager_attention_forward': function} and attn_implementation='eager'"
+_UNDER_A_NAME = (
+    "in place of the function_mapping give your function a name that loads may choose, with masks: transformers."
+    "AttentionInterface.register('mine', function), transformers.AttentionMaskInterface.register('mine', "
+    "ALL_MASK_ATTENTION_FUNCTIONS['eager']), whose masks are to be added, and attn_implementation='mine'"
+)
+
 
 def find_functions(model: nn.Module, layers: Layers) -> Functions:
     """What function mappings do to a model that stands, or to its skeleton. Nothing is changed.
@@ -153,11 +160,10 @@ class _Search:
     def _hints(self, own: Iterable[Node]) -> Iterator[tuple[str, str]]:
         """Why replacing a function, by its name, has no effect: the later ones tell more."""
         for name, table in sorted({(_name(each), table) for node in own for each, table in node.shared}):
-            yield (
-                name,
-                f": the modeling code looks for it in {table}, which all models share, when it runs. Register a "
-                "function of your own there, and choose it by its name",
-            )
+            instead = "Register a function of your own there, and choose it by its name"
+            if table == "ALL_ATTENTION_FUNCTIONS":
+                instead = f"For an attention of this model alone {_IN_PLACE_OF_EAGER}; or {_UNDER_A_NAME}"
+            yield name, f": the modeling code looks for it in {table}, which all models share, when it runs. {instead}"
         for hit, _ in self.found.values():
             function = inspect.unwrap(hit.original)
             if isinstance(function, FunctionType):
@@ -170,10 +176,7 @@ class _Search:
                 if default != _name(hit.original):
                     hint = f", for nothing calls {default}{hint}"
                 elif argument == "attn_implementation":
-                    hint += (
-                        ", or make your function an implementation: transformers.AttentionInterface.register('mine', "
-                        "function), and attn_implementation='mine' in place of the function_mapping"
-                    )
+                    hint += f"; or {_UNDER_A_NAME}"
                 yield _name(hit.original), hint
 
     def _search_class(self, cls: type[nn.Module]) -> bool:

@@ -363,7 +363,7 @@ def test_a_name_means_every_function_of_that_name(tmp_path: Path) -> None:
         (
             {"eager_attention_forward": functions.counted_eager},
             r"nothing in the modeling code calls 'eager_attention_forward' under attn_implementation='sdpa': load the "
-            r"model with attn_implementation='eager', or .* transformers\.AttentionInterface\.register\('mine', ",
+            r"model with attn_implementation='eager'; or .* transformers\.AttentionInterface\.register\('mine', ",
         ),
         (
             {f"{LLAMA}:eager_attention_forward": functions.counted_eager},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM, Concatenate, WeightConverter
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, eager_attention_forward
 from typer.testing import CliRunner
 
 from patcher import Patcher, like, monkey_patching, plan, presets, report
@@ -32,6 +32,8 @@ def recipes() -> dict[str, str]:
 
 
 RECIPES = recipes()
+#: An argument of `from_pretrained` that a recipe says beside the patcher.
+OPTION = re.compile(r"\w+=[^=]")
 
 
 class FusedMLP(JoinedMLP):
@@ -54,6 +56,10 @@ def my_rotary(*args: Any, **kwargs: Any) -> Any:
     return apply_rotary_pos_emb(*args, **kwargs)
 
 
+def my_attention(*args: Any, **kwargs: Any) -> Any:
+    return eager_attention_forward(*args, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared.checkpoint(tiny_llama_config(num_hidden_layers=4))
@@ -71,6 +77,7 @@ def names(repo: Path) -> Iterator[dict[str, Any]]:
         "FusedMLP": FusedMLP,
         "MyHead": MyHead,
         "MyNorm": MyNorm,
+        "my_attention": my_attention,
         "my_rotary": my_rotary,
         "like": like,
         "repo": str(repo),
@@ -95,6 +102,8 @@ def test_a_recipe_runs(
     assert lines or re.search(r"\]\(examples/\w+\.py\)", RECIPES[what])  # the examples run, and links are followed
     monkeypatch.chdir(ROOT)
     for line in lines:
+        if OPTION.match(line):
+            continue
         if line.startswith("patcher "):
             where = ["--output-dir", str(tmp_path)] if "codegen" in line else []
             done = CliRunner().invoke(app, [*shlex.split(line.replace(REPO, str(repo)))[1:], *where])
@@ -103,7 +112,8 @@ def test_a_recipe_runs(
             exec(line, names)
             assert report(names["patched"]).replaced
         elif isinstance(made := eval(line, names), Patcher):
-            assert plan(experts if "Experts" in line else repo, made).ok
+            options = {name: eval(value) for name, value in (each.split("=") for each in lines if OPTION.match(each))}
+            assert plan(experts if "Experts" in line else repo, made, **options).ok
         elif "presets" in line:
             assert report(made).fused
         elif "register" in line:

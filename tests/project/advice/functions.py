@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import LlamaForCausalLM, masking_utils
 from transformers.models.llama import modeling_llama
 
 from patcher import Patcher, report
@@ -51,9 +53,26 @@ def a_function_in_a_table(at: Place) -> Steps:
     assert torch.equal(made(instead(said, LatePart))(ONES), 3 * made(Patcher())(ONES))
 
 
+def own_attention_under_a_name(at: Place, said: str) -> None:
+    """What is advised gives the outputs of stock, with padding too: nothing registers masks by itself."""
+    lines = re.findall(r"transformers\.(\w+)\.register\('mine', (\w+(?:\['\w+'\])?)\)", said)
+    for interface, value in lines:
+        function = eval(value, vars(masking_utils) | {"function": functions.counted_eager})
+        getattr(transformers, interface).register("mine", function)
+    ids, mask = torch.tensor([[3, 4, 5]]), torch.tensor([[0, 1, 1]])
+    functions.CALLS.clear()
+    try:
+        model = load(at.llama, attn_implementation=written(said, r"and attn_implementation=('mine')"))
+        assert torch.allclose(model(ids, mask).logits[:, 1:], load(at.llama)(ids, mask).logits[:, 1:], atol=1e-5)
+        assert functions.CALLS == ["eager"] * 2
+    finally:
+        for interface, _ in lines:
+            getattr(transformers, interface)._global_mapping.pop("mine")
+
+
 @advice(
     " under {}={}: load the model with {}='eager'",
-    ", or make your function an implementation: transformers.AttentionInterface.register('mine', function), and ",
+    "in place of the function_mapping give your function a name that loads may choose, with masks: transformers.",
 )
 def a_function_that_the_chosen_attention_does_not_call(at: Place) -> Steps:
     patcher = Patcher(function_mapping={"eager_attention_forward": functions.counted_eager})
@@ -63,13 +82,23 @@ def a_function_that_the_chosen_attention_does_not_call(at: Place) -> Steps:
     functions.CALLS.clear()
     load(at.llama, patcher, attn_implementation=implementation)(ids)
     assert functions.CALLS == ["eager"] * 2
-    name = written(said, r"AttentionInterface.register\(('mine'), function\), and attn_implementation='mine'")
-    AttentionInterface.register(name, functions.counted_eager)
-    try:
-        load(at.llama, attn_implementation=name)(ids)
-        assert functions.CALLS == ["eager"] * 4
-    finally:
-        AttentionInterface._global_mapping.pop(name)
+    own_attention_under_a_name(at, said)
+
+
+@advice(
+    "For an attention of this model alone {}; or {}",
+    "write function_mapping={'eager_attention_forward': function} and attn_implementation='eager'",
+)
+def an_attention_of_the_table(at: Place) -> Steps:
+    said = yield lambda: load(at.llama, Patcher(function_mapping={"sdpa_attention_forward": functions.counted_eager}))
+    mapping = written(
+        said, r"function_mapping=({'eager_attention_forward': function})", function=functions.counted_eager
+    )
+    implementation = written(said, r"} and attn_implementation=('\w+')")
+    functions.CALLS.clear()
+    load(at.llama, Patcher(function_mapping=mapping), attn_implementation=implementation)(torch.tensor([[3, 4]]))
+    assert functions.CALLS == ["eager"] * 2
+    own_attention_under_a_name(at, said)
 
 
 class Beginning(TinyModel):

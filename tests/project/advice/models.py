@@ -187,9 +187,9 @@ def command(*words: str) -> str:
 
 
 @advice(
-    "{} takes {}, found the file {}; write {} {}",
-    "--module takes PATH=MODULE:CLASS, found {}; write ",
-    "write class {} in it",
+    "{} takes {}, found the file {}; write {} {}{}",
+    "{} takes {}, found {}; write '{}'.",
+    "define {} in it",
 )
 def a_class_for_a_path_that_is_none(at: Place) -> Steps:
     (at.tmp / "my_modules.py").write_text("")
@@ -201,13 +201,13 @@ def a_class_for_a_path_that_is_none(at: Place) -> Steps:
         said = yield lambda: command("plan", str(at.llama), "--module", f"{path}=my_modules.py:MyMLP")
         where = said.partition("write --module ")[2].strip()
     with in_folder(at.tmp):
-        said = yield lambda: command("plan", str(at.llama), "--module", f"{path}={where}")
-        assert "write class MyMLP in it" in said
+        said = yield lambda: command("plan", str(at.llama), "--module", where)
+        assert "define MyMLP in it" in said
     del sys.modules["my_modules"]
     source = "from transformers.models.llama.modeling_llama import LlamaMLP\nclass MyMLP(LlamaMLP): ...\n"
     (at.tmp / "my_modules.py").write_text(source)
     with in_folder(at.tmp):
-        assert "MyMLP" in command("plan", str(at.llama), "--module", f"{path}={where}")
+        assert "MyMLP" in command("plan", str(at.llama), "--module", where)
     del sys.modules["my_modules"]
 
 
@@ -222,7 +222,7 @@ def several_names_for_one_option(at: Place) -> Steps:
     command("plan", str(at.llama), *shlex.split(said.partition(" write ")[2]))
 
 
-@advice("{} takes {}, found the file {}; write {} {}")
+@advice("{} takes {}, found the file {}; write {} {}{}")
 def a_file_in_place_of_a_module(at: Place) -> Steps:
     for path in ("advised_here.py", "advised_folder/advised_inside.py", str(at.tmp / "advised_here.py")):
         file = at.tmp / path
