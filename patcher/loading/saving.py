@@ -125,8 +125,7 @@ def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tens
     Raises:
         PatchedWeightsError: something in it can't be restored.
     """
-    record = record_of(model)
-    return _plan_original_format(model, record).saved_state_dict(state_dict)
+    return plan_original_format(model).saved_state_dict(state_dict)
 
 
 def plan_saving(
@@ -150,15 +149,16 @@ def plan_saving(
                 "save_original_format=False would write what nothing can load. Save in the original format."
             )
         return SavePlan(model, record, original_format)
-    plan = _plan_original_format(model, record)
+    plan = plan_original_format(model)
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
     plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
     return plan
 
 
-def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) -> SavePlan:
-    carrying = tuple(carriers_in(model))
+def plan_original_format(model: PreTrainedModel) -> SavePlan:
+    """How a model, patched or not, is saved as the unpatched one would be."""
+    record, carrying = record_of(model), tuple(carriers_in(model))
     is_converted = any(each.carried.converted for each in carrying)
     model_class = type(model) if record is None else record.model_class
     # Not patched, by nothing that may be in force around us either; and built once.
