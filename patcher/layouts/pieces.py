@@ -44,6 +44,11 @@ class Piece:
         """That of the tensor."""
         return self.storage.dtype
 
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return prod(self.shape)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a tensor that lies as the storage does."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
@@ -60,13 +65,21 @@ class Piece:
         return {storage.name for storage in self.origin.storage.reached if storage.name}
 
     @cached_property
+    def copied(self) -> list[tuple[Piece, Piece]]:
+        """What was copied into it, where its storage was filled so: places in the storage, and what lies there."""
+        writes = self.storage.writes if self.storage.is_filled_once else []
+        (merged, _), is_all = _merged(self, self), self.size == self.storage.size and _is_dense(self)
+        return [write for write in writes if is_all or _before(write[0], merged, merged) is not None]
+
+    @cached_property
     def is_moved(self) -> bool:
         """Whether nothing but places has changed since the values were in the model, so that they can be put back."""
-        origin, storage = self.origin, self.origin.storage
-        if storage.name:
+        origin = self.origin
+        if origin.storage.name:
             return all(stride or count < 2 for count, stride in zip(origin.shape, origin.stride, strict=True))
-        is_all = storage.size == prod(origin.shape) and _is_dense(origin)
-        return is_all and storage.is_filled_once and all(value.is_moved for _, value in storage.writes)
+        return sum(place.size for place, _ in origin.copied) == self.size and all(
+            value.is_moved for _, value in origin.copied
+        )
 
     def write(self, values: torch.Tensor, target: Callable[[str], torch.Tensor]) -> None:
         """Put values into the tensors of the model that they are of, where `is_moved`.
@@ -78,10 +91,10 @@ class Piece:
         if origin.storage.name:
             origin.of(target(origin.storage.name)).copy_(values)
             return
-        all_of_it = values.new_empty(origin.storage.size)
-        origin.of(all_of_it).copy_(values)
-        for place, value in origin.storage.writes:
-            value.write(place.of(all_of_it), target)
+        around = values.new_empty(origin.storage.size)
+        origin.of(around).copy_(values)
+        for place, value in origin.copied:
+            value.write(place.of(around), target)
 
 
 class Storage:
@@ -103,7 +116,7 @@ class Storage:
     @cached_property
     def is_filled_once(self) -> bool:
         """Whether each value was written once; what only some were written of has been made by something else."""
-        return bool(self.writes) and sum(prod(place.shape) for place, _ in self.writes) == self.size
+        return bool(self.writes) and sum(place.size for place, _ in self.writes) == self.size
 
     @cached_property
     def _by_offset(self) -> tuple[list[int], list[tuple[Piece, Piece]]]:
@@ -179,6 +192,12 @@ def _merged(place: Piece, value: Piece) -> tuple[Piece, Piece]:
     return replace(place, shape=shape, stride=strides[0]), replace(value, shape=shape, stride=strides[1])
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among what an operation is given or makes: by themselves, or in lists."""
+    listed = [each if isinstance(each, list | tuple) else (each,) for each in values]
+    return [each for group in listed for each in group if isinstance(each, torch.Tensor)]
+
+
 class _Trace(TorchDispatchMode):
     """Notes what becomes of storages on the meta device."""
 
@@ -210,30 +229,27 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        name, given = func.overloadpacket.__name__, tree_leaves((args, kwargs))
-        if not any(map(self.known, given)) or name in _BLANK:
-            return made
+        made, name = func(*args, **kwargs), func.overloadpacket.__name__
+        new = [each for each in _tensors((made,)) if not self.known(each)]
+        is_written = name.endswith("_") or "out" in kwargs
+        if not (new or is_written) or name in _BLANK or not any(map(self.known, _tensors((*args, *kwargs.values())))):
+            return made  # views, and what has nothing to do with the model
         if name == "copy_":
             self._copy(args[0], args[1])
-        elif name.endswith("_") or "out" in kwargs:
+        elif is_written:
             raise UntracedError
         elif name in ("clone", "_to_copy") and made.dtype == args[0].dtype:
             self._copy(made, args[0])
-        elif name in ("cat", "stack") and len({each.dtype for each in args[0]}) == 1:
-            dim, start = args[1] if len(args) > 1 else kwargs.get("dim", 0), 0
-            for number, each in enumerate(args[0]):
-                if name == "cat" and tuple(each.shape) == (0,):
-                    continue  # torch leaves it out, whatever shape the others have
-                size = each.shape[dim] if name == "cat" else 1
-                self._copy(made.narrow(dim, start, size) if name == "cat" else made.select(dim, number), each)
-                start += size
+        elif name == "stack":
+            for place, each in zip(made.unbind(*args[1:], **kwargs), args[0], strict=True):
+                self._copy(place, each)
+        elif name == "cat" and all(each.dtype == made.dtype and each.dim() == made.dim() for each in args[0]):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            for place, each in zip(made.split([each.shape[dim] for each in args[0]], dim), args[0], strict=True):
+                self._copy(place, each)
         else:
-            new = [each for each in tree_leaves(made) if isinstance(each, torch.Tensor) and not self.known(each)]
-            inputs = tree_map_only(
-                torch.Tensor, lambda each: self.piece(each) if each.is_meta else each, (args, kwargs)
-            )
-            for number, each in enumerate(tree_leaves(made)):
+            inputs = tree_map_only(torch.Tensor, self._input, (args, kwargs))
+            for number, each in enumerate(_tensors((made,))):
                 if any(each is one for one in new):
                     self.add(each, operation=(func, *inputs, number))
         return made
@@ -312,7 +328,7 @@ class Values:
             return result
         func, args, kwargs, number = storage.operation
         args, kwargs = tree_map_only(Piece, self._read, (args, kwargs))
-        found: torch.Tensor = tree_leaves(func(*args, **kwargs))[number]
+        found = _tensors((func(*args, **kwargs),))[number]
         if found.stride() == storage.stride:
             return found
         return found.new_empty_strided(storage.shape, storage.stride).copy_(found)
