@@ -203,6 +203,7 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_lost = False
         #: with the storage itself, so that no other has its id
         self._known: dict[int, tuple[torch.UntypedStorage, Storage]] = {}
 
@@ -224,7 +225,7 @@ class _Trace(TorchDispatchMode):
         """
         storage = self.known(tensor)
         if storage is None or storage.dtype != tensor.dtype:
-            raise UntracedError
+            raise self._lost()
         return Piece(storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +238,7 @@ class _Trace(TorchDispatchMode):
         if name == "copy_":
             self._copy(args[0], args[1])
         elif is_written:
-            raise UntracedError
+            raise self._lost()
         elif name in ("clone", "_to_copy") and made.dtype == args[0].dtype:
             self._copy(made, args[0])
         elif name == "stack":
@@ -254,13 +255,17 @@ class _Trace(TorchDispatchMode):
                     self.add(each, operation=(func, *inputs, number))
         return made
 
+    def _lost(self) -> UntracedError:
+        self.is_lost = True  # whoever calls an operation may take the error for one of the operation
+        return UntracedError()
+
     def _input(self, tensor: torch.Tensor) -> Any:
         return self.piece(tensor) if tensor.is_meta else tensor  # values that the operation brings
 
     def _copy(self, place: torch.Tensor, value: torch.Tensor) -> None:
         storage = self.known(place) or self.add(place)
         if storage.name or storage.operation or place.dtype != value.dtype:
-            raise UntracedError
+            raise self._lost()
         storage.writes.append(_merged(self.piece(place), self.piece(value.expand(place.shape))))
 
 
@@ -281,8 +286,13 @@ def traced(
     trace = _Trace()
     for name, tensor in tensors.items():
         trace.add(tensor, name=name)
-    with torch.no_grad(), trace:
-        made = convert({**tensors, **others})
+    try:
+        with torch.no_grad(), trace:
+            made = convert({**tensors, **others})
+    except Exception as error:
+        if trace.is_lost:
+            raise UntracedError from error
+        raise
     left = set(map(id, others.values()))
     return {name: value if id(value) in left else trace.piece(value) for name, value in made.items()}
 
