@@ -174,15 +174,16 @@ def without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> list[
     """The names of a state dict under which `save_pretrained` saves its tensors, each once.
 
     Args:
-        state_dict: tensors; those on the meta device, and those that are split, are one if they are one object.
+        state_dict: tensors; those on the meta device, and those that are split, are one if they are one parameter.
     """
+    own = {**state_dict, **state_tensors(model)}
     shown = {
         name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, DTensor)
         else value
         for name, value in state_dict.items()
     }
-    view: Any = ModelView(model, get_parameter_or_buffer=state_dict.__getitem__)
+    view: Any = ModelView(model, get_parameter_or_buffer=own.__getitem__)
     return list(remove_tied_weights_from_state_dict(shown, view))
 
 

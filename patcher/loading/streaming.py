@@ -118,7 +118,7 @@ def load_checkpoint_weights(
     The inverse of `checkpoint_weights`, whichever of the two models is patched. All is written in place: storages
     stay, and with them optimizers, compiled graphs and CUDA graphs. The parts of one tensor may come far apart. Values
     take the types that the model has; adapters stay, and are not merged. Of a model that is split over processes each
-    has to go through the same names in the same order, and keeps its part of the values that the first one has.
+    has to be given the same tensors in the same order, and keeps its part of them.
 
     Args:
         model: as in `checkpoint_weights`.
@@ -189,7 +189,7 @@ class _Checkpoint:
                 result[name] = value
                 continue
             module, merge = around[path]
-            for each, tensor in module.state_dict().items():
+            for each, tensor in state_tensors(module).items():
                 result[f"{path}.{each}"] = tensor
                 if merge is not None:
                     self.merging[f"{path}.{each}"] = partial(_merged, merge, each)
