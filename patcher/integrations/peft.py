@@ -246,7 +246,7 @@ def adapted(model: nn.Module, merged: bool) -> Adapted:
         at: Any = module
         if merged and not module.disable_adapters and module.active_adapters and hasattr(at, "modules_to_save"):
             at = at.modules_to_save[at.active_adapters[0]]  # trained in its place
-        at = getattr(at, "original_module", at)
+        at = getattr(at, "token_adapter", getattr(at, "original_module", at))
         is_changed = merged and isinstance(at, BaseTunerLayer) and not at.disable_adapters
         base = at.get_base_layer() if isinstance(at, BaseTunerLayer) else at
         found[path] = base, functools.partial(_merged, at) if is_changed else None

@@ -155,9 +155,11 @@ class _Checkpoint:
         self.merging: dict[str, Callable[[], torch.Tensor]] = {}
         state = self._without_adapters(state_to_save(self.model), adapters)
         self.own = {name: state[name] for name in without_tied(self.model, state)}
+        objects = {**state, **state_tensors(self.model)}
+        tied = {id(objects[name]) for name in state.keys() - self.own.keys()}
         plain = {name: value for name, value in self.own.items() if type(one_piece(value)) in _PLAIN}
         others = {name: value for name, value in self.own.items() if name not in plain}
-        if unfit := sorted(self.merging.keys() - plain.keys()):
+        if unfit := sorted(name for name in self.merging if name in others or id(state[name]) in tied):
             what = "quantized, and would be rounded" if unfit[0] in others else "tied to another that has no adapter"
             raise InvalidPatcherError(
                 f'An adapter can\'t be merged into {unfit[0]}: it is {what}. Write adapters="left out", and give the '
@@ -323,7 +325,8 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
         InvalidPatcherError: with the reason, and what can be done instead.
     """
     model, advice = checkpoint.model, "Load the weights anew with from_pretrained, in full precision and in memory."
-    storages = {one_piece(value).untyped_storage().data_ptr() for value in state_tensors(model).values()}
+    held = [local for value in state_tensors(model).values() if type(local := one_piece(value)) in _PLAIN]
+    storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in checkpoint.own.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
             reason = "is quantized"
