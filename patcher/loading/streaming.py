@@ -30,7 +30,7 @@ from patcher.compat.models import (
 )
 from patcher.errors import InvalidPatcherError, PatchedWeightsError, warn
 from patcher.layouts.carried import is_quantized
-from patcher.layouts.pieces import Piece, UntracedError, Values, traced
+from patcher.layouts.pieces import Piece, Values
 from patcher.layouts.sharded import keep_pieces, one_piece, split_like, whole
 from patcher.loading.integration import integrations
 from patcher.loading.saving import plan_original_format
@@ -157,23 +157,15 @@ class _Checkpoint:
         self.own = {name: state[name] for name in without_tied(self.model, state)}
         objects = {**state, **state_tensors(self.model)}
         tied = {id(objects[name]) for name in state.keys() - self.own.keys()}
-        plain = {name: value for name, value in self.own.items() if type(one_piece(value)) in _PLAIN}
-        others = {name: value for name, value in self.own.items() if name not in plain}
-        if unfit := sorted(name for name in self.merging if name in others or id(state[name]) in tied):
-            what = "quantized, and would be rounded" if unfit[0] in others else "tied to another that has no adapter"
-            raise InvalidPatcherError(
-                f'An adapter can\'t be merged into {unfit[0]}: it is {what}. Write adapters="left out", and give the '
-                "engine the adapter."
-            )
-        try:
-            on_meta = {name: _on_meta(value) for name, value in plain.items()}
-            self.made: dict[str, Any] = traced(plan_original_format(self.model).saved_state_dict, on_meta, others)
-        except UntracedError:
-            raise PatchedWeightsError(
-                f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, or reads them "
-                "as another type, so its weights can't stream. Write its operations without that, or use "
-                "save_pretrained."
-            ) from None
+        self.made = plan_original_format(self.model).pieces(self.own)
+        for name in sorted(self.merging):
+            is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
+            if not is_plain or id(state[name]) in tied:
+                what = "tied to another that has no adapter" if is_plain else "quantized, and would be rounded"
+                raise InvalidPatcherError(
+                    f'An adapter can\'t be merged into {name}: it is {what}. Write adapters="left out", and give the '
+                    "engine the adapter."
+                )
 
     def _without_adapters(self, state: dict[str, Any], adapters: Adapters | None) -> dict[str, Any]:
         """The state dict with the modules that adapters are around in the place of both."""
@@ -214,16 +206,6 @@ class _Checkpoint:
         if isinstance(value, DTensor):
             return value.detach().full_tensor().contiguous()
         return load_offloaded_parameter(self.model, name).contiguous() if value.is_meta else value.detach()
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-
-
-def _on_meta(value: torch.Tensor) -> torch.Tensor:
-    """A tensor on the meta device that lies as `_read` gives it."""
-    if value.is_meta or isinstance(value, DTensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _merged(make: Callable[[], nn.Module], name: str) -> torch.Tensor:
@@ -325,7 +307,7 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
         InvalidPatcherError: with the reason, and what can be done instead.
     """
     model, advice = checkpoint.model, "Load the weights anew with from_pretrained, in full precision and in memory."
-    held = [local for value in state_tensors(model).values() if type(local := one_piece(value)) in _PLAIN]
+    held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in checkpoint.own.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
