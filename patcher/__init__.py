@@ -26,6 +26,11 @@ if TYPE_CHECKING:
         load_original_state_dict as load_original_state_dict,
         original_state_dict as original_state_dict,
     )
+    from patcher.loading.streaming import (
+        checkpoint_metadata as checkpoint_metadata,
+        checkpoint_weights as checkpoint_weights,
+        load_checkpoint_weights as load_checkpoint_weights,
+    )
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.forward_of import ForwardOf as ForwardOf, forward_of as forward_of
@@ -59,6 +64,8 @@ _HOMES = {
     "Resolution": "patcher.resolution.resolution",
     "Stage": "patcher.verification.comparing",
     "Verification": "patcher.verification.verify",
+    "checkpoint_metadata": "patcher.loading.streaming",
+    "checkpoint_weights": "patcher.loading.streaming",
     "compare": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
     "fingerprint": "patcher.spec.fingerprints",
@@ -66,6 +73,7 @@ _HOMES = {
     "fused_parameters": "patcher.training.parts",
     "install": "patcher.integrations",
     "like": "patcher.spec.like",
+    "load_checkpoint_weights": "patcher.loading.streaming",
     "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
     "load_original_state_dict": "patcher.loading.state_dicts",
     "original_optimizer_state_dict": "patcher.training.optimizer_state",

@@ -95,16 +95,6 @@ def without_numbers(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def layer_of(name: str) -> str:
-    """The layer of a model that a parameter is in: up to the first number in its name, or the module that holds it.
-
-    >>> layer_of("model.layers.3.mlp.up_proj.weight"), layer_of("model.norm.weight")
-    ('model.layers.3', 'model.norm')
-    """
-    number = _NUMBER.search(name)
-    return name[: number.end()] if number else name.rpartition(".")[0]
-
-
 def common_prefix(names: list[str]) -> str:
     """The longest beginning, up to a dot, that the names share and that is the whole of none."""
     shared: list[str] = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction as DisableTorchFunction
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN as ACT2FN
 from transformers.integrations import moe
@@ -22,6 +23,7 @@ from transformers.integrations.accelerate import (
 from transformers.modeling_layers import GradientCheckpointingLayer as GradientCheckpointingLayer
 from transformers.modeling_utils import (
     local_torch_dtype as local_torch_dtype,
+    remove_tied_weights_from_state_dict,
     str_to_torch_dtype as str_to_torch_dtype,
 )
 from transformers.utils.generic import TransformersKwargs as TransformersKwargs
@@ -157,6 +159,32 @@ def has_adapters(model: Any) -> bool:
 def ties(model: PreTrainedModel) -> dict[str, str]:
     """Parameter -> the one that it is tied to, so that it doesn't come from a checkpoint."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def state_to_save(model: PreTrainedModel) -> dict[str, Any]:
+    """The state dict that `save_pretrained` begins with: as a quantizer has it, without what isn't saved."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    found = quantizer.get_state_dict_and_metadata(model)[0] if quantizer is not None else None
+    state_dict = model.state_dict() if found is None else found
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return {name: value for name, value in state_dict.items() if name not in ignored}
+
+
+def without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> list[str]:
+    """The names of a state dict under which `save_pretrained` saves its tensors, each once.
+
+    Args:
+        state_dict: tensors; those on the meta device, and those that are split, are one if they are one parameter.
+    """
+    own = {**state_dict, **state_tensors(model)}
+    shown = {
+        name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, DTensor)
+        else value
+        for name, value in state_dict.items()
+    }
+    view: Any = ModelView(model, get_parameter_or_buffer=own.__getitem__)
+    return list(remove_tied_weights_from_state_dict(shown, view))
 
 
 def settle_keys(model: PreTrainedModel, info: Any) -> None:

@@ -11,18 +11,20 @@ of stock.
 from __future__ import annotations
 
 import copy
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
+from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
 from patcher.errors import InvalidPatcherError
 from patcher.expressions import matches
 from patcher.layouts.carried import ModuleLayouts, carriers, fused_modules
-from patcher.loading.integration import Integration, register
+from patcher.loading.integration import Adapted, Integration, register
 from patcher.loading.state_dicts import listed_layers
 from patcher.loading.unfusing import ADAPTED, unfuse
 from patcher.patterns import inside
@@ -221,4 +223,44 @@ def _means_all_linear(config: Any) -> bool:
     return isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 
-register(Integration("peft", seams_in(__name__)))
+def adapted(model: nn.Module, merged: bool) -> Adapted:
+    """The modules that adapters are around, for weights that stream.
+
+    Raises:
+        InvalidPatcherError: an adapter is part of the weights that are meant without it.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
+    for path, module in named_modules(model):
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) or path.startswith(
+            tuple(map(inside, found))
+        ):
+            continue
+        if not merged and any(getattr(part, "merged", False) for part in module.modules()):
+            raise InvalidPatcherError(
+                f"The adapter of {path} is merged into its weights, so they can't be told from it. Unmerge it first "
+                '(unmerge_adapter()), or write adapters="merged".'
+            )
+        at: Any = module
+        if merged and not module.disable_adapters and module.active_adapters and hasattr(at, "modules_to_save"):
+            at = at.modules_to_save[at.active_adapters[0]]  # trained in its place
+        at = getattr(at, "token_adapter", getattr(at, "original_module", at))
+        is_changed = merged and isinstance(at, BaseTunerLayer) and not at.disable_adapters
+        base = at.get_base_layer() if isinstance(at, BaseTunerLayer) else at
+        found[path] = base, functools.partial(_merged, at) if is_changed else None
+    return found
+
+
+def _merged(layer: Any) -> nn.Module:
+    """What PEFT makes of a layer and its adapters, of a copy."""
+    part = copy.deepcopy(layer)
+    while hasattr(part, "base_layer"):  # of adapters for parameters there may be several around one module
+        part.merge()
+        part = part.base_layer
+    result: nn.Module = part
+    return result
+
+
+register(Integration("peft", seams_in(__name__), adapted=adapted))

@@ -6,14 +6,15 @@ patched model as it meets any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from patcher.compat.seams import Seam, install
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from patcher.loading.load import Constructed, Selected
@@ -27,6 +28,14 @@ def _no_context(*args: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+#: Path of a module that an adapter is around -> it, and what makes it with the adapter merged into it, if it does.
+Adapted: TypeAlias = "Mapping[str, tuple[nn.Module, Callable[[], nn.Module] | None]]"
+
+
+def _none(model: nn.Module, merged: bool) -> Adapted:
+    return {}
+
+
 @dataclass(frozen=True)
 class Integration:
     """What one library needs.
@@ -36,6 +45,8 @@ class Integration:
         on_constructed: is called when the modules of a load have been made, and raises for what can't be.
         on_routed: the same when it is known what reads and converts the weights; the quantizer is given as well.
         on_saved: gives a context for a save; it is given the arguments of `save_pretrained`, which it may change.
+        adapted: gives the modules that adapters are around, for weights that stream: without the adapters, or (True)
+            merged with them. The model stays what it is.
     """
 
     name: str
@@ -43,6 +54,7 @@ class Integration:
     on_constructed: Callable[[Constructed], object] = _nothing
     on_routed: Callable[[Selected, Any], object] = _nothing
     on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = _no_context
+    adapted: Callable[[nn.Module, bool], Adapted] = _none
 
 
 _registered: dict[str, Integration] = {}

@@ -25,12 +25,13 @@ from patcher.errors import PatchedWeightsError
 from patcher.fusions.base import Fusion
 from patcher.layouts.carried import Carrier, carriers, fused_modules, separated
 from patcher.layouts.layouts import lies_in_blocks
-from patcher.layouts.sharded import on_meta
+from patcher.layouts.pieces import Piece, UntracedError, Values, traced
+from patcher.layouts.sharded import lying_as_read, on_meta, one_piece
 from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
-from patcher.patterns import compress, inside, layer_of
+from patcher.patterns import compress, inside
 from patcher.resolution.resolution import skeleton
 
 
@@ -88,6 +89,24 @@ class SavePlan:
         restored = {name: tensor for name, tensor in tensors.items() if name in converted}
         return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
 
+    def pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Where in the state dict the tensors of `saved_state_dict` lie, found without values; others as they are.
+
+        Raises:
+            PatchedWeightsError: something in it can't be restored, or not one by one.
+        """
+        others = {
+            n: each for n, each in state_dict.items() if type(one_piece(each)) not in (torch.Tensor, nn.Parameter)
+        }
+        tensors = {name: lying_as_read(each) for name, each in state_dict.items() if name not in others}
+        try:
+            return traced(self.saved_state_dict, tensors, others)
+        except UntracedError:
+            raise PatchedWeightsError(
+                f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, or reads them "
+                "as another type, so its weights can't be told one by one. Write its operations without that."
+            ) from None
+
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
         result = dict(state_dict)
@@ -125,8 +144,7 @@ def saved_state_dict(model: PreTrainedModel, state_dict: Mapping[str, torch.Tens
     Raises:
         PatchedWeightsError: something in it can't be restored.
     """
-    record = record_of(model)
-    return _plan_original_format(model, record).saved_state_dict(state_dict)
+    return plan_original_format(model).saved_state_dict(state_dict)
 
 
 def plan_saving(
@@ -150,15 +168,16 @@ def plan_saving(
                 "save_original_format=False would write what nothing can load. Save in the original format."
             )
         return SavePlan(model, record, original_format)
-    plan = _plan_original_format(model, record)
+    plan = plan_original_format(model)
     given = model.state_dict() if state_dict is None else state_dict
     # On meta this costs nothing; a tensor of a quantizer's own type says by its type that it can't be taken apart.
     plan.saved_state_dict({key: on_meta(value) for key, value in given.items()})
     return plan
 
 
-def _plan_original_format(model: PreTrainedModel, record: PatchRecord | None) -> SavePlan:
-    carrying = tuple(carriers_in(model))
+def plan_original_format(model: PreTrainedModel) -> SavePlan:
+    """How a model, patched or not, is saved as the unpatched one would be."""
+    record, carrying = record_of(model), tuple(carriers_in(model))
     is_converted = any(each.carried.converted for each in carrying)
     model_class = type(model) if record is None else record.model_class
     # Not patched, by nothing that may be in force around us either; and built once.
@@ -222,62 +241,26 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
 
 
 class OffloadedCheckpoint(dict[str, Any]):
-    """What `plan` saves of a state dict; tensors that will be computed are on the meta device.
+    """What `plan` saves of a state dict; tensors are on the meta device.
 
     transformers takes one tensor after the other out of the state dict that it saves, right before it writes the file
-    which that belongs to: the values of a layer are read and converted when the first of its tensors is taken out.
+    which that belongs to: what it is made of is read then.
     """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
-        self._plan = plan
-        whole = plan.saved_state_dict(_on_meta(state_dict))
-        self._groups = self._grouped(state_dict, whole)
-        self._group_of = {key: group for group in self._groups for key in group.keys}
-        self._ready: dict[str, torch.Tensor] = {}
+        made = plan.pieces(state_dict)
+        self._pieces = {name: each for name, each in made.items() if isinstance(each, Piece)}
+
+        def own(name: str) -> torch.Tensor:
+            tensor = state_dict[name]
+            return load_offloaded_parameter(plan.model, name).contiguous() if tensor.is_meta else tensor
+
+        self._values = Values(self._pieces.values(), own)
         # Each by itself: shards are cut by the size of what a tensor is a view of.
-        super().__init__({name: torch.empty_like(value) if value.is_meta else value for name, value in whole.items()})
+        shown = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in self._pieces.items()}
+        super().__init__(made | shown)
 
     def pop(self, key: str, *default: Any) -> Any:
         """The values of one tensor, which are dropped here."""
         value = super().pop(key, *default)
-        group = self._group_of.get(key)
-        if group is None:
-            return value
-        if key not in self._ready:
-            self._ready.clear()  # before others are read
-            self._ready = group.values(self._plan)
-        return self._ready.pop(key)
-
-    def _grouped(self, state_dict: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> list[_Group]:
-        """The layers, each of which is converted by itself; as one group, where conversions reach across layers."""
-        layers: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in state_dict.items():
-            layers.setdefault(layer_of(name), {})[name] = tensor
-        try:
-            groups = [_Group(own, list(self._plan.saved_state_dict(_on_meta(own)))) for own in layers.values()]
-        except Exception:  # it can be reversed only together with others
-            groups = []
-        if sorted(key for group in groups for key in group.keys) != sorted(whole):
-            groups = [_Group(dict(state_dict), list(whole))]
-        return groups
-
-
-class _Group:
-    """Tensors of the model that are converted together, and the keys of the checkpoint that they become."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], keys: list[str]) -> None:
-        self.tensors, self.keys = tensors, keys
-
-    def values(self, plan: SavePlan) -> dict[str, torch.Tensor]:
-        read = {
-            name: load_offloaded_parameter(plan.model, name) if tensor.is_meta else tensor
-            for name, tensor in self.tensors.items()
-        }
-        return plan.saved_state_dict(read)
-
-
-def _on_meta(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor.detach().to("meta") if type(tensor) in (torch.Tensor, nn.Parameter) else tensor
-        for name, tensor in tensors.items()
-    }
+        return self._values.take(self._pieces[key]) if key in self._pieces else value

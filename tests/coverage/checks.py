@@ -10,7 +10,8 @@ A row says `passed` where all that the stock model shows to be fusable (see `tes
 - all outputs are stock's: max abs 1e-5 in float32, with eager attention and with sdpa,
 - the gradients of all parameters are stock's, taken apart as the weights are,
 - a joined projection is called once where stock calls each of its parts once,
-- the saved files are byte for byte those that the stock load saves,
+- the saved files are byte for byte those that the stock load saves, and the weights that stream are what is in them,
+- such a stream makes the stock model what it was, and a fused one too, in place and in any order,
 - a save in the fused layout loads again, by its config alone, with the same bits.
 
 Where rounding in float32 exceeds 1e-5, because numbers are large or layers many, the comparison is repeated in
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -83,6 +85,8 @@ class Reference:
             self.outputs["sdpa"] = self.run(self.load("checkpoint", attn_implementation="sdpa"))
         self.gradients = gradients_of(self.stock, self.passes)
         self.stock.save_pretrained(path / "stock")
+        if difference := unlike_stream(self.stock, path / "stock"):
+            raise AssertionError(f"the stock model streams other weights: {difference}")
         self.calls = calls_of(self.stock, lambda: outputs_of(self.stock, self.passes))
         self.stacks = stacks(self.stock, lambda: outputs_of(self.stock, self.passes))
         self.patches = patch_projections(self.stock)
@@ -270,6 +274,10 @@ def _compare(
         return f"saves other files: {difference}"
     model.save_pretrained(reference.path / "layout", save_original_format=False)
     again = reference.load("layout")
+    if (difference := unlike_stream(model, reference.path / "stock")) or (
+        difference := _not_refilled(model, reference.stock) or _not_refilled(reference.stock, again)
+    ):
+        return f"streams other weights: {difference}"
     mine, theirs = model.state_dict(), again.state_dict()
     if mine.keys() != theirs.keys() or not all(_same_bits(mine[key], theirs[key]) for key in mine):
         return "the fused layout loads as another model"
@@ -382,6 +390,36 @@ def _unlike_files(one: Path, other: Path) -> str:
         if (one / name).read_bytes() != (other / name).read_bytes():
             return name
     return ""
+
+
+def unlike_stream(model: nn.Module, folder: Path) -> str:
+    """Which of the weights that stream aren't those of the files."""
+    from patcher import checkpoint_metadata, checkpoint_weights
+
+    expected = {
+        name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()
+    }
+    found, shown = dict(checkpoint_weights(model)), checkpoint_metadata(model)
+    if other := sorted((found.keys() ^ expected.keys()) | (found.keys() ^ shown.keys())):
+        return f"{other[0]} is only in one of both"
+    for name, value in expected.items():
+        if not _same_bits(value, found[name]) or (shown[name].dtype, shown[name].shape) != (value.dtype, value.shape):
+            return name
+    return ""
+
+
+def _not_refilled(source: nn.Module, target: nn.Module) -> str:
+    """Which parameter of a model isn't what it was, after the weights of another one of the same have gone into it."""
+    from patcher import checkpoint_weights, load_checkpoint_weights
+
+    before = {name: (value.data_ptr(), value.clone()) for name, value in target.state_dict().items()}
+    own = {at for at, _ in before.values()}
+    for _, value in checkpoint_weights(target):
+        if value.is_floating_point() and value.untyped_storage().data_ptr() in own:
+            value.fill_(0.5)
+    load_checkpoint_weights(target, reversed([*checkpoint_weights(source)]))
+    after = target.state_dict()
+    return next((n for n, (at, v) in before.items() if after[n].data_ptr() != at or not _same_bits(after[n], v)), "")
 
 
 def _short(error: BaseException) -> str:

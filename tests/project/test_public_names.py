@@ -13,9 +13,10 @@ import patcher
 NAMES = """
     ClassDiff CodegenError Diff ForwardOf Fusion InvalidPatcherError Like Part PatchConflictError
     PatchConstructionError PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report
-    Resolution Stage UnmatchedPatchError Verification VerificationError __version__ compare diff fingerprint
-    forward_of fused_parameters install like load_original_optimizer_state_dict load_original_state_dict
-    original_optimizer_state_dict original_state_dict plan report verify
+    Resolution Stage UnmatchedPatchError Verification VerificationError __version__ checkpoint_metadata
+    checkpoint_weights compare diff fingerprint forward_of fused_parameters install like load_checkpoint_weights
+    load_original_optimizer_state_dict load_original_state_dict original_optimizer_state_dict original_state_dict
+    plan report verify
 """.split()
 MODULES = ["codegen", "errors", "fusions", "monkey_patching", "presets"]
 
