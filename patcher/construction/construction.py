@@ -64,16 +64,14 @@ class Construction:
     on_meta: bool = False
     is_skeleton: bool = False
     thread: int = field(init=False, default_factory=threading.get_ident)
-    #: the classes of what a module mapping names and whose constructor arguments were not recorded
-    unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
     outcome: Outcome = field(init=False, default_factory=Outcome)
     #: whether the model has called `post_init`
     stands: bool = field(init=False, default=False)
     #: what the patchers in force do to the model where its modules stand
     resolution: Any = field(init=False, default=None)
-    #: the classes of what may be built again, with the constructor arguments that are kept of their objects
-    recorded: frozenset[type[nn.Module]] = frozenset()
+    #: whether modules may be built again once they stand: then the constructor arguments of all of them are kept
+    keeps_arguments: bool = field(init=False, default=False)
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: the functions that are replaced in the model
     functions: Any = field(init=False, default=None)
@@ -268,7 +266,7 @@ def build_replacement(
     Args:
         module: the bare object of `cls`, if there is one yet.
     """
-    if module is not None and cls in construction.recorded:
+    if module is not None and construction.keeps_arguments:
         construction.arguments[id(module)] = (module, args, kwargs)
     if not construction.decides(module, 2):
         return None

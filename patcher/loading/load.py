@@ -39,6 +39,7 @@ from patcher.loading.initial_values import frozen_parameters
 from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
+from patcher.resolution.fused_modules import fuse_standing_modules
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
@@ -342,6 +343,7 @@ def finish(load: Constructed) -> None:
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
-    """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
+    """Fuse a model that was made without a checkpoint, `Model(config)` or `from_config`, and put that down."""
+    fuse_standing_modules(construction, model)
     construction.outcome, record, _, models = seen(construction, model)
     keep_record(models, record)
