@@ -112,11 +112,11 @@ class MetaInit:
             return known
         number = self._count
         self._count += 1
-        if parameter.device.type == "meta" or number not in self._moved:
-            self._numbers[parameter] = number
-            return None
         # The device that is put in force is a mode that every look at a tensor would pass through.
         with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+            if parameter.is_meta or number not in self._moved:
+                self._numbers[parameter] = number
+                return None
             twin = like(parameter, parameter.data.to("meta"))
         self._numbers[twin] = number
         self._twins[parameter] = twin
@@ -164,7 +164,34 @@ def check_values(module: nn.Module, meta_init: MetaInit) -> None:
                 raise without_value(cls, f"the attribute {name!r}")
 
 
-class _Mixing(TorchFunctionMode):
+class NoValues(TorchFunctionMode):
+    """Leaves out the initialisation of tensors on the meta device, which have no values.
+
+    >>> with torch.device("meta"), NoValues():
+    ...     layer = nn.Linear(2, 3)
+
+    For each layer it takes torch a tenth of a millisecond to do nothing.
+    """
+
+    _LEFT_OUT = frozenset(
+        {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._LEFT_OUT:
+            tensor = args[0] if args else kwargs["tensor"]
+            with DisableTorchFunction():
+                is_without = tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_)  # it raises
+            if is_without:
+                return tensor
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Mixing(NoValues):
     """Sees what torch raises for want of a value, and refuses what it computes without one.
 
     A product of a real matrix with one on meta is uninitialised memory; what is added to a real tensor is left out.
@@ -174,8 +201,7 @@ class _Mixing(TorchFunctionMode):
         super().__init__()
         self._wanting = wanting
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():
             lacks = any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values())))
         if not lacks:
@@ -208,28 +234,6 @@ def no_meta_init() -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
-
-
-class NoValues(TorchFunctionMode):
-    """Leaves out the initialisation of tensors on the meta device, which have no values.
-
-    >>> with torch.device("meta"), NoValues():
-    ...     layer = nn.Linear(2, 3)
-
-    For each layer it takes torch a tenth of a millisecond to do nothing.
-    """
-
-    _LEFT_OUT = frozenset(
-        {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._LEFT_OUT:
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_):  # which raises
-                return tensor
-        return func(*args, **kwargs)
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:

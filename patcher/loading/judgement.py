@@ -87,7 +87,7 @@ class _Weights:
         self.mismatched = {
             name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
         }
-        self._replaced = tuple(inside(item.path) for item in selected.record.replaced if item.chosen)
+        self._replaced = tuple(inside(item.path) for item in selected.record.modules if item.chosen)
         # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
         is_converted = any(map(converts, self.patchers))
         amiss = self.missing | self.mismatched.keys()

@@ -204,10 +204,10 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
 
     Loaded by name, what only the stock form has would be random.
     """
-    replaced = tuple(inside(item.path) for item in record.replaced if item.path not in record.fused)
+    replaced = tuple(inside(item.path) for item in record.replaced)
     if not replaced:
         return []
-    fused = tuple(inside(path) for path in record.fused)
+    fused = tuple(inside(item.path) for item in record.fused)
     found, stock = (
         {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
         for each in (model, skeleton(record.model_class, model.config))

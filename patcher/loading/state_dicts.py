@@ -272,7 +272,7 @@ def converted_to_parameters(
 def without_stacking(model: nn.Module, conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
     """Conversions of transformers but for those that stack layers which the patched model has one by one."""
     conversions = list(conversions)
-    if record_of(model) is None:
+    if record_of(model) is None or not any(isinstance(each, WeightConverter) for each in conversions):
         return conversions
     alike = {without_numbers(name): name for name in _parameters(model)}
     return [each for each in conversions if not any(_stacks(each, name) for name in alike.values())]

@@ -168,7 +168,7 @@ def from_scratch(
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
     selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
-    if record.is_part and not record.replaced:  # what the patcher's conversions are for lies elsewhere
+    if record.is_part and not record.modules:  # what the patcher's conversions are for lies elsewhere
         selected = replace(selected, added=())
     if not selected.added and len(selected.kept) == len(conversions):
         return (), selected.kept

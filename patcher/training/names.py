@@ -116,7 +116,7 @@ def _made_elsewhere(record: PatchRecord, prefix: str, converted: Iterable[str]) 
     """
     yield from converted
     if any(patcher.filtered_weight_conversion_patterns for patcher in record.patchers):
-        yield from (f"{prefix}{inside(item.path)}" for item in record.replaced)
+        yield from (f"{prefix}{inside(item.path)}" for item in record.modules)
 
 
 def _bare(model: nn.Module, name: str) -> str:

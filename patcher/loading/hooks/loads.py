@@ -18,7 +18,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import as_stock, unreported
 from patcher.compat.seams import Stock, seam
 from patcher.construction.construction import outside_of_construction
@@ -253,7 +252,7 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
             first = load_config.weight_mapping[: len(load.key_mapping or ())]
-            load_config.weight_mapping[:] = [*first, *without_stacking(model, stock_conversions(model))]
+            load_config.weight_mapping[:] = [*first, *without_stacking(model, load.stock)]
         _LOAD.set(finalized)
         return info
 
