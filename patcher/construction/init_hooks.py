@@ -26,10 +26,15 @@ from patcher.compat.modeling_code import (
     module_subclasses,
 )
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, build_replacement, constructing, construction_here
+from patcher.construction.construction import (
+    Construction,
+    build_replacement,
+    construction_here,
+    unwatch_parameters,
+    watch_parameters,
+)
 from patcher.construction.in_force import Block, blocks, entering
 from patcher.construction.lock import process_lock
-from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 from patcher.source.alike import IN_PLACE_OF
 from patcher.source.importing import Watcher
@@ -169,8 +174,9 @@ def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterat
 def building(construction: Construction) -> Iterator[None]:
     """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
     rules = construction.rules
-    with in_force(Block(rules.entries, only=True, thread=construction.thread), rules), constructing(construction):
+    with in_force(Block(rules.entries, only=True, construction=construction), rules):
         yield
+        construction.end()
 
 
 def _covers() -> list[_Cover]:

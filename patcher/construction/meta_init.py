@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from inspect import isgenerator
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
@@ -27,8 +25,6 @@ from patcher.compat.modeling_code import Rebound, is_modeling_module
 from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import PatchConstructionError, PatcherError
-
-_CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 
 class MetaInit:
@@ -56,11 +52,6 @@ class MetaInit:
         self._twins: Any = WeakIdKeyDictionary()
         self._numbers: Any = WeakIdKeyDictionary()
 
-    @staticmethod
-    def current() -> MetaInit | None:
-        """The one under way in this context."""
-        return _CURRENT.get()
-
     def construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
     ) -> None:
@@ -70,9 +61,8 @@ class MetaInit:
             PatchConstructionError: `replacement` raised, or its objects have another layout in memory.
         """
         try:
-            with self._in_force():
-                _initialise(module, original, replacement, args, kwargs)
-                _check_is_module(module, replacement)
+            _initialise(module, original, replacement, args, kwargs)
+            _check_is_module(module, replacement)
         except PatcherError:
             raise
         except Exception as error:
@@ -87,21 +77,15 @@ class MetaInit:
             ) from error
 
     @contextmanager
-    def _in_force(self) -> Iterator[None]:
-        if _CURRENT.get() is not None:  # inside of another replacement, which has seen to it
-            yield
-            return
+    def in_force(self) -> Iterator[None]:
+        """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        token = _CURRENT.set(self)
-        try:
-            if self.to_meta and not self.buffers_too:
-                with torch.device("cpu"), _Mixing(self.wanting):
-                    yield
-            else:
+        if self.to_meta and not self.buffers_too:
+            with torch.device("cpu"), _Mixing(self.wanting):
                 yield
-        finally:
-            _CURRENT.reset(token)
+        else:
+            yield
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
@@ -226,16 +210,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-@contextmanager
-def no_meta_init() -> Iterator[None]:
-    """Leave parameters where they are, in a model that a replacement doesn't build itself."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """The parameter with other data: its type, its attributes, and whether it is trained."""
     attributes = dict(parameter.__dict__)
@@ -316,24 +290,3 @@ def _where(traceback: TracebackType | None) -> str:
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
     return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-_handle: Any = None
-
-
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    meta_init = _CURRENT.get()
-    return None if meta_init is None or parameter is None else meta_init.register(parameter)
-
-
-def watch_parameters() -> None:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _handle
-    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def unwatch_parameters() -> None:
-    """Take the hook away."""
-    global _handle
-    _handle.remove()
-    _handle = None

@@ -52,11 +52,13 @@ class DryRun:
         unknown: the keys of the checkpoint whose shapes nobody knows.
         has_checkpoint: whether there is one; without it conversions and weights are not judged.
         runtime_layout: whether it has the parameters of the model as they are.
+        reached: the results of the load, the last of which says where it has come to.
     """
 
     unknown: frozenset[str] = frozenset()
     has_checkpoint: bool = True
     runtime_layout: bool = False
+    reached: list[Request] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,7 +66,7 @@ class Request:
     """What a call of `from_pretrained` asks for.
 
     Attributes:
-        in_force: all patchers that the load meets, the innermost first.
+        in_force: all patchers that the load meets, the innermost first; none where nothing is patched.
         own: those of them that this very load brings.
         path: what is loaded.
         options: the keyword arguments of `from_pretrained`.
@@ -87,16 +89,14 @@ class Request:
 
 def request(
     model_class: type[PreTrainedModel], patcher: Any, path: Any, options: Mapping[str, Any], dry_run: DryRun | None
-) -> Request | None:
-    """What a load is to do, None where nothing is in force.
+) -> Request:
+    """What a load is to do.
 
     Raises:
         InvalidPatcherError: `patcher` is no Patcher, or comes with what its conversions are not known to survive.
         PresetDriftError: the code that a patcher is pinned to has changed.
     """
     in_force, own = in_force_for(patcher)
-    if not in_force:
-        return None
     for entry in own:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
