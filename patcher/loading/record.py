@@ -88,8 +88,12 @@ class PatchRecord:
 
     @property
     def fusions(self) -> list[str | Fusion]:
-        """The fusions that have made something."""
-        return list(dict.fromkeys(each.fusion for each in self.modules if each.fusion is not None))
+        """The fusions that have made something, in the order of the patchers."""
+        named, made = (
+            (fusion for each in self.patchers for fusion in each.fusions),
+            {each.fusion for each in self.modules},
+        )
+        return [fusion for fusion in dict.fromkeys(named) if fusion in made]
 
     def replacements(self) -> list[tuple[str, type[nn.Module]]]:
         """(path, class) of what mappings have put in place of others."""

@@ -184,7 +184,7 @@ def stock_parameters(
         tensors: the state dict of the model as transformers has it.
         wanted: the parameters.
     """
-    router = _Router(model, checkpoint, Conversions(conversions), frozenset(), False, None, (tensors, wanted))
+    router = _Router(model, checkpoint, Conversions(conversions), stock=(tensors, wanted))
     router.take(sorted(checkpoint, key=dot_natural_key))
     if router.lacking or router.failed or router.twice:
         return None
@@ -199,34 +199,36 @@ class _Part:
     keys: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class _Router:
-    """One routing, under way."""
+    """One routing, under way.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        checkpoint: Mapping[str, Any],
-        conversions: Conversions,
-        unknown: AbstractSet[str],
-        is_quantized: bool,
-        dtype: Callable[[str], torch.dtype] | None,
-        stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None,
-    ) -> None:
-        self.model, self.checkpoint, self.conversions, self.unknown = model, checkpoint, conversions, unknown
-        self.is_quantized, self.dtype = is_quantized, dtype
-        self.own = state_tensors(model)
-        self.fused = fused_modules(model)
-        #: what the model would have without its fusions, and those of them that are parts of others
-        self.tensors, self.wanted = stock or (
+    Args:
+        stock: what the model would have without its fusions, and those of them that are parts of others.
+    """
+
+    model: PreTrainedModel
+    checkpoint: Mapping[str, Any]
+    conversions: Conversions
+    unknown: AbstractSet[str] = frozenset()
+    is_quantized: bool = False
+    dtype: Callable[[str], torch.dtype] | None = None
+    stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None
+
+    def __post_init__(self) -> None:
+        self.own = state_tensors(self.model)
+        self.fused = fused_modules(self.model)
+        self.tensors, self.wanted = self.stock or (
             stock_tensors(self.own, ((inside(path), each) for path, _, own in self.fused for each in own.layouts)),
             {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
         )
-        self.view: Any = ModelView(model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
-        self.routing = Routing(rest=dict(checkpoint), missing=set(self.own))
+        view = ModelView(self.model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
+        self.view: Any = view
+        self.routing = Routing(rest=dict(self.checkpoint), missing=set(self.own))
         self.parts: dict[str, _Part] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: parameter -> the keys that it comes from, where that is told to find what comes twice
-        self.origins: dict[str, tuple[str, ...]] = {}
+        #: parameter -> the keys that it comes from, and whether a patcher's conversion makes it
+        self.origins: dict[str, tuple[tuple[str, ...], bool]] = {}
         self.twice: list[str] = []
         self.lacking: list[str] = []
         self.failed: list[str] = []
@@ -312,7 +314,7 @@ class _Router:
             shape = tuple(own.shape) if key in self.unknown else shape
             layout = Rows((key,), (name,), (shape,)) if found.by else None
             if name in self.wanted:
-                self._part(name, _Part(self.routing.rest.pop(key), (key,)))
+                self.parts[name] = _Part(self.routing.rest.pop(key), (key,))
             else:
                 self.shapes.setdefault(name, shape)
                 if found.by:
@@ -362,7 +364,7 @@ class _Router:
         for name, shape in shapes.items():
             source = Computed(computation, name, shape, dtype)
             if name in self.wanted:
-                self._part(name, _Part(source, group.keys))
+                self.parts[name] = _Part(source, group.keys)
             else:
                 self.routing.sources[name] = source
 
@@ -370,19 +372,15 @@ class _Router:
         if not self.unknown.isdisjoint(group.keys):
             return self._at_its_word(group)
         is_known = has_known_operations(group.transform)
-        if not is_ours or is_known or self.dtype is None:
-            try:
-                return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
-            except Exception:
-                if is_known or not is_ours:
-                    raise
-                return self._at_its_word(group)
         try:
-            return group.layout(self.view)
-        except Exception:  # it may need values
-            return group.layout(
-                self.view, self._cast({key: self.checkpoint[key][...] for key in group.keys}, group.first)
-            )
+            return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
+        except Exception:
+            if is_known or not is_ours:
+                raise
+        if self.dtype is None:
+            return self._at_its_word(group)
+        values = {key: self.checkpoint[key][...] for key in group.keys}  # it may need them
+        return group.layout(self.view, self._cast(values, group.first))
 
     def _at_its_word(self, group: Group) -> Converted:
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
@@ -451,21 +449,13 @@ class _Router:
 
     # --- fused parameters --------------------------------------------------------------------------------------------
 
-    def _part(self, name: str, part: _Part) -> None:
-        if name in self.parts:
-            self.twice.append(f"{name} twice: as {self.parts[name].keys[0]}, and as {', '.join(part.keys)}")
-        self.parts[name] = part
-
     def _origin(self, name: str, keys: tuple[str, ...], is_ours: bool) -> None:
-        """Note where a parameter comes from; that of a patcher's conversion may come from nowhere else."""
-        before = self.origins.setdefault(name, keys)
-        if name not in self.wanted and before != keys and (is_ours or self._is_of_ours(name)):
+        """Note where a parameter comes from; a part, and what a patcher's conversion makes, from nowhere else."""
+        before, was_ours = self.origins.setdefault(name, (keys, is_ours))
+        if before != keys and (is_ours or was_ours or name in self.wanted):
             others = [key for key in (*before, *keys) if key != name]
             as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
             self.twice.append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
-
-    def _is_of_ours(self, name: str) -> bool:
-        return any(route.by and name in route.parameters for route in self.routing.routes)
 
     def _join(self) -> None:
         """Have fused parameters read from their parts."""

@@ -31,7 +31,12 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
     Where threads import at once, it may be called twice, by two of them. They may hold locks of modules that they are
     importing, so a call waits for no lock that is held while anything is imported.
     """
-    watcher = Watcher(name, lambda each: each == name, lambda found: (call(found), watcher.end()))
+
+    def once(module: ModuleType) -> None:
+        call(module)
+        watcher.end()
+
+    watcher = Watcher(name, lambda each: each == name, once)
     if not is_imported(name):
         watcher.begin()
     if is_imported(name):  # before, or by another thread that may not have seen the watcher
@@ -47,7 +52,12 @@ def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[
         is_meant: whether it is a module of that name.
         call: does what is to be done, or can't yet, because modules that it needs are still being imported.
     """
-    watcher = Watcher(name, is_meant, lambda _: watcher.end() if call() else None)
+
+    def again(module: ModuleType) -> None:
+        if call():
+            watcher.end()
+
+    watcher = Watcher(name, is_meant, again)
     if not call():
         watcher.begin()
 
