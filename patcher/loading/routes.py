@@ -28,7 +28,7 @@ from patcher.compat.conversions import copy_transform, dot_natural_key, stock_re
 from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
 from patcher.expressions import search
-from patcher.layouts.carried import Carrier, fused_modules
+from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.names import Named, Names
@@ -156,18 +156,16 @@ def route(
     return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
 
 
-def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[tuple[str, Layout]]) -> dict[str, torch.Tensor]:
-    """The state dict of a model as transformers has it, with the shapes of what is made otherwise, on the meta device.
-
-    Args:
-        made: what the names of a layout begin with, and the layout.
-    """
+def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[Layout]) -> dict[str, torch.Tensor]:
+    """A state dict as transformers has it, with the shapes of what is made otherwise, on the meta device."""
     stock = dict(own)
-    for prefix, layout in made:
+    for layout in made:
         for name in layout.fused:
-            stock.pop(f"{prefix}{name}", None)
-        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-            stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+            stock.pop(name, None)
+        stock |= {
+            name: torch.empty(shape, device="meta")
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
+        }
     return stock
 
 
@@ -218,9 +216,10 @@ class _Router:
     def __post_init__(self) -> None:
         self.own = state_tensors(self.model)
         self.fused = fused_modules(self.model)
+        self.layouts = [layout for each in self.fused for layout in each.fused]
         self.tensors, self.wanted = self.stock or (
-            stock_tensors(self.own, ((inside(path), each) for path, _, own in self.fused for each in own.layouts)),
-            {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
+            stock_tensors(self.own, self.layouts),
+            {name for layout in self.layouts for name in layout.stock},
         )
         view = ModelView(self.model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
         self.view: Any = view
@@ -461,41 +460,37 @@ class _Router:
         """Have fused parameters read from their parts."""
         routing, unknown = self.routing, self.unknown
         at = {name: key for key, name in self.unused.items() if key in routing.rest}
-        fused = {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.fused}
-        already = fused & at.keys()
+        already = {name for layout in self.layouts for name in layout.fused} & at.keys()
         routing.is_runtime_layout = bool(already)
-        share(routing.rest, at, self.fused)
+        share(routing.rest, at, self.layouts)
         companions = self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
         incomplete: list[str] = []
         misfits: list[str] = []
-        for path, _, carried in self.fused:
-            prefix = inside(path)
-            for layout in carried.layouts:
-                names = [f"{prefix}{name}" for name in layout.stock]
-                targets = tuple(f"{prefix}{name}" for name in layout.fused)
-                found = [self.parts[name] for name in names if name in self.parts]
-                if not found:
-                    routing.parts_of |= dict.fromkeys(targets, tuple(names))
-                    continue
-                if len(found) < len(names):
-                    incomplete += [name for name in names if name not in self.parts]
-                    continue
-                unfit = [
-                    f"{name}: found {shape_of(part.source)}, expected {shape}"
-                    for name, part, shape in zip(names, found, layout.stock_shapes, strict=True)
-                    if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
-                ]
-                if unfit:
-                    misfits += unfit
-                    continue
-                keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
-                routing.routes.append(Route(keys, targets, layout))
-                self.shapes |= zip(targets, map(tuple, layout.fused_shapes()), strict=True)
-                if self.dtype is not None:
-                    sources = fused_sources(layout, [part.source for part in found])
-                    routing.sources |= zip(targets, sources, strict=True)
-                if twice := already & set(targets):
-                    self.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
+        own_names = (layout for each in self.fused for layout in each.carried.layouts)
+        for layout, shown in zip(self.layouts, own_names, strict=True):
+            found = [self.parts[name] for name in layout.stock if name in self.parts]
+            if not found:
+                routing.parts_of |= dict.fromkeys(layout.fused, layout.stock)
+                continue
+            if len(found) < len(layout.stock):
+                incomplete += [name for name in layout.stock if name not in self.parts]
+                continue
+            unfit = [
+                f"{name}: found {shape_of(part.source)}, expected {shape}"
+                for name, part, shape in zip(layout.stock, found, layout.stock_shapes, strict=True)
+                if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
+            ]
+            if unfit:
+                misfits += unfit
+                continue
+            keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
+            routing.routes.append(Route(keys, layout.fused, shown))
+            self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
+            if self.dtype is not None:
+                sources = fused_sources(layout, [part.source for part in found])
+                routing.sources |= zip(layout.fused, sources, strict=True)
+            if twice := already.intersection(layout.fused):
+                self.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
         lacking = [*incomplete, *self.lacking]
@@ -539,18 +534,17 @@ class _Router:
                         routing.made_of[name] = tuple(found)
 
 
-def share(rest: dict[str, Any], read: Mapping[str, str], fused: Iterable[Carrier]) -> None:
+def share(rest: dict[str, Any], read: Mapping[str, str], layouts: Iterable[Layout]) -> None:
     """Have the rows of a checkpoint in the runtime layout lie in the blocks that processes share.
 
     Args:
         rest: the checkpoint, which is changed.
         read: parameter -> its key in the checkpoint.
     """
-    for path, _, carried in fused:
-        for layout in filter(lies_in_blocks, carried.layouts):
-            for target in (f"{inside(path)}{name}" for name in layout.fused):
-                if target in read:
-                    rest[read[target]] = in_blocks(layout, rest[read[target]])
+    for layout in filter(lies_in_blocks, layouts):
+        for target in layout.fused:
+            if target in read:
+                rest[read[target]] = in_blocks(layout, rest[read[target]])
 
 
 def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> PatchedWeightsError:

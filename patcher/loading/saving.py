@@ -92,9 +92,9 @@ class SavePlan:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
         result = dict(state_dict)
         for each in fused_modules(self.model):
-            for layout in each.carried.layouts:
-                key = f"{each.prefix}{layout.fused[0]}"
-                if lies_in_blocks(layout) and key in result:
+            for layout in filter(lies_in_blocks, each.fused):
+                key = layout.fused[0]
+                if key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
