@@ -49,7 +49,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
                 continue
             new = module
             if type(module) is not match.replacement:  # as it is of a part that was loaded by itself
-                args, kwargs = arguments_of(construction, "module_mapping names", path, module, match)
+                args, kwargs = arguments_of(construction, path, module, match)
                 new = construction.build_in_place_of(module, stock_class(module), match, args, kwargs)
             for each in paths:
                 parent, _, name = each.rpartition(".")
@@ -105,12 +105,9 @@ def _shared(key: str, path: str, other: str) -> str:
 
 
 def arguments_of(
-    construction: Construction, named: str, path: str, module: nn.Module, match: Match
+    construction: Construction, path: str, module: nn.Module, match: Match
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the constructor of what is replaced.
-
-    Args:
-        named: what names the module, for the error.
+    """The arguments of the constructor of what is replaced by its path, or is fused.
 
     Raises:
         PatchConstructionError: nobody can know them.
@@ -120,24 +117,22 @@ def arguments_of(
         return args, kwargs
     cls = stock_class(module)
     if cls.__module__.startswith("torch."):
-        return _attributes(named, path, module, match.replacement)
+        return _attributes(path, module, match)
     by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
     raise PatchConstructionError(
-        f"{named} {path}, and with which arguments the {cls.__qualname__} there was made can't be known: "
-        f"it is {by}. {_around(path)}"
+        f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+        f"it is {by}. {_instead(path, match)}"
     )
 
 
-def _attributes(
-    named: str, path: str, module: nn.Module, replacement: type[nn.Module]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the constructor of one of torch's own modules, from its attributes of the same names.
 
     What has its default is given where the replacement takes it, all else in any case.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    taken = inspect.signature(replacement).parameters
+    taken = inspect.signature(match.replacement).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if name in _PLACEMENT or name.startswith("_"):
@@ -146,8 +141,8 @@ def _attributes(
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
             raise PatchConstructionError(
-                f"{named} {path}, a {type(module).__qualname__} of torch, whose constructor takes "
-                f"{parameter}, and that isn't among its attributes. {_around(path)}"
+                f"{_named(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_instead(path, match)}"
             )
         if name == "bias" and not isinstance(value, bool):  # the parameter, which the argument asks for
             value = value is not None
@@ -161,8 +156,13 @@ def _attributes(
     return tuple(args), kwargs
 
 
-def _around(path: str) -> str:
-    parent = path.rpartition(".")[0]
-    if not parent:
+def _named(path: str, match: Match) -> str:
+    return f"{match.key!r} takes {path}" if match.field == "fusions" else f"module_mapping names {path}"
+
+
+def _instead(path: str, match: Match) -> str:
+    if match.field == "fusions":
+        return "Leave it out of the fusion: its modules=... say which it takes."
+    if not (parent := path.rpartition(".")[0]):
         return "Give the class of the model another in a class_mapping, one that builds it."
     return f"Replace what is around it, {parent!r}, by a class that builds it."

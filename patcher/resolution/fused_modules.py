@@ -54,7 +54,7 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
         if new is None:
             key, entry = _fusion_of(construction, path)
             match = Match(key, cls, entry, type(module), "fusions")
-            args, kwargs = arguments_of(construction, f"{key!r} takes", path, module, match)
+            args, kwargs = arguments_of(construction, path, module, match)
             new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
         parent._modules[name] = new
 

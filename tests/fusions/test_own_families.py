@@ -247,3 +247,27 @@ def test_a_model_is_built_once_and_what_stands_is_fused(
         if fusion == GateUp():
             torch.testing.assert_close(logits(model), logits(LlamaForCausalLM.from_pretrained(folder)))
     assert [was for _, was, _ in report(model).fused] == ["LlamaMLP", "LlamaMLP"]
+
+
+class Copying(LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model.layers[0].mlp = copy.deepcopy(self.model.layers[1].mlp)
+        self.post_init()
+
+
+@pytest.mark.parametrize("made", ["from_config", "from_pretrained"])
+def test_a_copy_can_not_be_built_again(made: str, folder: Path) -> None:
+    def make(fusion: Fusion) -> Any:
+        patcher = Patcher(fusions=[fusion])
+        if made == "from_pretrained":
+            return Copying.from_pretrained(folder, patcher=patcher)
+        return Copying._from_config(AutoConfig.from_pretrained(folder), patcher=patcher)
+
+    message = r"Local\(\) takes model\.layers\.0\.mlp, .* can't be known: it is a copy .* Leave it out of the fusion"
+    with pytest.raises(PatchConstructionError, match=message):
+        make(Local())
+    model = make(Local(modules="model.layers.1.mlp"))
+    assert [path for path, *_ in report(model).fused] == ["model.layers.1.mlp"]
