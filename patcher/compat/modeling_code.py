@@ -38,27 +38,20 @@ class Rebound(type):
         return super().__call__(*args, **kwargs) if original is cls else original(*args, **kwargs)
 
 
-def _subclasses(root: type[M]) -> set[type[M]]:
-    """Every live subclass: this must be quick, every load under a patcher asks."""
-    subclasses_of = type.__subclasses__
-    seen: set[type[M]] = set()
-    level: set[type[M]] = {root}
-    while level:
-        below: set[type[M]] = set()
-        for cls in level:
-            if subclasses := subclasses_of(cls):  # most classes have none
-                below.update(subclasses)
-        level = below - seen
-        seen |= below
-    return seen
+def _subclasses(root: type[M]) -> list[type[M]]:
+    """Every live subclass, some more than once: this must be quick, every load under a patcher asks."""
+    found, subclasses_of = [root], type.__subclasses__
+    for cls in found:
+        found += subclasses_of(cls)
+    return found[1:]
 
 
 def module_subclasses(
-    chosen: Callable[[set[type[nn.Module]]], Iterable[type[nn.Module]]] = set,
+    chosen: Callable[[list[type[nn.Module]]], Iterable[type[nn.Module]]] = list,
 ) -> list[type[nn.Module]]:
     """Every live subclass of `nn.Module`, each once, or those that a function chooses."""
     # It chooses first: looking into a class is what takes long.
-    meant = chosen(_subclasses(nn.Module))
+    meant = dict.fromkeys(chosen(_subclasses(nn.Module)))
     return [cls for cls in meant if "_patcher_stands_for" not in cls.__dict__ and REBOUND not in cls.__dict__]
 
 
@@ -70,7 +63,7 @@ def classes_of_torch() -> frozenset[type[nn.Module]]:
 
 def model_classes() -> list[type[PreTrainedModel]]:
     """Every live class of models, those apart that were made of others."""
-    return [cls for cls in _subclasses(PreTrainedModel) if REBOUND not in cls.__dict__]
+    return [cls for cls in dict.fromkeys(_subclasses(PreTrainedModel)) if REBOUND not in cls.__dict__]
 
 
 def is_modeling_module(name: str) -> bool:

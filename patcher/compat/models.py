@@ -158,7 +158,10 @@ def has_adapters(model: Any) -> bool:
 
 def ties(model: PreTrainedModel) -> dict[str, str]:
     """Parameter -> the one that it is tied to, so that it doesn't come from a checkpoint."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+    known = getattr(model, "all_tied_weights_keys", None)
+    if known is None and isinstance(model, PreTrainedModel):  # it is being constructed
+        known = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return dict(known or {})
 
 
 def state_to_save(model: PreTrainedModel) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Set
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,12 +97,12 @@ class ClassRules:
         """All classes whose name is a key of some mapping, or has a key found in it, or that a key may be like."""
         return module_subclasses(self._named)
 
-    def _named(self, known: Set[type[nn.Module]]) -> list[type[nn.Module]]:
+    def _named(self, known: Collection[type[nn.Module]]) -> list[type[nn.Module]]:
         named = [cls for cls in known if cls.__name__ in self._exact]
         if self._expressions:
             named += [cls for cls in known if any(search(key, cls.__name__) for key in self._expressions)]
         for key in self._likes:
-            alike = key.candidates(known - classes_of_torch())
+            alike = key.candidates(set(known) - classes_of_torch())
             named += [cls for cls in alike if is_modeling_module(cls.__module__) or key.matches(cls)]
         return named
 

@@ -8,22 +8,29 @@ model passes through.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import is_modeling_module
 from patcher.compat.models import mark_original_class
 from patcher.construction.class_rules import ClassRules, Match
-from patcher.construction.in_force import InForce, Outcome, T, entered, tell_blocks, unpatched
-from patcher.construction.meta_init import MetaInit, check_values, no_meta_init
+from patcher.construction.in_force import (
+    Block,
+    InForce,
+    Outcome,
+    construction_around,
+    entered,
+    entering,
+    tell_blocks,
+)
+from patcher.construction.meta_init import MetaInit, check_values
 from patcher.errors import PatchConstructionError
 
 
@@ -63,9 +70,6 @@ class Construction:
     by_hand: bool = False
     on_meta: bool = False
     is_skeleton: bool = False
-    thread: int = field(init=False, default_factory=threading.get_ident)
-    #: the classes of what a module mapping names and whose constructor arguments were not recorded
-    unrecorded: frozenset[type[nn.Module]] = field(init=False, default=frozenset())
     built: list[Built] = field(init=False, default_factory=list)
     #: the rules by which they were built, `class_mapping[key]`, each with the names of the classes that it matched
     rules_matched: dict[str, dict[str, None]] = field(init=False, default_factory=dict)
@@ -74,13 +78,15 @@ class Construction:
     stands: bool = field(init=False, default=False)
     #: what the patchers in force do to the model where its modules stand
     resolution: Any = field(init=False, default=None)
-    #: the classes of what may be built again, with the constructor arguments that are kept of their objects
-    recorded: frozenset[type[nn.Module]] = frozenset()
+    #: whether modules may be built again once they stand: then the constructor arguments of all of them are kept
+    keeps_arguments: bool = field(init=False, default=False)
     arguments: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(init=False, default_factory=dict)
     #: the functions that are replaced in the model
     functions: Any = field(init=False, default=None)
     #: what is left to do when the model, whose `__init__` may go on after `post_init`, is built by hand
     at_end: Callable[[], None] | None = field(init=False, default=None)
+    #: where the parameters of the replacement go that is built now
+    meta_init: MetaInit | None = field(init=False, default=None)
     _root: weakref.ref[PreTrainedModel] | None = field(init=False, default=None)
     _building: list[nn.Module] = field(init=False, default_factory=list)
     _noted: dict[type[nn.Module], Match] = field(init=False, default_factory=dict)
@@ -158,7 +164,7 @@ class Construction:
         module = built.original.__new__(built.original)
         self._building.append(module)
         try:
-            meta_init.construct(module, built.original, built.replacement, built.args, built.kwargs)
+            self._initialise(meta_init, module, built.original, built.replacement, built.args, built.kwargs)
         finally:
             self._building.pop()
         return module
@@ -174,12 +180,12 @@ class Construction:
         self._building.append(module)
         count = len(self.built)
         try:
-            if (around := MetaInit.current()) is not None:
-                around.construct(module, original, replacement, args, kwargs)
+            if self.meta_init is not None:
+                self.meta_init.construct(module, original, replacement, args, kwargs)
                 return {}
             meta_init = MetaInit()
             try:
-                meta_init.construct(module, original, replacement, args, kwargs)
+                self._initialise(meta_init, module, original, replacement, args, kwargs)
             except PatchConstructionError as error:
                 if not self.on_meta or (meta_init.wanting and not self.is_skeleton):
                     raise
@@ -188,7 +194,7 @@ class Construction:
                 module.__dict__.clear()
                 mark_original_class(module, original)
                 try:
-                    MetaInit(buffers_too=True).construct(module, original, replacement, args, kwargs)
+                    self._initialise(MetaInit(buffers_too=True), module, original, replacement, args, kwargs)
                 except PatchConstructionError:
                     raise error from error.__cause__
                 return {}
@@ -198,22 +204,29 @@ class Construction:
         finally:
             self._building.pop()
 
+    def _initialise(self, meta_init: MetaInit, *what: Any) -> None:
+        self.meta_init = meta_init
+        try:
+            with meta_init.in_force():
+                meta_init.construct(*what)
+        finally:
+            self.meta_init = None
+
+    def end(self) -> None:
+        """Do what is left to do."""
+        if self.at_end is not None:
+            self.at_end()
+
 
 def calling_module(depth: int) -> str:
     """The name of the module whose code calls: 1 is the caller of the function that asks, 2 is who called that."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
-_CURRENT: ContextVar[Construction | None] = ContextVar("patcher_construction", default=None)
-
-
 def current_construction() -> Construction | None:
-    """The construction that this code is a part of.
-
-    A context that was copied into another thread carries one that isn't that thread's.
-    """
-    current = _CURRENT.get()
-    return current if current is not None and current.thread == threading.get_ident() else None
+    """The construction that this code is a part of."""
+    found: Construction | None = construction_around()
+    return found
 
 
 def under_construction() -> bool:
@@ -222,38 +235,40 @@ def under_construction() -> bool:
 
 
 @contextmanager
-def constructing(construction: Construction) -> Iterator[Construction]:
-    """Let what is built inside the block be a part of `construction`."""
-    token = _CURRENT.set(construction)
-    try:
-        yield construction
-        if construction.at_end is not None:
-            construction.at_end()
-    finally:
-        _CURRENT.reset(token)
-
-
-@contextmanager
 def construction_here() -> Iterator[Construction | None]:
     """The construction that this code is a part of; in a block, one for what is built by itself, with its parts."""
     construction = current_construction()
     if construction is None and (entries := entered()):
-        with constructing(Construction(ClassRules(entries), by_hand=True)) as construction:
+        construction = Construction(ClassRules(entries), by_hand=True)
+        with entering(Block(construction=construction)):
             yield construction
+            construction.end()
         tell_blocks(construction.outcome)
     else:
         yield construction
 
 
-def outside_of_construction(call: Callable[[], T]) -> T:
-    """What a call gives where nothing is being built, under no patcher: a model of its own, not a part of this one."""
+_handle: Any = None
 
-    def alone() -> T:
-        _CURRENT.set(None)
-        with no_meta_init():
-            return call()
 
-    return unpatched(alone)
+def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    construction = current_construction()
+    if construction is None or construction.meta_init is None or parameter is None:
+        return None
+    return construction.meta_init.register(parameter)
+
+
+def watch_parameters() -> None:
+    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
+    global _handle
+    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
+
+
+def unwatch_parameters() -> None:
+    """Take the hook away."""
+    global _handle
+    _handle.remove()
+    _handle = None
 
 
 def build_replacement(
@@ -271,7 +286,7 @@ def build_replacement(
     Args:
         module: the bare object of `cls`, if there is one yet.
     """
-    if module is not None and cls in construction.recorded:
+    if module is not None and construction.keeps_arguments:
         construction.arguments[id(module)] = (module, args, kwargs)
     if not construction.decides(module, 2):
         return None

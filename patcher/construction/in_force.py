@@ -72,14 +72,16 @@ class Block:
         entries: the innermost first.
         only: nothing of what is around it is in force inside.
         thread: the one that it is private to, in contexts that others have copied as well.
+        construction: what is built inside is a part of it.
         cover: the gates that were put in place for it.
         ended: it was left; a context that was copied from within may outlive it.
     """
 
-    def __init__(self, entries: tuple[InForce, ...], *, only: bool = False, thread: int | None = None) -> None:
+    def __init__(self, entries: tuple[InForce, ...] = (), *, only: bool = False, construction: Any = None) -> None:
         self.entries = entries
         self.only = only
-        self.thread = thread
+        self.thread = None if construction is None else threading.get_ident()
+        self.construction = construction
         self.cover: Any = None
         self.ended = False
         self.outcome = Outcome()
@@ -91,7 +93,7 @@ class Block:
 
 
 #: Inside of it nothing is in force that is outside, nor is the process-wide registry.
-_STOCK = Block((), only=True)
+_STOCK = Block(only=True)
 _BLOCKS: ContextVar[tuple[Block, ...]] = ContextVar("patcher_in_force", default=())
 
 #: The patcher of `patcher.monkey_patching`: one value, replaced as a whole.
@@ -122,6 +124,14 @@ def entered() -> tuple[InForce, ...]:
         if block.only:
             break
     return tuple(entries)
+
+
+def construction_around() -> Any:
+    """The construction that this code is a part of, None if nothing is built here under a patcher."""
+    for block in blocks():
+        if block.construction is not None or block.only:
+            return block.construction
+    return None
 
 
 def in_force_for(patcher: Any) -> tuple[tuple[InForce, ...], tuple[InForce, ...]]:

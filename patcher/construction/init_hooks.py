@@ -10,12 +10,8 @@ was: it can be pickled, subclassed and compared meanwhile.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import os
-import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -23,14 +19,25 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from patcher.compat.modeling_code import custom_modeling_modules, is_modeling_module, model_classes
+from patcher.compat.modeling_code import (
+    custom_modeling_modules,
+    is_modeling_module,
+    model_classes,
+    module_subclasses,
+)
 from patcher.construction.class_rules import ClassRules
-from patcher.construction.construction import Construction, build_replacement, constructing, construction_here
+from patcher.construction.construction import (
+    Construction,
+    build_replacement,
+    construction_here,
+    unwatch_parameters,
+    watch_parameters,
+)
 from patcher.construction.in_force import Block, blocks, entering
 from patcher.construction.lock import process_lock
-from patcher.construction.meta_init import unwatch_parameters, watch_parameters
 from patcher.construction.namespaces import Namespaces
 from patcher.source.alike import IN_PLACE_OF
+from patcher.source.importing import Watcher
 
 
 class _Gate:
@@ -86,13 +93,13 @@ class _Cover:
         self.rules = rules
         self.models = models
         self.gated: set[type[nn.Module]] = set()
-        self.recorded: frozenset[type[nn.Module]] = frozenset()
+        self.all_classes = False
         self.namespaces = Namespaces(rules)
         self._custom: set[str] = set()
         with process_lock:
             _Cover.active.add(self)
             if len(_Cover.active) == 1:
-                sys.meta_path.insert(0, _watcher)
+                _watcher.begin()
                 watch_parameters()
 
     def add_all(self) -> list[type[nn.Module]]:
@@ -103,7 +110,8 @@ class _Cover:
         """
         for model_class in model_classes() if self.models else ():
             self.add(model_class)
-        named = [cls for cls in dict.fromkeys([*self.rules.classes(), *self.recorded]) if cls not in self.gated]
+        known = module_subclasses() if self.all_classes else self.rules.classes()
+        named = [cls for cls in dict.fromkeys(known) if cls not in self.gated]
         of_transformers = all(is_modeling_module(cls.__module__) for cls in named)
         self._custom = set() if of_transformers else custom_modeling_modules()
         for cls in named:
@@ -116,7 +124,7 @@ class _Cover:
         if not (self.models and issubclass(cls, PreTrainedModel)):
             if not (is_modeling_module(cls.__module__) or cls.__module__ in self._custom):
                 return
-            if cls not in self.recorded and not self.rules.may_concern(cls):
+            if not self.all_classes and not self.rules.may_concern(cls):
                 return
         with process_lock:
             if self not in _Cover.active:
@@ -131,8 +139,7 @@ class _Cover:
         with process_lock:
             _Cover.active.discard(self)
             if not _Cover.active:
-                if _watcher in sys.meta_path:
-                    sys.meta_path.remove(_watcher)
+                _watcher.end()
                 unwatch_parameters()
             self.namespaces.remove_all()
             while self.gated:
@@ -167,8 +174,9 @@ def in_force(block: Block, rules: ClassRules, *, models: bool = False) -> Iterat
 def building(construction: Construction) -> Iterator[None]:
     """Let what is built inside the block be a part of a construction, with exactly its patchers in force."""
     rules = construction.rules
-    with in_force(Block(rules.entries, only=True, thread=construction.thread), rules), constructing(construction):
+    with in_force(Block(rules.entries, only=True, construction=construction), rules):
         yield
+        construction.end()
 
 
 def _covers() -> list[_Cover]:
@@ -176,17 +184,14 @@ def _covers() -> list[_Cover]:
     return [block.cover for block in blocks() if block.cover is not None]
 
 
-def cover_new_classes(recorded: Iterable[type[nn.Module]] = ()) -> None:
+def cover_new_classes(*, all_classes: bool = False) -> None:
     """Put gates on classes that came into being after a block began, other than by an import.
 
     Args:
-        recorded: classes whose constructor arguments are wanted, whether a mapping names them or not.
+        all_classes: on all of modeling code, whether a mapping names them or not: constructor arguments are wanted.
     """
-    covers = _covers()
-    if covers and recorded:
-        with process_lock:
-            covers[0].recorded |= frozenset(recorded)
-    for cover in covers:
+    for number, cover in enumerate(_covers()):
+        cover.all_classes |= all_classes and number == 0
         cover.add_all()
 
 
@@ -208,53 +213,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _ImportWatcher(importlib.abc.MetaPathFinder):
-    """Sees modeling modules that are first imported while a mapping is in force, and has their classes covered."""
-
-    def __init__(self) -> None:
-        self._searching = threading.local()
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not is_modeling_module(name) or getattr(self._searching, "on", False):
-            return None
-        self._searching.on = True
-        try:
-            for finder in sys.meta_path:
-                if finder is not self and hasattr(finder, "find_spec"):
-                    spec = finder.find_spec(name, path, target)
-                    if spec is not None:
-                        if isinstance(spec.loader, importlib.abc.Loader):
-                            spec.loader = _CoveringLoader(spec.loader)
-                        return spec
-        finally:
-            self._searching.on = False
-        return None
+def _cover_module(module: ModuleType) -> None:
+    """Put gates on the classes of a modeling module that is first imported while a mapping is in force."""
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)]
+    with process_lock:
+        for cover in _Cover.active:
+            for cls in classes:
+                cover.add(cls)
+            cover.namespaces.add(module)
 
 
-class _CoveringLoader(importlib.abc.Loader):
-    """Lets the real loader work, takes itself out of the module, and covers its classes."""
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        classes = [
-            value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)
-        ]
-        with process_lock:
-            for cover in _Cover.active:
-                for cls in classes:
-                    cover.add(cls)
-                cover.namespaces.add(module)
-
-
-_watcher = _ImportWatcher()
+_watcher = Watcher("modeling code", is_modeling_module, _cover_module)

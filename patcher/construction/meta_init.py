@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from inspect import isgenerator
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
@@ -27,8 +25,6 @@ from patcher.compat.modeling_code import Rebound, is_modeling_module
 from patcher.compat.models import DisableTorchFunction, inherit_loading_attributes, named_parameters
 from patcher.construction.plain_tensors import attributes, tensors_in
 from patcher.errors import PatchConstructionError, PatcherError
-
-_CURRENT: ContextVar[MetaInit | None] = ContextVar("patcher_meta_init", default=None)
 
 
 class MetaInit:
@@ -56,11 +52,6 @@ class MetaInit:
         self._twins: Any = WeakIdKeyDictionary()
         self._numbers: Any = WeakIdKeyDictionary()
 
-    @staticmethod
-    def current() -> MetaInit | None:
-        """The one under way in this context."""
-        return _CURRENT.get()
-
     def construct(
         self, module: nn.Module, original: type[nn.Module], replacement: type[nn.Module], args: Any, kwargs: Any
     ) -> None:
@@ -70,9 +61,8 @@ class MetaInit:
             PatchConstructionError: `replacement` raised, or its objects have another layout in memory.
         """
         try:
-            with self._in_force():
-                _initialise(module, original, replacement, args, kwargs)
-                _check_is_module(module, replacement)
+            _initialise(module, original, replacement, args, kwargs)
+            _check_is_module(module, replacement)
         except PatcherError:
             raise
         except Exception as error:
@@ -87,21 +77,15 @@ class MetaInit:
             ) from error
 
     @contextmanager
-    def _in_force(self) -> Iterator[None]:
-        if _CURRENT.get() is not None:  # inside of another replacement, which has seen to it
-            yield
-            return
+    def in_force(self) -> Iterator[None]:
+        """See to it that what has no value is on meta inside the block, and nothing else."""
         # On the stock path everything is built under `torch.device("meta")`: there buffers must be made real.
         self.to_meta = self.to_meta or torch.empty(0).device.type == "meta"
-        token = _CURRENT.set(self)
-        try:
-            if self.to_meta and not self.buffers_too:
-                with torch.device("cpu"), _Mixing(self.wanting):
-                    yield
-            else:
+        if self.to_meta and not self.buffers_too:
+            with torch.device("cpu"), _Mixing(self.wanting):
                 yield
-        finally:
-            _CURRENT.reset(token)
+        else:
+            yield
 
     def register(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What is registered in the place of a parameter, None for the parameter itself."""
@@ -112,11 +96,11 @@ class MetaInit:
             return known
         number = self._count
         self._count += 1
-        if parameter.device.type == "meta" or number not in self._moved:
-            self._numbers[parameter] = number
-            return None
         # The device that is put in force is a mode that every look at a tensor would pass through.
         with DisableTorchFunction() if type(parameter) is nn.Parameter else nullcontext():
+            if parameter.is_meta or number not in self._moved:
+                self._numbers[parameter] = number
+                return None
             twin = like(parameter, parameter.data.to("meta"))
         self._numbers[twin] = number
         self._twins[parameter] = twin
@@ -164,7 +148,34 @@ def check_values(module: nn.Module, meta_init: MetaInit) -> None:
                 raise without_value(cls, f"the attribute {name!r}")
 
 
-class _Mixing(TorchFunctionMode):
+class NoValues(TorchFunctionMode):
+    """Leaves out the initialisation of tensors on the meta device, which have no values.
+
+    >>> with torch.device("meta"), NoValues():
+    ...     layer = nn.Linear(2, 3)
+
+    For each layer it takes torch a tenth of a millisecond to do nothing.
+    """
+
+    _LEFT_OUT = frozenset(
+        {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._LEFT_OUT:
+            tensor = args[0] if args else kwargs["tensor"]
+            with DisableTorchFunction():
+                is_without = tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_)  # it raises
+            if is_without:
+                return tensor
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Mixing(NoValues):
     """Sees what torch raises for want of a value, and refuses what it computes without one.
 
     A product of a real matrix with one on meta is uninitialised memory; what is added to a real tensor is left out.
@@ -174,8 +185,7 @@ class _Mixing(TorchFunctionMode):
         super().__init__()
         self._wanting = wanting
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         with DisableTorchFunction():
             lacks = any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values())))
         if not lacks:
@@ -198,38 +208,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
-
-
-@contextmanager
-def no_meta_init() -> Iterator[None]:
-    """Leave parameters where they are, in a model that a replacement doesn't build itself."""
-    token = _CURRENT.set(None)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-class NoValues(TorchFunctionMode):
-    """Leaves out the initialisation of tensors on the meta device, which have no values.
-
-    >>> with torch.device("meta"), NoValues():
-    ...     layer = nn.Linear(2, 3)
-
-    For each layer it takes torch a tenth of a millisecond to do nothing.
-    """
-
-    _LEFT_OUT = frozenset(
-        {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_, torch.Tensor.normal_, torch.Tensor.uniform_}
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in self._LEFT_OUT:
-            tensor = args[0] if args else kwargs["tensor"]
-            if tensor.is_meta and (tensor.dim() > 1 or func is not nn.init.kaiming_uniform_):  # which raises
-                return tensor
-        return func(*args, **kwargs)
 
 
 def like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
@@ -312,24 +290,3 @@ def _where(traceback: TracebackType | None) -> str:
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
     inside = f" of {owner.rpartition('.')[2]}" if owner and not owner.endswith("<locals>") else ""
     return f", in {name}{inside} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-_handle: Any = None
-
-
-def _on_registration(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    meta_init = _CURRENT.get()
-    return None if meta_init is None or parameter is None else meta_init.register(parameter)
-
-
-def watch_parameters() -> None:
-    """Put torch's registration hook in place; for threads that build no replacement it does nothing."""
-    global _handle
-    _handle = register_module_parameter_registration_hook(_on_registration)  # type: ignore[arg-type]
-
-
-def unwatch_parameters() -> None:
-    """Take the hook away."""
-    global _handle
-    _handle.remove()
-    _handle = None

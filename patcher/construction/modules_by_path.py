@@ -23,22 +23,16 @@ from patcher.errors import PatchConflictError, PatchConstructionError
 _PLACEMENT = frozenset({"device", "dtype"})
 
 
-def replace_modules(construction: Construction, model: PreTrainedModel) -> frozenset[type[nn.Module]]:
+def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Build the replacements of the modules that a module mapping names, from the outside in.
-
-    Returns:
-        The classes of modeling code whose objects were left alone, since their constructor arguments are not known: a
-        skeleton is built again with these recorded.
 
     Raises:
         PatchConflictError: two patterns ask for different classes in place of one module.
         PatchConstructionError: a replacement can't be built, or the arguments of what it replaces can't be known.
     """
     if not construction.rules.has_paths:
-        return frozenset()
+        return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
-    unrecorded: set[type[nn.Module]] = set()
-    left_alone: set[int] = set()
     for depth in itertools.count():
         modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
         at_depth = [path for path in modules if path.count(".") == depth]
@@ -50,26 +44,19 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> froze
         for path in at_depth:
             module = modules[path]
             paths = paths_of[id(module)]
-            if path in used or id(module) in left_alone:
-                continue
-            match = _match(construction, module, path, paths, used)
+            match = None if path in used else _match(construction, module, path, paths, used)
             if match is None:
                 continue
             new = module
             if type(module) is not match.replacement:  # as it is of a part that was loaded by itself
-                arguments = _arguments(construction, path, module, match)
-                if arguments is None:
-                    unrecorded.add(stock_class(module))
-                    left_alone.add(id(module))
-                    continue
-                new = construction.build_in_place_of(module, stock_class(module), match, *arguments)
+                args, kwargs = arguments_of(construction, path, module, match)
+                new = construction.build_in_place_of(module, stock_class(module), match, args, kwargs)
             for each in paths:
                 parent, _, name = each.rpartition(".")
                 model.get_submodule(parent)._modules[name] = new
                 matched = construction.rules.matched_paths(each, _used_around(each, used))
                 used[each] = _used_around(each, used) | {(entry, str(key)) for entry, _, key in matched}
                 construction.outcome |= Outcome(frozenset(matched))
-    return frozenset(unrecorded)
 
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
@@ -117,10 +104,10 @@ def _shared(key: str, path: str, other: str) -> str:
     )
 
 
-def _arguments(
+def arguments_of(
     construction: Construction, path: str, module: nn.Module, match: Match
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of the constructor of what is replaced, None if they could be recorded and weren't.
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the constructor of what is replaced by its path, or is fused.
 
     Raises:
         PatchConstructionError: nobody can know them.
@@ -130,24 +117,22 @@ def _arguments(
         return args, kwargs
     cls = stock_class(module)
     if cls.__module__.startswith("torch."):
-        return _attributes(path, module, match.replacement)
-    if construction.is_skeleton and cls not in construction.recorded:
-        return None
+        return _attributes(path, module, match)
     by = "a copy of another module" if is_modeling_module(cls.__module__) else f"built by code in {cls.__module__}"
     raise PatchConstructionError(
-        f"module_mapping names {path}, and with which arguments the {cls.__qualname__} there was made can't be known: "
-        f"it is {by}. {_around(path)}"
+        f"{_named(path, match)}, and with which arguments the {cls.__qualname__} there was made can't be known: "
+        f"it is {by}. {_instead(path, match)}"
     )
 
 
-def _attributes(path: str, module: nn.Module, replacement: type[nn.Module]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _attributes(path: str, module: nn.Module, match: Match) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the constructor of one of torch's own modules, from its attributes of the same names.
 
     What has its default is given where the replacement takes it, all else in any case.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    taken = inspect.signature(replacement).parameters
+    taken = inspect.signature(match.replacement).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     for name, parameter in inspect.signature(type(module)).parameters.items():
         if name in _PLACEMENT or name.startswith("_"):
@@ -156,8 +141,8 @@ def _attributes(path: str, module: nn.Module, replacement: type[nn.Module]) -> t
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_variadic or value is parameter or isinstance(value, nn.Module) or inspect.ismethod(value):
             raise PatchConstructionError(
-                f"module_mapping names {path}, a {type(module).__qualname__} of torch, whose constructor takes "
-                f"{parameter}, and that isn't among its attributes. {_around(path)}"
+                f"{_named(path, match)}, a {type(module).__qualname__} of torch, whose constructor takes "
+                f"{parameter}, and that isn't among its attributes. {_instead(path, match)}"
             )
         if name == "bias" and not isinstance(value, bool):  # the parameter, which the argument asks for
             value = value is not None
@@ -171,8 +156,13 @@ def _attributes(path: str, module: nn.Module, replacement: type[nn.Module]) -> t
     return tuple(args), kwargs
 
 
-def _around(path: str) -> str:
-    parent = path.rpartition(".")[0]
-    if not parent:
+def _named(path: str, match: Match) -> str:
+    return f"{match.key!r} takes {path}" if match.field == "fusions" else f"module_mapping names {path}"
+
+
+def _instead(path: str, match: Match) -> str:
+    if match.field == "fusions":
+        return "Leave it out of the fusion: its modules=... say which it takes."
+    if not (parent := path.rpartition(".")[0]):
         return "Give the class of the model another in a class_mapping, one that builds it."
     return f"Replace what is around it, {parent!r}, by a class that builds it."

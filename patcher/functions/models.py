@@ -117,7 +117,7 @@ class _Search:
     def __init__(self, model: nn.Module, rebinder: Rebinder) -> None:
         self.model, self.rebinder, self.graph = model, rebinder, rebinder.graph
         self.modules = [module for _, module in named_modules(model)]
-        self.roots = {cls: rebinder.add(cls) for cls in dict.fromkeys(map(type, self.modules))}
+        self.roots = {cls: rebinder.add(cls) for cls in dict.fromkeys(map(_class_of, self.modules))}
         #: id of an original -> what replaces it, and the classes that call it
         self.found: dict[int, tuple[Hit, dict[str, None]]] = {}
         #: the originals that are called; of the others, what the configs have chosen instead
@@ -186,7 +186,7 @@ class _Search:
             if use.hit is not None and not isinstance(use.hit.replacement, FunctionType):
                 raise self._refused(use, cls, cls, f"as its method {use.name!r}")
         self._follow(cls, roots)
-        unused = functools.partial(self._unused, [module for module in self.modules if type(module) is cls])
+        unused = functools.partial(self._unused, [module for module in self.modules if _class_of(module) is cls])
         for node in self.graph.reached(roots, unused=unused):
             self.called |= {id(hit.original) for hit in node.hits} - unused(node).keys()
         running = [use for use in roots if use.name != "__init__"]
@@ -199,7 +199,7 @@ class _Search:
         return any(id(hit.original) not in node.kept for node in first for hit in node.hits)
 
     def _search_attributes(self, module: nn.Module) -> None:
-        cls = type(module)
+        cls = _class_of(module)
         for name, value in attributes(module):
             is_own = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
             uses = self.graph.uses(value.__func__ if is_own else value, f"its attribute {name!r}")
@@ -264,6 +264,11 @@ class _Search:
             f"({where.__module__}{line}) gets at it {how}, not by a plain call of a global name, and that "
             f"would go on calling the original. Replace {cls.__name__} as a whole instead, with class_mapping."
         )
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, also of one whose functions were replaced when it was loaded by itself."""
+    return unrebound(type(module))
 
 
 def _name(function: Any) -> str:

@@ -11,7 +11,7 @@ from patcher.compat.conversions import dot_natural_key
 from patcher.compat.models import named_modules, stock_class
 from patcher.display.parts import Notes, Part, Table
 from patcher.display.tree import ModuleNode, Weights, module_tree
-from patcher.loading.record import PatchRecord
+from patcher.loading.record import PatchedModule, PatchRecord
 from patcher.patterns import in_state_dict, inside
 from patcher.spec.forward_of import shown_name
 
@@ -31,9 +31,9 @@ def tree_of(model: nn.Module, fields: Mapping[str, Any], weights: Iterable[Weigh
 
 def converted_by_layouts(record: PatchRecord) -> Iterator[Weights]:
     """What fusions make of the parameters of each module."""
-    for path, layouts in record.layouts.items():
-        for each in layouts:
-            stock, fused = (tuple(inside(path) + name for name in names) for names in (each.stock, each.fused))
+    for module in record.modules:
+        for each in module.layouts:
+            stock, fused = (tuple(inside(module.path) + name for name in names) for names in (each.stock, each.fused))
             yield Weights("converted", stock, fused, str(each))
 
 
@@ -86,7 +86,7 @@ def counted(told: Any) -> str:
     return " and ".join(parts)
 
 
-def rows_of_classes(modules: Mapping[str, tuple[type, type]]) -> tuple[tuple[str, str, str], ...]:
+def rows_of_classes(modules: Iterable[PatchedModule]) -> tuple[tuple[str, str, str], ...]:
     """(path, original, replacement), in the order of the layers."""
-    ordered = sorted(modules, key=dot_natural_key)
-    return tuple((path, modules[path][0].__qualname__, shown_name(modules[path][1])) for path in ordered)
+    ordered = sorted(modules, key=lambda each: dot_natural_key(each.path))
+    return tuple((each.path, each.original.__qualname__, shown_name(each.replacement)) for each in ordered)

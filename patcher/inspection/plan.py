@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from patcher.checkpoints.headers import Headers, headers_of, headers_of_mapping
@@ -32,7 +31,7 @@ from patcher.loading.findings import Diagnostics, ordered
 from patcher.loading.hooks.loads import dry_run
 from patcher.loading.layout_on_disk import fusions_of_layout
 from patcher.loading.load import Constructed, DryRun, Loaded, Request, Selected
-from patcher.loading.record import PatchRecord
+from patcher.loading.record import PatchedModule, PatchRecord
 from patcher.loading.routes import Route, Routing
 from patcher.patterns import compress, without_numbers
 from patcher.resolution.resolution import skeleton
@@ -258,7 +257,7 @@ def _modules(constructed: Constructed | None, model: PreTrainedModel, rules: Cla
     """The fields of a plan that say what becomes of the modules."""
     if constructed is not None:
         record = constructed.record
-        replaced = record.classes_of_replaced()
+        replaced = record.replaced
     else:  # it was never built: what would have been replaced is told from the stock model
         record = PatchRecord(type(model), ())
         replaced = _named(model, rules)
@@ -283,7 +282,7 @@ def _conversions_and_weights(load: Request | None, unknown: frozenset[str]) -> d
         for text in dict.fromkeys([*(describe(each.transform) for each in route.by), _conversion(route)[0]]):
             keys_of.setdefault(text, []).extend(route.keys)
     added = dict.fromkeys(describe(each.transform) for each in load.conversions.added)
-    layouts = dict.fromkeys(str(layout) for found in load.record.layouts.values() for layout in found)
+    layouts = dict.fromkeys(str(layout) for module in load.record.modules for layout in module.layouts)
     fields: dict[str, Any] = {
         "conversions_dropped": tuple((describe(transform), text) for transform, text in load.conversions.dropped),
         "conversions_added": tuple((text, tuple(compress(keys_of.get(text, ())))) for text in [*added, *layouts]),
@@ -313,7 +312,7 @@ def _unseen(load: Request | None, tensors: Mapping[str, Any], model: PreTrainedM
         return ()
     return unseen(
         load.routing.routes,
-        replaced=load.record.classes_of_replaced(),
+        replaced=[each.path for each in load.record.replaced],
         tensors=tensors,
         parameters=state_tensors(model),
     )
@@ -369,16 +368,16 @@ def _judgement(
     return {"problems": tuple(problems), "warnings": diagnostics.warnings}
 
 
-def _named(model: PreTrainedModel, rules: ClassRules) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
-    """path -> class and replacement, of the modules that mappings name."""
-    found = {}
+def _named(model: PreTrainedModel, rules: ClassRules) -> list[PatchedModule]:
+    """What mappings would put in place of the modules that they name."""
+    found = []
     for path, module in named_modules(model):
         try:
             match = (rules.match_path(path, type(module)) if path else None) or rules.match(type(module))
         except PatchConflictError:
             continue
         if match is not None and match.replacement is not type(module):
-            found[path] = (type(module), match.replacement)
+            found.append(PatchedModule(path, type(module), match.replacement))
     return found
 
 

@@ -133,11 +133,11 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
             made[text] += len(route.parameters)
     kept = used_conversions(model) if record.read and isinstance(model, PreTrainedModel) else ()
     fired = [*made.items(), *((describe(each), 0) for each in kept)]
-    layouts = Counter(str(layout) for path in record.layouts for layout in record.layouts[path])
+    layouts = Counter(str(layout) for module in record.modules for layout in module.layouts)
     fired += layouts.items() if record.read else ()
     fields: dict[str, Any] = {
         "model": type(model).__name__,
-        "replaced": rows_of_classes(record.classes_of_replaced()),
+        "replaced": rows_of_classes(record.replaced),
         "fused": rows_of_classes(record.fused),
         "refused": tuple(record.refused.items()),
         "functions": record.functions,

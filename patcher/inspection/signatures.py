@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from torch import nn
 
 from patcher.compat.models import named_modules
+from patcher.loading.record import PatchedModule
 from patcher.source.call_sites import CallSites, calls_of_child, shortened, signature_of, why_unfit
 from patcher.spec.forward_of import shown_name
 
@@ -21,7 +22,7 @@ Held = tuple[bool, Classes]
 
 
 def misfits(
-    model: nn.Module, replaced: Mapping[str, Classes], *, built: bool = True
+    model: nn.Module, replaced: Iterable[PatchedModule], *, built: bool = True
 ) -> tuple[tuple[str, str, str, str], ...]:
     """The calls in modeling code that fit what was replaced, and don't fit what replaces it.
 
@@ -29,7 +30,6 @@ def misfits(
 
     Args:
         model: the model, or its skeleton, with or without the replacements.
-        replaced: path -> original class and replacement.
         built: whether the replacements were built, which shows that their `__init__` fits.
 
     Returns:
@@ -67,17 +67,18 @@ def _calls(
                     yield call, pair, "forward", caller
 
 
-def _parents(model: nn.Module, replaced: Mapping[str, Classes]) -> dict[type[nn.Module], dict[str, set[Held]]]:
+def _parents(model: nn.Module, replaced: Iterable[PatchedModule]) -> dict[type[nn.Module], dict[str, set[Held]]]:
     """class of a parent -> attribute -> what it holds."""
     modules = dict(named_modules(model))
     found: dict[type[nn.Module], dict[str, set[Held]]] = {}
-    for path, classes in replaced.items():
-        parent, _, name = path.rpartition(".")
+    for each in replaced:
+        parent, _, name = each.path.rpartition(".")
         listed = name.isdigit()
         if listed:
             parent, _, name = parent.rpartition(".")
-        if path and parent in modules:
-            found.setdefault(type(modules[parent]), {}).setdefault(name, set()).add((listed, classes))
+        if each.path and parent in modules:
+            held = found.setdefault(type(modules[parent]), {}).setdefault(name, set())
+            held.add((listed, (each.original, each.replacement)))
     return found
 
 

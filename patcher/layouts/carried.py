@@ -17,7 +17,7 @@ from torch import nn
 from patcher.compat.models import named_modules
 from patcher.errors import PatchedWeightsError
 from patcher.layouts.conversion import Converted
-from patcher.layouts.layouts import Layout, lies_in_blocks
+from patcher.layouts.layouts import Layout
 from patcher.layouts.sharded import one_piece
 from patcher.layouts.transforms import by_itself
 from patcher.patterns import in_state_dict, inside
@@ -203,6 +203,16 @@ class Carrier(NamedTuple):
         """What its names in a state dict begin with."""
         return inside(in_state_dict(self.path))
 
+    @property
+    def fused(self) -> list[Layout]:
+        """The layouts of its fusion, by the names that the state dict of the model has."""
+        return [layout.named(self.prefix.__add__) for layout in self.carried.layouts]
+
+    @property
+    def all(self) -> list[Layout]:
+        """All of its layouts, by these names."""
+        return [layout.named(self.prefix.__add__) for layout in self.carried.all]
+
 
 def carried_by(module: nn.Module) -> ModuleLayouts | None:
     """What a module carries, None if its parameters are those of transformers."""
@@ -227,11 +237,6 @@ def fused_weights(module: nn.Module) -> ModuleLayouts | None:
 def fused_modules(model: nn.Module) -> list[Carrier]:
     """The fused modules of a model."""
     return [each for each in carriers(model) if each.carried.layouts]
-
-
-def is_shared(carried: ModuleLayouts) -> bool:
-    """Whether what this process has of a fused module is not what others have: other rows."""
-    return any(map(lies_in_blocks, carried.layouts))
 
 
 def separated(

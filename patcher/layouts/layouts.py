@@ -11,7 +11,7 @@ torch.Size([7, 2])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
@@ -91,9 +91,9 @@ class Layout:
             )
         return replace(self, stock_shapes=tuple(tuple(each.shape) for each in found.values() if each is not None))
 
-    def below(self, prefix: str) -> Self:
-        """The layout with names that have a prefix taken away."""
-        stock, fused = (tuple(name.removeprefix(prefix) for name in names) for names in (self.stock, self.fused))
+    def named(self, name: Callable[[str], str]) -> Self:
+        """The layout with other names."""
+        stock, fused = (tuple(map(name, names)) for names in (self.stock, self.fused))
         return replace(self, stock=stock, fused=fused)
 
     def fused_shapes(self) -> list[torch.Size]:

@@ -84,7 +84,7 @@ def apply(patcher: Patcher, model: PreTrainedModel) -> PreTrainedModel:
 def _as_stock(model: PreTrainedModel) -> PreTrainedModel:
     """The model with the classes, layers and functions of transformers, in place."""
     given = record_of(model)
-    replaced = [(each.original, each.replacement) for each in given.replaced] if given is not None else []
+    replaced = [(each.original, each.replacement) for each in given.modules] if given is not None else []
     # First: rebound classes were fused.
     unfuse(model, lambda path, carried: True, "Patcher().apply()", [replacement for _, replacement in replaced])
     record = record_of(model)

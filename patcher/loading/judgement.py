@@ -20,7 +20,8 @@ from patcher.layouts.sources import shape_of
 from patcher.layouts.transforms import is_concatenation
 from patcher.loading.findings import folded, found_by_reading, idle_source, ordered
 from patcher.loading.load import Loaded, Selected
-from patcher.loading.routes import Routing, joined_wrong
+from patcher.loading.routes import Routing
+from patcher.loading.unfit import Unfit
 from patcher.patterns import inside, without_numbers
 
 
@@ -70,6 +71,25 @@ def judge(
     return Loaded(**values, info=info, routing=routing)
 
 
+def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> PatchedWeightsError | None:
+    """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
+
+    Args:
+        stock: what the unpatched model makes of the checkpoint: the parts may add up to the shape of the whole.
+        new: names what is declared new.
+    """
+    made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
+    lacking = stock.missing.intersection(part for parts in made_of for part in parts)
+    joining = [route for route in routing.routes if route.by and is_concatenation(route.by[-1].transform)]
+    misfits = [
+        f"{name}: found {tuple(stock.mismatched[name][0])}, expected {tuple(stock.mismatched[name][1])}"
+        for route in joining
+        for name in route.stock
+        if name in stock.mismatched
+    ]
+    return Unfit(lacking=[*lacking], misfits=misfits).error()
+
+
 class _Weights:
     """The weights under replaced modules that the checkpoint doesn't have, or has for nothing.
 
@@ -87,7 +107,7 @@ class _Weights:
         self.mismatched = {
             name: f"found {tuple(found)}, expected {tuple(shape)}" for name, found, shape in info.mismatched_keys
         }
-        self._replaced = tuple(inside(item.path) for item in selected.record.replaced if item.chosen)
+        self._replaced = tuple(inside(item.path) for item in selected.record.modules if item.chosen)
         # Conversions, and filters, have no bounds but their patterns: they may take what another module needs.
         is_converted = any(map(converts, self.patchers))
         amiss = self.missing | self.mismatched.keys()

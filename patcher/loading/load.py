@@ -36,9 +36,10 @@ from patcher.functions.models import NO_FUNCTIONS, Functions, full_name
 from patcher.layouts.selection import SelectedConversions, converts, select_conversions
 from patcher.loading.findings import Diagnostics, found_in_modules
 from patcher.loading.initial_values import frozen_parameters
-from patcher.loading.record import RECORD, PatchRecord, Replaced, keep_record, record_of
+from patcher.loading.record import RECORD, PatchedModule, PatchRecord, keep_record, record_of
 from patcher.loading.routes import Routing
 from patcher.loading.stock_view import carry_routes
+from patcher.resolution.fused_modules import fuse_standing_modules
 from patcher.resolution.resolution import NO_CHANGE, Resolution
 from patcher.spec.fingerprints import check_pins
 
@@ -51,11 +52,13 @@ class DryRun:
         unknown: the keys of the checkpoint whose shapes nobody knows.
         has_checkpoint: whether there is one; without it conversions and weights are not judged.
         runtime_layout: whether it has the parameters of the model as they are.
+        reached: the results of the load, the last of which says where it has come to.
     """
 
     unknown: frozenset[str] = frozenset()
     has_checkpoint: bool = True
     runtime_layout: bool = False
+    reached: list[Request] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,7 +66,7 @@ class Request:
     """What a call of `from_pretrained` asks for.
 
     Attributes:
-        in_force: all patchers that the load meets, the innermost first.
+        in_force: all patchers that the load meets, the innermost first; none where nothing is patched.
         own: those of them that this very load brings.
         path: what is loaded.
         options: the keyword arguments of `from_pretrained`.
@@ -86,16 +89,14 @@ class Request:
 
 def request(
     model_class: type[PreTrainedModel], patcher: Any, path: Any, options: Mapping[str, Any], dry_run: DryRun | None
-) -> Request | None:
-    """What a load is to do, None where nothing is in force.
+) -> Request:
+    """What a load is to do.
 
     Raises:
         InvalidPatcherError: `patcher` is no Patcher, or comes with what its conversions are not known to survive.
         PresetDriftError: the code that a patcher is pinned to has changed.
     """
     in_force, own = in_force_for(patcher)
-    if not in_force:
-        return None
     for entry in own:
         check_pins(entry.patcher, model_class)
     check_supported(in_force, path, options)
@@ -233,8 +234,17 @@ def seen(
     resolution: Resolution = construction.resolution or NO_CHANGE
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
-    replaced = [
-        Replaced(path, original, unrebound(type(module)), chosen.get(id(module), True))
+    plan = resolution.fusion_plan
+    fusions = {path: fusion for fusion, paths in plan.by_fusion.items() for path in paths}
+    patched = [
+        PatchedModule(
+            path,
+            original,
+            unrebound(type(module)),
+            chosen.get(id(module), True),
+            fusions.get(path),
+            plan.layouts.get(path, ()),
+        )
         for path, module in modules
         if (original := original_class(module)) is not None
     ]
@@ -243,16 +253,13 @@ def seen(
     tell_blocks(outcome)
     # Backwards, so that of a module with several paths the first one comes last.
     models = [(path, module) for path, module in reversed(modules) if isinstance(module, PreTrainedModel)]
-    follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in replaced))
+    follow_no_split_names((each for _, each in models), ((item.original, item.replacement) for item in patched))
     record = PatchRecord(
         model_class=stock_class(model),  # type: ignore[arg-type]
         in_force=construction.rules.entries,
-        replaced=tuple(replaced),
-        fused={item.path: (item.original, item.replacement) for item in replaced if item.path in resolution.fused},
-        fusions={fusion: paths for fusion, paths in resolution.fusion_plan.by_fusion.items() if paths},
-        layouts=dict(resolution.fusion_plan.layouts),
+        modules=tuple(patched),
         refused=dict(resolution.refused),
-        fusion_transforms=resolution.fusion_plan.transforms,
+        fusion_transforms=plan.transforms,
         functions=tuple((each.name, full_name(each.replacement), each.callers) for each in functions.replaced),
         rules=(
             *((rule, tuple(names)) for rule, names in construction.rules_matched.items()),
@@ -269,9 +276,11 @@ class Selected(Constructed):
     """The conversions of the load are known.
 
     Attributes:
-        key_mapping: what the call renames before anything else.
+        stock: the conversions of transformers, without what the call renames.
+        key_mapping: that, before anything else.
     """
 
+    stock: tuple[WeightTransform, ...]
     conversions: SelectedConversions
     key_mapping: Mapping[str, str] | None = None
 
@@ -282,11 +291,12 @@ def select(
     """The conversions of the load, and those that transformers runs: before the quantizer adapts them."""
     first = len(key_mapping or ())  # what the user's key_mapping says runs first and is never filtered
     record = constructed.record
-    conversions = select_conversions(stock[first:], record.patchers, record.fusion_transforms, record.replacements())
+    own = tuple(stock[first:])
+    conversions = select_conversions(own, record.patchers, record.fusion_transforms, record.replacements())
     if constructed.runtime_layout:  # what transformers converts has been converted; a part may be read out of a whole
         kept_names = tuple(item for item in conversions.kept if not isinstance(item, WeightConverter))
         conversions = replace(conversions, kept=kept_names)
-    selected = Selected(**vars(constructed), conversions=conversions, key_mapping=key_mapping)
+    selected = Selected(**vars(constructed), stock=own, conversions=conversions, key_mapping=key_mapping)
     return selected, [*stock[:first], *conversions.kept]
 
 
@@ -346,6 +356,7 @@ def finish(load: Constructed) -> None:
 
 
 def finish_by_hand(construction: Construction, model: PreTrainedModel) -> None:
-    """Put down on a model what was done that was made without a checkpoint: `Model(config)`, or `from_config`."""
+    """Fuse a model that was made without a checkpoint, `Model(config)` or `from_config`, and put that down."""
+    fuse_standing_modules(construction, model)
     construction.outcome, record, _, models = seen(construction, model)
     keep_record(models, record)

@@ -7,7 +7,6 @@ once more, from the random state of before, on a model of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +28,12 @@ class MissingExperts:
     """The parameters that are drawn again, and the random state from which they are.
 
     Attributes:
-        fused: what is missing whole -> the prefix of its module, and its layout.
+        fused: the layouts of what is missing whole.
         others: what else is missing, under the names that it has in transformers too.
     """
 
     random_state: torch.Tensor
-    fused: Mapping[str, tuple[str, Layout]]
+    fused: tuple[Layout, ...]
     others: tuple[str, ...]
 
     @staticmethod
@@ -44,28 +43,24 @@ class MissingExperts:
         Args:
             missing: what transformers draws, without what replacements have.
         """
-        fused = {
-            f"{inside(path)}{name}": (inside(path), layout)
-            for path, _, carried in fused_modules(model)
-            for layout in carried.layouts
-            if missing.issuperset(f"{inside(path)}{each}" for each in layout.fused)
-            for name in layout.fused
-        }
-        if not any(isinstance(layout, Matrices) for _, layout in fused.values()):
+        layouts = (layout for each in fused_modules(model) for layout in each.fused)
+        fused = tuple(layout for layout in layouts if missing.issuperset(layout.fused))
+        if not any(isinstance(layout, Matrices) for layout in fused):
             return None
-        return MissingExperts(torch.get_rng_state(), fused, tuple(missing - fused.keys()))
+        others = missing - {name for layout in fused for name in layout.fused}
+        return MissingExperts(torch.get_rng_state(), fused, tuple(others))
 
     def values(self, model_class: Any, config: Any, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         """The values, by the names that they have in the patched model; the random state is that of transformers."""
         torch.set_rng_state(self.random_state)
         with construction_lock.held_for(model_class.__name__):
             stock = skeleton(model_class, config)
-            names = {f"{prefix}{name}" for prefix, layout in self.fused.values() for name in layout.stock}
+            names = {name for layout in self.fused for name in layout.stock}
             drawn = _initial_values(stock, {*names, *self.others}, dtype)
         result = {name: drawn[name] for name in self.others if name in drawn}
-        for prefix, layout in dict.fromkeys(self.fused.values()):
-            made = layout.fuse([drawn[f"{prefix}{name}"] for name in layout.stock])
-            result |= {f"{prefix}{name}": value for name, value in zip(layout.fused, made, strict=True)}
+        for layout in self.fused:
+            made = layout.fuse([drawn[name] for name in layout.stock])
+            result |= zip(layout.fused, made, strict=True)
         return result
 
 

@@ -23,13 +23,14 @@ from patcher.compat.conversions import (
 )
 from patcher.compat.models import mark_initialized, named_parameters, settle_keys, state_tensors
 from patcher.errors import PatchedWeightsError
-from patcher.layouts.carried import fused_modules, is_quantized, is_shared
+from patcher.layouts.carried import fused_modules, is_quantized
+from patcher.layouts.layouts import lies_in_blocks
 from patcher.layouts.sources import dtype_of, named_sources
 from patcher.loading.expert_names import quantized_experts
 from patcher.loading.judgement import judge
 from patcher.loading.load import Loaded, Selected
 from patcher.loading.routes import Conversions, Routing, route, share
-from patcher.patterns import compress, inside
+from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 
 
@@ -150,9 +151,9 @@ def _as_it_is(model: PreTrainedModel, checkpoint: Mapping[str, Any], mapping: li
     weights = {name: checkpoint[key] for name, key in names.items()}
     routing = route(model, weights, Conversions())
     routing.rest, routing.sources, routing.is_runtime_layout = weights, {}, True
-    fused = fused_modules(model)
-    if any(is_shared(carried) for *_, carried in fused):
-        share(routing.rest, {with_model_prefix(name, model, own): name for name in names}, fused)
+    layouts = [layout for each in fused_modules(model) for layout in each.fused]
+    if any(map(lies_in_blocks, layouts)):
+        share(routing.rest, {with_model_prefix(name, model, own): name for name in names}, layouts)
     return routing
 
 
@@ -191,7 +192,7 @@ def check_quantized(model: PreTrainedModel, checkpoint: Mapping[str, Any], routi
         keeps: whether what is quantized in the checkpoint is so in the model as well.
     """
     fused, own = fused_modules(model), state_tensors(model)
-    wanted = {f"{inside(path)}{name}" for path, _, carried in fused for name in carried.stock} if keeps else set()
+    wanted = {name for each in fused for layout in each.fused for name in layout.stock} if keeps else set()
     experts = quantized_experts(model, checkpoint, fused, own)
 
     def is_taken(key: str) -> bool:

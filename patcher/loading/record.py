@@ -25,14 +25,25 @@ RECORD = "_patcher_record"
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """One replaced module."""
+class PatchedModule:
+    """One module that is another than in transformers.
+
+    Attributes:
+        chosen: whether a `Patcher` says so rather than the process-wide registry, which nobody has written for this
+            very model.
+        fusion: the fusion that has made it, None for what a mapping has replaced.
+        layouts: which parameters of a fused module have become which.
+    """
 
     path: str
     original: type[nn.Module]
     replacement: type[nn.Module]
-    #: from a `Patcher` rather than from the process-wide registry, which nobody has written for this very model
     chosen: bool = True
+    fusion: str | Fusion | None = None
+    layouts: tuple[Layout, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return _unpickled_module, tuple((vars(self) | {"replacement": MadeClass.of(self.replacement)}).values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +53,7 @@ class PatchRecord:
     model_class: type[PreTrainedModel]
     #: the patchers in force, the innermost first
     in_force: tuple[InForce, ...]
-    replaced: tuple[Replaced, ...] = ()
-    #: path -> original class and fused class
-    fused: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
-    #: fusion -> the paths that it has fused
-    fusions: Mapping[str | Fusion, tuple[str, ...]] = field(default_factory=dict)
-    #: path -> which parameters of a fused module have become which
-    layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
+    modules: tuple[PatchedModule, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     #: path -> the fusion of a module that has been un-fused since
     unfused: Mapping[str, str | Fusion] = field(default_factory=dict)
@@ -73,18 +78,33 @@ class PatchRecord:
     def patchers(self) -> tuple[Patcher, ...]:
         return tuple(entry.patcher for entry in self.in_force)
 
-    def classes_of_replaced(self) -> dict[str, tuple[type[nn.Module], type[nn.Module]]]:
-        """path -> original class and replacement, of what a class mapping has replaced."""
-        return {item.path: (item.original, item.replacement) for item in self.replaced if item.path not in self.fused}
+    @property
+    def replaced(self) -> list[PatchedModule]:
+        """What mappings have put in place of others."""
+        return [each for each in self.modules if each.fusion is None]
+
+    @property
+    def fused(self) -> list[PatchedModule]:
+        """What fusions have made."""
+        return [each for each in self.modules if each.fusion is not None]
+
+    @property
+    def fusions(self) -> list[str | Fusion]:
+        """The fusions that have made something, in the order of the patchers."""
+        named, made = (
+            (fusion for each in self.patchers for fusion in each.fusions),
+            {each.fusion for each in self.modules},
+        )
+        return [fusion for fusion in dict.fromkeys(named) if fusion in made]
 
     def replacements(self) -> list[tuple[str, type[nn.Module]]]:
-        """(path, class) of what a mapping has put in place of others."""
-        return [(item.path, item.replacement) for item in self.replaced if item.path not in self.fused]
+        """(path, class) of what mappings have put in place of others."""
+        return [(each.path, each.replacement) for each in self.replaced]
 
     @property
     def paths_of_replacements(self) -> tuple[str, ...]:
         """Where mappings, chosen for this model, have put others."""
-        return tuple(item.path for item in self.replaced if item.chosen and item.path not in self.fused)
+        return tuple(each.path for each in self.replaced if each.chosen)
 
     @property
     def added(self) -> list[WeightTransform]:
@@ -95,25 +115,16 @@ class PatchRecord:
         return self
 
     def __reduce__(self) -> Any:
-        values = vars(self) | {
-            "fused": {path: (original, MadeClass.of(cls)) for path, (original, cls) in self.fused.items()},
-            "replaced": [
-                (each.path, each.original, MadeClass.of(each.replacement), each.chosen) for each in self.replaced
-            ],
-        }
-        return (_unpickled, (values,))
+        return _unpickled, (vars(self),)
+
+
+def _unpickled_module(path: str, original: Any, replacement: Any, *rest: Any) -> PatchedModule:
+    made = replacement.again() if isinstance(replacement, MadeClass) else replacement
+    return PatchedModule(path, original, made, *rest)
 
 
 def _unpickled(values: dict[str, Any]) -> PatchRecord:
     importlib.import_module("patcher").install()  # so that the model saves there as it does here
-
-    def known(cls: Any) -> Any:
-        return cls.again() if isinstance(cls, MadeClass) else cls
-
-    values["fused"] = {path: (original, known(cls)) for path, (original, cls) in values["fused"].items()}
-    values["replaced"] = tuple(
-        Replaced(path, was, known(cls), chosen) for path, was, cls, chosen in values["replaced"]
-    )
     return PatchRecord(**values)
 
 
@@ -130,10 +141,6 @@ def keep_record(models: Iterable[tuple[str, PreTrainedModel]], record: PatchReco
 
 
 def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
-    def within(paths: Iterable[str]) -> dict[str, str]:
-        return {path: path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
-
-    fusions = {fusion: tuple(within(paths).values()) for fusion, paths in record.fusions.items()}
     return PatchRecord(
         model_class=model_class,
         is_part=True,
@@ -141,12 +148,9 @@ def _part(record: PatchRecord, prefix: str, model_class: Any) -> PatchRecord:
         read=record.read,
         functions=record.functions,
         rules=record.rules,
-        replaced=tuple(
-            replace(item, path=item.path.removeprefix(prefix))
-            for item in record.replaced
-            if item.path.startswith(prefix)
+        modules=tuple(
+            replace(each, path=each.path.removeprefix(prefix))
+            for each in record.modules
+            if each.path.startswith(prefix)
         ),
-        fused={name: record.fused[path] for path, name in within(record.fused).items()},
-        layouts={name: record.layouts[path] for path, name in within(record.layouts).items()},
-        fusions={fusion: paths for fusion, paths in fusions.items() if paths},
     )

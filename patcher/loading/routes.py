@@ -27,16 +27,16 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.conversions import copy_transform, dot_natural_key, stock_revert
 from patcher.compat.models import ModelView, state_tensors, ties
 from patcher.errors import PatchedWeightsError
-from patcher.expressions import search
-from patcher.layouts.carried import Carrier, fused_modules
+from patcher.layouts.carried import fused_modules
 from patcher.layouts.conversion import Alike, Converted, Group, convert, made_by_name
 from patcher.layouts.layouts import Layout, Rows, lies_in_blocks
 from patcher.layouts.names import Named, Names
 from patcher.layouts.operations import joins_unequal, only_moves
 from patcher.layouts.selection import Added
 from patcher.layouts.sources import Computation, Computed, dtype_of, fused_sources, in_blocks, shape_of
-from patcher.layouts.transforms import describe, has_known_operations, is_concatenation, single
+from patcher.layouts.transforms import describe, has_known_operations, single
 from patcher.loading.expert_names import quantized_experts
+from patcher.loading.unfit import Unfit, failure, inside_and_outside
 from patcher.patterns import compress, inside
 
 
@@ -83,7 +83,6 @@ class Routing:
         made_of: parameter -> what conversions of patchers make it of, of those that are missing or of another shape.
         used: the conversions of transformers that have had a part.
         follow: tells where a key goes.
-        renamed: tells what the renamings of transformers make of a key.
         is_runtime_layout: whether the checkpoint has fused parameters as they are.
         problem: why it can't be read.
     """
@@ -102,7 +101,6 @@ class Routing:
     is_runtime_layout: bool = False
     problem: PatchedWeightsError | None = None
     follow: Callable[[str], Named] = Named
-    renamed: Callable[[str], str] = str
 
     @property
     def failure(self) -> PatchedWeightsError | None:
@@ -156,18 +154,16 @@ def route(
     return _Router(model, checkpoint, conversions, unknown, is_quantized, dtype).run()
 
 
-def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[tuple[str, Layout]]) -> dict[str, torch.Tensor]:
-    """The state dict of a model as transformers has it, with the shapes of what is made otherwise, on the meta device.
-
-    Args:
-        made: what the names of a layout begin with, and the layout.
-    """
+def stock_tensors(own: Mapping[str, torch.Tensor], made: Iterable[Layout]) -> dict[str, torch.Tensor]:
+    """A state dict as transformers has it, with the shapes of what is made otherwise, on the meta device."""
     stock = dict(own)
-    for prefix, layout in made:
+    for layout in made:
         for name in layout.fused:
-            stock.pop(f"{prefix}{name}", None)
-        for name, shape in zip(layout.stock, layout.stock_shapes, strict=True):
-            stock[f"{prefix}{name}"] = torch.empty(shape, device="meta")
+            stock.pop(name, None)
+        stock |= {
+            name: torch.empty(shape, device="meta")
+            for name, shape in zip(layout.stock, layout.stock_shapes, strict=True)
+        }
     return stock
 
 
@@ -184,9 +180,9 @@ def stock_parameters(
         tensors: the state dict of the model as transformers has it.
         wanted: the parameters.
     """
-    router = _Router(model, checkpoint, Conversions(conversions), frozenset(), False, None, (tensors, wanted))
+    router = _Router(model, checkpoint, Conversions(conversions), stock=(tensors, wanted))
     router.take(sorted(checkpoint, key=dot_natural_key))
-    if router.lacking or router.failed or router.twice:
+    if router.unfit:
         return None
     return {name: part.source[...] for name, part in router.parts.items()}
 
@@ -199,37 +195,38 @@ class _Part:
     keys: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class _Router:
-    """One routing, under way."""
+    """One routing, under way.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        checkpoint: Mapping[str, Any],
-        conversions: Conversions,
-        unknown: AbstractSet[str],
-        is_quantized: bool,
-        dtype: Callable[[str], torch.dtype] | None,
-        stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None,
-    ) -> None:
-        self.model, self.checkpoint, self.conversions, self.unknown = model, checkpoint, conversions, unknown
-        self.is_quantized, self.dtype = is_quantized, dtype
-        self.own = state_tensors(model)
-        self.fused = fused_modules(model)
-        #: what the model would have without its fusions, and those of them that are parts of others
-        self.tensors, self.wanted = stock or (
-            stock_tensors(self.own, ((inside(path), each) for path, _, own in self.fused for each in own.layouts)),
-            {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.stock},
+    Args:
+        stock: what the model would have without its fusions, and those of them that are parts of others.
+    """
+
+    model: PreTrainedModel
+    checkpoint: Mapping[str, Any]
+    conversions: Conversions
+    unknown: AbstractSet[str] = frozenset()
+    is_quantized: bool = False
+    dtype: Callable[[str], torch.dtype] | None = None
+    stock: tuple[dict[str, torch.Tensor], AbstractSet[str]] | None = None
+
+    def __post_init__(self) -> None:
+        self.own = state_tensors(self.model)
+        self.fused = fused_modules(self.model)
+        self.layouts = [layout for each in self.fused for layout in each.fused]
+        self.tensors, self.wanted = self.stock or (
+            stock_tensors(self.own, self.layouts),
+            {name for layout in self.layouts for name in layout.stock},
         )
-        self.view: Any = ModelView(model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
-        self.routing = Routing(rest=dict(checkpoint), missing=set(self.own))
+        view = ModelView(self.model, get_parameter=self.tensors.__getitem__, state_dict=lambda: self.tensors)
+        self.view: Any = view
+        self.routing = Routing(rest=dict(self.checkpoint), missing=set(self.own))
         self.parts: dict[str, _Part] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        #: parameter -> the keys that it comes from, where that is told to find what comes twice
-        self.origins: dict[str, tuple[str, ...]] = {}
-        self.twice: list[str] = []
-        self.lacking: list[str] = []
-        self.failed: list[str] = []
+        #: parameter -> the keys that it comes from, and whether a patcher's conversion makes it
+        self.origins: dict[str, tuple[tuple[str, ...], bool]] = {}
+        self.unfit = Unfit()
         self.unused: dict[str, str] = {}
         self.alike = Alike()
 
@@ -257,7 +254,7 @@ class _Router:
         """Where each key goes; a conversion that a patcher adds acts on what it has replaced, where that is enough."""
         conversions = self.conversions
         names = Names(self.model, self.tensors, conversions.mapping, conversions.added, conversions.requested)
-        self.names, self.routing.follow, self.routing.renamed = names, names.follow, names.renamed
+        self.names, self.routing.follow = names, names.follow
         named = {key: names.follow(key) for key in keys}
         paths = tuple(inside(path) for path in conversions.replaced)
         if not paths or "" in conversions.replaced:
@@ -283,7 +280,7 @@ class _Router:
                     misfits.append(f"{other.name}: found {shape_of(self.checkpoint[key])}, expected {expected}")
             if misfits:
                 within = compress([found.name for key, found in taken.items() if key not in outside])
-                raise _both(added.transform, within, misfits)
+                raise inside_and_outside(added.transform, within, misfits)
         return named
 
     def _groups(self, named: Mapping[str, Named]) -> list[tuple[Group, dict[str, Named]]]:
@@ -312,7 +309,7 @@ class _Router:
             shape = tuple(own.shape) if key in self.unknown else shape
             layout = Rows((key,), (name,), (shape,)) if found.by else None
             if name in self.wanted:
-                self._part(name, _Part(self.routing.rest.pop(key), (key,)))
+                self.parts[name] = _Part(self.routing.rest.pop(key), (key,))
             else:
                 self.shapes.setdefault(name, shape)
                 if found.by:
@@ -337,9 +334,9 @@ class _Router:
             layout = self._layout(group, is_ours)
         except Exception as error:
             absent = self._lacking(group) if is_wanted else []
-            self.lacking += absent
+            self.unfit.stock_lacks += absent
             if is_wanted and not absent:
-                self.failed.append(f"{describe(group.transform)} raises {type(error).__name__}: {error}")
+                self.unfit.failed.append(f"{describe(group.transform)} raises {type(error).__name__}: {error}")
             reason = f"{type(error).__name__}: {error}"
             self.routing.errors[group.first] = reason
             if is_ours:
@@ -349,7 +346,7 @@ class _Router:
         is_wanted = not self.wanted.isdisjoint(layout.fused)  # patterns don't tell all names
         shapes = dict(zip(layout.fused, layout.fused_shapes(), strict=True))
         if is_wanted and any(shapes[name] != self.tensors[name].shape for name in self.wanted & shapes.keys()):
-            self.lacking += self._lacking(group) if not is_ours else []
+            self.unfit.stock_lacks += self._lacking(group) if not is_ours else []
         is_carried = is_ours or (not is_wanted and joins_unequal(layout.operations))
         stock = tuple(self.names.stock_name(key, members[key]) for key in group.keys) if is_carried else ()
         self._made(group, layout.fused, layout, by, stock, is_carried=is_carried)
@@ -362,7 +359,7 @@ class _Router:
         for name, shape in shapes.items():
             source = Computed(computation, name, shape, dtype)
             if name in self.wanted:
-                self._part(name, _Part(source, group.keys))
+                self.parts[name] = _Part(source, group.keys)
             else:
                 self.routing.sources[name] = source
 
@@ -370,19 +367,15 @@ class _Router:
         if not self.unknown.isdisjoint(group.keys):
             return self._at_its_word(group)
         is_known = has_known_operations(group.transform)
-        if not is_ours or is_known or self.dtype is None:
-            try:
-                return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
-            except Exception:
-                if is_known or not is_ours:
-                    raise
-                return self._at_its_word(group)
         try:
-            return group.layout(self.view)
-        except Exception:  # it may need values
-            return group.layout(
-                self.view, self._cast({key: self.checkpoint[key][...] for key in group.keys}, group.first)
-            )
+            return self.alike.layout(group, self.view) if is_known else group.layout(self.view)
+        except Exception:
+            if is_known or not is_ours:
+                raise
+        if self.dtype is None:
+            return self._at_its_word(group)
+        values = {key: self.checkpoint[key][...] for key in group.keys}  # it may need them
+        return group.layout(self.view, self._cast(values, group.first))
 
     def _at_its_word(self, group: Group) -> Converted:
         names = [name for name in made_by_name(group.transform, group.first) if name in self.tensors]
@@ -451,66 +444,50 @@ class _Router:
 
     # --- fused parameters --------------------------------------------------------------------------------------------
 
-    def _part(self, name: str, part: _Part) -> None:
-        if name in self.parts:
-            self.twice.append(f"{name} twice: as {self.parts[name].keys[0]}, and as {', '.join(part.keys)}")
-        self.parts[name] = part
-
     def _origin(self, name: str, keys: tuple[str, ...], is_ours: bool) -> None:
-        """Note where a parameter comes from; that of a patcher's conversion may come from nowhere else."""
-        before = self.origins.setdefault(name, keys)
-        if name not in self.wanted and before != keys and (is_ours or self._is_of_ours(name)):
+        """Note where a parameter comes from; a part, and what a patcher's conversion makes, from nowhere else."""
+        before, was_ours = self.origins.setdefault(name, (keys, is_ours))
+        if before != keys and (is_ours or was_ours or name in self.wanted):
             others = [key for key in (*before, *keys) if key != name]
             as_it_is = "as it is" if name in (*before, *keys) else f"as {others.pop()}"
-            self.twice.append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
-
-    def _is_of_ours(self, name: str) -> bool:
-        return any(route.by and name in route.parameters for route in self.routing.routes)
+            self.unfit.twice.append(f"{name} twice: {as_it_is}, and as {', '.join(others)}")
 
     def _join(self) -> None:
         """Have fused parameters read from their parts."""
         routing, unknown = self.routing, self.unknown
         at = {name: key for key, name in self.unused.items() if key in routing.rest}
-        fused = {f"{inside(path)}{name}" for path, _, carried in self.fused for name in carried.fused}
-        already = fused & at.keys()
+        already = {name for layout in self.layouts for name in layout.fused} & at.keys()
         routing.is_runtime_layout = bool(already)
-        share(routing.rest, at, self.fused)
-        companions = self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
-        incomplete: list[str] = []
-        misfits: list[str] = []
-        for path, _, carried in self.fused:
-            prefix = inside(path)
-            for layout in carried.layouts:
-                names = [f"{prefix}{name}" for name in layout.stock]
-                targets = tuple(f"{prefix}{name}" for name in layout.fused)
-                found = [self.parts[name] for name in names if name in self.parts]
-                if not found:
-                    routing.parts_of |= dict.fromkeys(targets, tuple(names))
-                    continue
-                if len(found) < len(names):
-                    incomplete += [name for name in names if name not in self.parts]
-                    continue
-                unfit = [
-                    f"{name}: found {shape_of(part.source)}, expected {shape}"
-                    for name, part, shape in zip(names, found, layout.stock_shapes, strict=True)
-                    if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
-                ]
-                if unfit:
-                    misfits += unfit
-                    continue
-                keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
-                routing.routes.append(Route(keys, targets, layout))
-                self.shapes |= zip(targets, map(tuple, layout.fused_shapes()), strict=True)
-                if self.dtype is not None:
-                    sources = fused_sources(layout, [part.source for part in found])
-                    routing.sources |= zip(targets, sources, strict=True)
-                if twice := already & set(targets):
-                    self.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
+        share(routing.rest, at, self.layouts)
+        self.unfit.companions += self._companions({path for path, *_ in self.fused} if self.is_quantized else set())
+        own_names = (layout for each in self.fused for layout in each.carried.layouts)
+        for layout, shown in zip(self.layouts, own_names, strict=True):
+            found = [self.parts[name] for name in layout.stock if name in self.parts]
+            if not found:
+                routing.parts_of |= dict.fromkeys(layout.fused, layout.stock)
+                continue
+            if len(found) < len(layout.stock):
+                self.unfit.lacking += [name for name in layout.stock if name not in self.parts]
+                continue
+            unfit = [
+                f"{name}: found {shape_of(part.source)}, expected {shape}"
+                for name, part, shape in zip(layout.stock, found, layout.stock_shapes, strict=True)
+                if shape_of(part.source) != shape and unknown.isdisjoint(part.keys)
+            ]
+            if unfit:
+                self.unfit.misfits += unfit
+                continue
+            keys = tuple(dict.fromkeys(key for part in found for key in part.keys))
+            routing.routes.append(Route(keys, layout.fused, shown))
+            self.shapes |= zip(layout.fused, map(tuple, layout.fused_shapes()), strict=True)
+            if self.dtype is not None:
+                sources = fused_sources(layout, [part.source for part in found])
+                routing.sources |= zip(layout.fused, sources, strict=True)
+            if twice := already.intersection(layout.fused):
+                self.unfit.twice.append(f"{min(twice)} twice: as it is, and as {', '.join(keys)}")
         if already:
             routing.parts_of = {}  # what such a checkpoint lacks, it lacks under its own names
-        lacking = [*incomplete, *self.lacking]
-        misfits, stock_reads = ([], False) if self.lacking else (misfits, True)
-        routing.problem = _problem(lacking, misfits, companions, self.twice, self.failed, stock_reads=stock_reads)
+        routing.problem = self.unfit.error()
 
     def _companions(self, quantized: AbstractSet[str]) -> list[str]:
         """The keys of what a quantizer has put beside weights that are fused.
@@ -549,45 +526,17 @@ class _Router:
                         routing.made_of[name] = tuple(found)
 
 
-def share(rest: dict[str, Any], read: Mapping[str, str], fused: Iterable[Carrier]) -> None:
+def share(rest: dict[str, Any], read: Mapping[str, str], layouts: Iterable[Layout]) -> None:
     """Have the rows of a checkpoint in the runtime layout lie in the blocks that processes share.
 
     Args:
         rest: the checkpoint, which is changed.
         read: parameter -> its key in the checkpoint.
     """
-    for path, _, carried in fused:
-        for layout in filter(lies_in_blocks, carried.layouts):
-            for target in (f"{inside(path)}{name}" for name in layout.fused):
-                if target in read:
-                    rest[read[target]] = in_blocks(layout, rest[read[target]])
-
-
-def failure(transform: WeightTransform, targets: Sequence[str], reason: str) -> PatchedWeightsError:
-    """The error for a conversion of a patcher that raises."""
-    return PatchedWeightsError(
-        f"{describe(transform)} failed for {', '.join(targets[:3])}: {reason}\n"
-        "Check the patterns, the order of the sources and the operations of this conversion."
-    )
-
-
-def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> PatchedWeightsError | None:
-    """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
-
-    Args:
-        stock: what the unpatched model makes of the checkpoint: the parts may add up to the shape of the whole.
-        new: names what is declared new.
-    """
-    made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
-    lacking = stock.missing.intersection(part for parts in made_of for part in parts)
-    joining = [route for route in routing.routes if route.by and is_concatenation(route.by[-1].transform)]
-    misfits = [
-        f"{name}: found {tuple(stock.mismatched[name][0])}, expected {tuple(stock.mismatched[name][1])}"
-        for route in joining
-        for name in route.stock
-        if name in stock.mismatched
-    ]
-    return _problem([*lacking], misfits, (), (), ())
+    for layout in filter(lies_in_blocks, layouts):
+        for target in layout.fused:
+            if target in read:
+                rest[read[target]] = in_blocks(layout, rest[read[target]])
 
 
 def _is_below(key: str, paths: AbstractSet[str]) -> bool:
@@ -596,52 +545,3 @@ def _is_below(key: str, paths: AbstractSet[str]) -> bool:
         if key in paths:
             return True
     return False
-
-
-def _both(transform: WeightTransform, within: Sequence[str], misfits: Sequence[str]) -> PatchedWeightsError:
-    replaced, others = ("".join(f"  {line}\n" for line in lines[:5]) for lines in (within, misfits))
-    return PatchedWeightsError(
-        f"{describe(transform)} makes parameters of modules that the patcher replaces:\n{replaced}"
-        f"and of others, which the checkpoint's own tensors don't fit:\n{others}"
-        "Replace those modules as well, or take a checkpoint that fits them: there a conversion runs only if nothing "
-        "else can fill the parameter."
-    )
-
-
-def _problem(
-    lacking: Sequence[str],
-    misfits: Sequence[str],
-    companions: Sequence[str],
-    twice: Sequence[str],
-    failed: Sequence[str],
-    *,
-    stock_reads: bool = True,
-) -> PatchedWeightsError | None:
-    lines = [f"The checkpoint holds {text}. Take one of them out." for text in twice[:3]]
-    if companions:
-        lines.append("The checkpoint is quantized: it has more than the weights that a fusion takes:")
-        lines += [f"  {key}" for key in compress(companions)[:5]]
-        lines.append("Fuse the full-precision checkpoint, and quantize that while it loads.")
-    if failed:
-        lines.append("Conversions of this load fail for weights that a fusion takes:")
-        lines += [f"  {reason}" for reason in dict.fromkeys(failed)][:5]
-        lines.append("If the checkpoint is quantized, fuse the full-precision one, and quantize that while it loads.")
-    if lacking:
-        lines.append(
-            "Parameters of the patched model are made of tensors of which the checkpoint doesn't have all. It lacks:"
-        )
-        lines += [f"  {key}" for key in compress(sorted(dict.fromkeys(lacking), key=dot_natural_key))]
-        lines.append(
-            "Take a checkpoint that has them; or load this one without the patcher, which initialises them, save "
-            "that, and load it with the patcher."
-            if stock_reads
-            else "Take a checkpoint that has them: transformers can't convert this one either."
-        )
-    if misfits:
-        lines.append("Tensors that are joined don't have the shapes that the model has for them:")
-        lines += [f"  {line}" for line in misfits[:5]]
-        lines.append(
-            "Take a checkpoint that fits the config; or load this one without the patcher, with "
-            "ignore_mismatched_sizes=True, save that, and load it with the patcher."
-        )
-    return PatchedWeightsError("\n".join(lines)) if lines else None

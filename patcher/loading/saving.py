@@ -111,9 +111,9 @@ class SavePlan:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
         result = dict(state_dict)
         for each in fused_modules(self.model):
-            for layout in each.carried.layouts:
-                key = f"{each.prefix}{layout.fused[0]}"
-                if lies_in_blocks(layout) and key in result:
+            for layout in filter(lies_in_blocks, each.fused):
+                key = layout.fused[0]
+                if key in result:
                     (result[key],) = replace(layout, blocks=1).fuse(layout.separate([result[key]]))
         return result
 
@@ -223,10 +223,10 @@ def _other_names(model: PreTrainedModel, record: PatchRecord) -> list[str]:
 
     Loaded by name, what only the stock form has would be random.
     """
-    replaced = tuple(inside(item.path) for item in record.replaced if item.path not in record.fused)
+    replaced = tuple(inside(item.path) for item in record.replaced)
     if not replaced:
         return []
-    fused = tuple(inside(path) for path in record.fused)
+    fused = tuple(inside(item.path) for item in record.fused)
     found, stock = (
         {key for key in each.state_dict() if key.startswith(replaced) and not key.startswith(fused)}
         for each in (model, skeleton(record.model_class, model.config))

@@ -115,9 +115,8 @@ def load_original_state_dict(
     keep_pieces(model)
     own = {in_state_dict(name): value for name, value in state_tensors(model).items()}
     for each in carriers(model):  # what lies in blocks is made of its parts alone
-        for layout in each.carried.layouts:
-            if lies_in_blocks(layout):
-                own.pop(f"{each.prefix}{layout.fused[0]}")
+        for layout in filter(lies_in_blocks, each.fused):
+            own.pop(layout.fused[0])
     given = {name: split_like(value, own.get(name)) for name, value in given.items()}
     with in_original_layout():
         result = model.load_state_dict(given, strict=strict, assign=assign)
@@ -272,7 +271,7 @@ def converted_to_parameters(
 def without_stacking(model: nn.Module, conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
     """Conversions of transformers but for those that stack layers which the patched model has one by one."""
     conversions = list(conversions)
-    if record_of(model) is None:
+    if record_of(model) is None or not any(isinstance(each, WeightConverter) for each in conversions):
         return conversions
     alike = {without_numbers(name): name for name in _parameters(model)}
     return [each for each in conversions if not any(_stacks(each, name) for name in alike.values())]

@@ -55,23 +55,21 @@ class StockView:
     def parts(self) -> Parts:
         """The parameters that only transformers has, and those of the patched model that hold their values."""
         return {
-            f"{each.prefix}{name}": tuple(f"{each.prefix}{made}" for made in layout.fused)
+            name: layout.fused
             for each in self.carrying
-            for layout in each.carried.all
+            for layout in each.all
             for name in layout.stock
-            if f"{each.prefix}{name}" not in self.own
+            if name not in self.own
         }
 
     @torch.no_grad()
     def values(self, names: Mapping[str, object]) -> dict[str, torch.Tensor]:
         """The values of some parameters of transformers, as the model has them now."""
         found = {name: whole(self.own[name].detach()) for name in names if name in self.own}
-        for each in self.carrying:
-            for layout in each.carried.all:
-                stock, made = ([f"{each.prefix}{name}" for name in side] for side in (layout.stock, layout.fused))
-                if not names.keys().isdisjoint(stock) and all(name in self.own for name in made):
-                    values = layout.separate([whole(self.own[name].detach()) for name in made])
-                    found |= {name: value for name, value in zip(stock, values, strict=True) if name in names}
+        for layout in (layout for each in self.carrying for layout in each.all):
+            if not names.keys().isdisjoint(layout.stock) and self.own.keys() >= set(layout.fused):
+                values = layout.separate([whole(self.own[name].detach()) for name in layout.fused])
+                found |= {name: value for name, value in zip(layout.stock, values, strict=True) if name in names}
         return found
 
 
@@ -92,7 +90,7 @@ def stock_view(model: nn.Module) -> StockView:
 def _view(model: nn.Module, carrying: list[Carrier]) -> StockView:
     own = {in_state_dict(name): tensor for name, tensor in state_tensors(model).items()}
     on_meta = {name: torch.empty(tensor.shape, device="meta") for name, tensor in own.items()}
-    tensors = stock_tensors(on_meta, ((each.prefix, layout) for each in carrying for layout in each.carried.all))
+    tensors = stock_tensors(on_meta, (layout for each in carrying for layout in each.all))
     return StockView(own, tensors, tuple(carrying))
 
 
@@ -129,7 +127,7 @@ def _by_module(layouts: Iterable[Layout], replaced: Iterable[str]) -> dict[str, 
     for layout in layouts:
         own = (*layout.stock, *layout.fused)
         path = next((path for path in paths if all(name.startswith(inside(path)) for name in own)), "")
-        by_module.setdefault(path, []).append(layout.below(inside(path)))
+        by_module.setdefault(path, []).append(layout.named(lambda name, path=path: name.removeprefix(inside(path))))  # type: ignore[misc]
     return by_module
 
 
@@ -168,7 +166,7 @@ def from_scratch(
     if record.fused and not fusions:  # a part of a fused model: its names are others
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
     selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
-    if record.is_part and not record.replaced:  # what the patcher's conversions are for lies elsewhere
+    if record.is_part and not record.modules:  # what the patcher's conversions are for lies elsewhere
         selected = replace(selected, added=())
     if not selected.added and len(selected.kept) == len(conversions):
         return (), selected.kept

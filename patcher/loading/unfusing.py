@@ -75,19 +75,13 @@ def unfuse(model: nn.Module, wanted: Wanted, reason: str, replacements: Collecti
 
 def without(record: PatchRecord, paths: Collection[str], reason: str) -> PatchRecord:
     """A record of a model in which some modules aren't fused any more."""
-    gone = record.fused.keys() & set(paths)
-    if not gone:
-        return record
-    fusions = {fusion: tuple(path for path in found if path not in gone) for fusion, found in record.fusions.items()}
-    unfused = {path: fusion for fusion, found in record.fusions.items() for path in found if path in gone}
+    fusions = {each.path: fusion for each in record.modules if (fusion := each.fusion) is not None}
+    gone = {path: fusion for path, fusion in fusions.items() if path in paths}
     return replace(
         record,
-        fused={path: value for path, value in record.fused.items() if path not in gone},
-        layouts={path: value for path, value in record.layouts.items() if path not in gone},
-        fusions={fusion: found for fusion, found in fusions.items() if found},
-        replaced=tuple(item for item in record.replaced if item.path not in gone),
+        modules=tuple(each for each in record.modules if each.path not in gone),
         refused={**record.refused, **dict.fromkeys(sorted(gone), reason)},
-        unfused={**record.unfused, **unfused},
+        unfused={**record.unfused, **gone},
     )
 
 

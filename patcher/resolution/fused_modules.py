@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
@@ -13,94 +13,63 @@ from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
 from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import cover_new_classes
-from patcher.errors import PatchConstructionError
-from patcher.fusions.families import fusion_named
+from patcher.construction.modules_by_path import arguments_of
+from patcher.fusions.families import fusion_named, is_our_own
 from patcher.fusions.fused_module import fuse
-from patcher.resolution.resolution import (
-    NO_CHANGE,
-    Resolution,
-    needs_skeleton,
-    resolve_in_force,
-    resolve_standing,
-)
-
-_ADVICE = "Leave it out of the fusion: its modules=... say which it takes."
+from patcher.resolution.resolution import NO_CHANGE, Resolution, resolve_standing
 
 
-def prepare(construction: Construction, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Resolve what becomes of the modules of a model whose construction begins, and have their arguments kept.
-
-    Where it can wait until these are there, it does: a skeleton takes as long as the model.
-    """
+def keep_arguments(construction: Construction) -> None:
+    """Have constructor arguments kept, if modules may be built again: of families that aren't ours it isn't known."""
     patchers = [entry.patcher for entry in construction.rules.entries]
-    acts = any(each.fusions or each.module_mapping or each.function_mapping for each in patchers)
-    # What is built by hand may be given parts that are patched already, so it can't be looked at afterwards.
-    if not construction.is_skeleton and acts and (construction.by_hand or needs_skeleton(patchers)):
-        resolution = construction.resolution = resolve_in_force(construction.rules.entries, model_class, config)
-        rebuilt = (resolution.original_classes[path] for path in resolution.fusion_plan.rebuilt)
-        construction.recorded = resolution.recorded.union(map(unrebound, rebuilt))
-    if construction.recorded:
-        cover_new_classes(construction.recorded)
+    if any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers):
+        construction.keeps_arguments = True
+        cover_new_classes(all_classes=True)
+
+
+def resolve_fusions(construction: Construction, model: PreTrainedModel) -> None:
+    """Resolve what is fused of a model whose modules stand, unless that is known."""
+    entries = construction.rules.entries
+    if construction.resolution is None and any(entry.patcher.fusions for entry in entries):
+        with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
+            construction.resolution = resolve_standing(entries, model, construction.functions)
 
 
 def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) -> None:
     """Put modules of the fused classes in place of those that were built, before the model looks at its parts."""
+    if not construction.keeps_arguments:
+        return
+    resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
     fused: dict[int, nn.Module] = {}
     # The outer ones first: building those builds what is inside of them once more.
-    for path, cls in sorted(resolution.fused.items(), key=lambda item: item[0].count(".")):
-        if path not in resolution.fusion_plan.rebuilt:
-            continue
+    for path in sorted(resolution.fusion_plan.rebuilt, key=lambda path: path.count(".")):
+        cls = resolution.fused[path]
         parent_path, _, name = path.rpartition(".")
         parent = model.get_submodule(parent_path)
-        module = parent._modules.get(name)
+        module: Any = parent._modules.get(name)
         if type(module) is cls:
             continue  # of a part that was loaded by itself
-        if module is None or id(module) not in construction.arguments:
-            found = "nothing" if module is None else f"a {type(module).__qualname__}"
-            raise PatchConstructionError(
-                f"{path} was to be fused as {cls.__qualname__}, but the model has {found} there: it is built "
-                f"otherwise than its skeleton on the meta device. {_ADVICE}"
-            )
         new = fused.get(id(module))
         if new is None:
-            _, args, kwargs = construction.arguments[id(module)]
             key, entry = _fusion_of(construction, path)
             match = Match(key, cls, entry, type(module), "fusions")
+            args, kwargs = arguments_of(construction, path, module, match)
             new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
         parent._modules[name] = new
 
 
-def fuse_when_all_stand(construction: Construction, model: PreTrainedModel) -> None:
-    """Resolve and fuse the modules of a model that a load has built on the meta device, if that has waited."""
-    if construction.by_hand or construction.is_skeleton or construction.resolution is not None:
-        return
-    entries = construction.rules.entries
-    if any(entry.patcher.fusions for entry in entries):
-        with DisableTorchFunction():  # nothing is made here, and each look at a tensor would pass through modes
-            construction.resolution = resolve_standing(entries, model, functions=construction.functions)
-        fuse_standing_modules(construction, model)
-
-
 def fuse_standing_modules(construction: Construction, model: PreTrainedModel) -> None:
-    """Fuse the modules that stand and have their initial values."""
+    """Fuse the modules of a model that stand: with initial values, or on the meta device in a load."""
+    resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
-    for path in resolution.fused:
-        if path in resolution.fusion_plan.rebuilt:
-            continue
+    for path, cls in resolution.fused.items():
         module = model.get_submodule(path)
-        original, cls = resolution.original_classes[path], resolution.fused[path]
-        key, _ = _fusion_of(construction, path)
-        if type(module) is cls:
-            continue  # of a part that was loaded by itself, or of a model that calls `post_init` again
-        if type(module) is not original:
-            raise PatchConstructionError(
-                f"{path} was to be fused as {cls.__qualname__}, but the model has a {type(module).__qualname__} "
-                f"there, not a {original.__qualname__}: it is built otherwise than its skeleton on the meta device. "
-                f"{_ADVICE}"
-            )
-        fused = fuse(fusion_named(key), module, cls, resolution.fusion_plan.layouts.get(path, ()))
-        mark_original_class(fused, original)
+        if path in resolution.fusion_plan.rebuilt or unrebound(type(module)) is cls:
+            continue  # or it is of a part that was loaded by itself
+        fusion = fusion_named(_fusion_of(construction, path)[0])
+        fused = fuse(fusion, module, cls, resolution.fusion_plan.layouts.get(path, ()))
+        mark_original_class(fused, resolution.original_classes[path])
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
             model.get_submodule(parent_path)._modules[name] = fused

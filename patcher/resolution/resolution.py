@@ -32,9 +32,10 @@ from patcher.functions.models import (
     swap_functions,
 )
 from patcher.fusions.base import Fusion
-from patcher.fusions.families import fusion_named, is_our_own
+from patcher.fusions.families import fusion_named, shortest
 from patcher.fusions.finding import discover
 from patcher.fusions.fused_module import fused_class, original_of, takes_modules
+from patcher.layouts.carried import fused_weights
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe
@@ -80,7 +81,6 @@ class Resolution:
         dropped: the stock conversions that are left out.
         added: the conversions that come in front.
         original_classes: path -> the class that stood there, of what is replaced or fused.
-        recorded: the classes whose constructor arguments the replacements of a module mapping take.
         functions: the functions that are replaced, and the classes that call them.
     """
 
@@ -91,7 +91,6 @@ class Resolution:
     dropped: tuple[WeightTransform, ...] = ()
     added: tuple[WeightTransform, ...] = ()
     original_classes: Mapping[str, type[nn.Module]] = field(default_factory=dict, repr=False)
-    recorded: frozenset[type[nn.Module]] = field(default=frozenset(), repr=False)
     fusion_plan: FusionPlan = field(default_factory=FusionPlan, repr=False)
     functions: Functions = field(default=NO_FUNCTIONS, repr=False)
 
@@ -113,43 +112,28 @@ NO_CHANGE = Resolution()
 
 def skeleton(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """The model on the meta device, as transformers builds it: modules, names and shapes, no weight."""
-    return _built_on_meta(model_class, config, Construction(ClassRules(()), on_meta=True, is_skeleton=True))
+    return _skeleton(model_class, config, ())[0]
 
 
-def _patched_skeleton(
+def _skeleton(
     model_class: type[PreTrainedModel], config: PretrainedConfig, entries: Iterable[InForce]
-) -> tuple[PreTrainedModel, frozenset[type[nn.Module]], Functions]:
-    """The same with what mappings put into it, the classes whose constructor arguments that took, and the functions.
-
-    Which classes these are shows where modules are constructed: it is built once more whenever some were not known.
-    """
-    recorded: frozenset[type[nn.Module]] = frozenset()
-    while True:
-        construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True, recorded=recorded)
-        model = _built_on_meta(model_class, config, construction)
-        recorded |= construction.unrecorded
-        if not construction.unrecorded:
-            replace_functions(construction, model)  # before fusions, which look at what the functions do
-            return model, recorded, construction.functions
-
-
-def _built_on_meta(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, construction: Construction
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, Functions]:
+    """The same with what mappings put into it, and the functions that are replaced."""
     config = deepcopy(config)
     if isinstance(config.dtype, str):  # as it stands in a file, and as saving leaves it
         config.dtype = getattr(torch, config.dtype)
+    construction = Construction(ClassRules(entries), on_meta=True, is_skeleton=True)
     # include_buffers=True is only `torch.device("meta")`: accelerate's one way that other threads don't see
     alone = construction_lock.held_for(model_class.__name__)
     with alone, building(construction), init_empty_weights(include_buffers=True), NoValues():
-        return model_class(config)
+        return model_class(config), construction.functions or NO_FUNCTIONS
 
 
 def resolve(patcher: Patcher, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Resolution:
     """See `Patcher.resolve`."""
     entries = (InForce(patcher, "resolve()"),)
-    model, recorded, functions = _patched_skeleton(model_class, config, entries)
-    resolution = resolve_standing(entries, model, recorded, functions)
+    model, functions = _skeleton(model_class, config, entries)
+    resolution = resolve_standing(entries, model, functions)
     transforms, replaced = resolution.fusion_plan.transforms, resolution.replaced.items()
     selected = select_conversions(stock_conversions(model), [patcher], transforms, replaced)
     return replace(
@@ -164,28 +148,22 @@ def resolve_in_force(
 ) -> Resolution:
     """What several patchers do to one model, the innermost first, but for its conversions."""
     entries = tuple(entries)
-    return resolve_standing(entries, *_patched_skeleton(model_class, config, entries))
-
-
-def needs_skeleton(patchers: Iterable[Patcher]) -> bool:
-    """Whether what patchers do has to be known before a model is built, rather than when its modules are there.
-
-    So it is where modules are built again, from arguments that have to be kept: of families that aren't ours it isn't
-    known.
-    """
-    return any(each.module_mapping or not all(map(is_our_own, each.fusions)) for each in patchers)
+    return resolve_standing(entries, *_skeleton(model_class, config, entries))
 
 
 def resolve_standing(
     entries: tuple[InForce, ...],
     model: PreTrainedModel,
-    recorded: frozenset[type[nn.Module]] = frozenset(),
     functions: Functions = NO_FUNCTIONS,
 ) -> Resolution:
     """What several patchers do to a model that stands on the meta device, with what their mappings put into it."""
     modules = dict(named_modules(model))
+    #: those of parts that were loaded by themselves, or of a model that is resolved again
+    already = {path: carried for path, module in modules.items() if (carried := fused_weights(module)) is not None}
     replaced = {
-        path: unrebound(type(module)) for path, module in modules.items() if original_class(module) is not None
+        path: unrebound(type(module))
+        for path, module in modules.items()
+        if original_class(module) is not None and path not in already
     }
     rules = ClassRules(entries)
     matches = {cls: rules.match(cls) for module in modules.values() if (cls := original_class(module)) is not None}
@@ -212,9 +190,12 @@ def resolve_standing(
                     f"{replaced[path].__qualname__}; take one of them away."
                 )
             claimed[path] = named
+        stand = {path: each.layouts for path, each in already.items() if each.fusion == shortest(fusion)}
+        fused |= {path: unrebound(type(modules[path])) for path in stand}
+        layouts |= stand
         refused.update(found.refused)
         refused_by[named] = found.refused
-        by_fusion[named] = tuple(found.matches)
+        by_fusion[named] = (*stand, *found.matches)
         for path, module in found.matches.items():
             fused[path] = fused_class(fusion, original_of(module), found.recipes[path])
             layouts[path] = found.layouts[path]
@@ -230,7 +211,6 @@ def resolve_standing(
         original_classes=MappingProxyType(
             {path: original_class(modules[path]) or type(modules[path]) for path in (*replaced, *fused)}
         ),
-        recorded=recorded,
         fusion_plan=FusionPlan(
             by_fusion=MappingProxyType(by_fusion),
             refused=MappingProxyType(refused_by),
@@ -253,6 +233,5 @@ def functions_in_force(entries: Iterable[InForce], model: nn.Module) -> Function
 
 def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
     """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
-    known = construction.resolution and construction.resolution.functions
-    construction.functions = known or functions_in_force(construction.rules.entries, model)
+    construction.functions = functions_in_force(construction.rules.entries, model)
     swap_functions(model, construction.functions)

@@ -31,11 +31,16 @@ def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
     Where threads import at once, it may be called twice, by two of them. They may hold locks of modules that they are
     importing, so a call waits for no lock that is held while anything is imported.
     """
-    watcher = _Watcher(name, lambda each: each == name, lambda found: call(found) or True)
+
+    def once(module: ModuleType) -> None:
+        call(module)
+        watcher.end()
+
+    watcher = Watcher(name, lambda each: each == name, once)
     if not is_imported(name):
-        sys.meta_path.insert(0, watcher)
+        watcher.begin()
     if is_imported(name):  # before, or by another thread that may not have seen the watcher
-        watcher.remove()
+        watcher.end()
         call(sys.modules[name])
 
 
@@ -47,15 +52,28 @@ def after_imports_of(name: str, is_meant: Callable[[str], bool], call: Callable[
         is_meant: whether it is a module of that name.
         call: does what is to be done, or can't yet, because modules that it needs are still being imported.
     """
+
+    def again(module: ModuleType) -> None:
+        if call():
+            watcher.end()
+
+    watcher = Watcher(name, is_meant, again)
     if not call():
-        sys.meta_path.insert(0, _Watcher(name, is_meant, lambda _: call()))
+        watcher.begin()
 
 
-class _Watcher(importlib.abc.MetaPathFinder):
-    """Finds modules as the finders after it do, and calls when one has been executed."""
+class Watcher(importlib.abc.MetaPathFinder):
+    """Finds modules as the finders after it do, and calls when one has been executed; from its begin to its end."""
 
     def __init__(self, name: str, is_meant: Callable[[str], bool], call: Callable[[ModuleType], object]) -> None:
         self.name, self.is_meant, self.call = name, is_meant, call
+
+    def begin(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def end(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if not self.is_meant(name) or self not in sys.meta_path:
@@ -67,14 +85,6 @@ class _Watcher(importlib.abc.MetaPathFinder):
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
-
-    def executed(self, module: ModuleType) -> None:
-        if self in sys.meta_path and self.call(module):
-            self.remove()
-
-    def remove(self) -> None:
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
 
 
 class _Loader(importlib.abc.Loader):
@@ -92,5 +102,5 @@ class _Loader(importlib.abc.Loader):
         _executed.add(module.__name__)
         # All of them, as some may have come since the module was found.
         for each in reversed(sys.meta_path.copy()):
-            if isinstance(each, _Watcher) and each.is_meant(module.__name__):
-                each.executed(module)
+            if isinstance(each, Watcher) and each.is_meant(module.__name__) and each in sys.meta_path:
+                each.call(module)

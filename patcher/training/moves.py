@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from patcher.errors import PatchedWeightsError
+from patcher.layouts.sharded import whole
 from patcher.layouts.transforms import by_itself
 from patcher.patterns import compress
 
@@ -60,7 +60,7 @@ def moved(
                 values.setdefault(name, {})[key] = value
     for name, found in state.items():
         if name not in becomes:
-            values[name] = {key: _whole(value) for key, value in found.items()} if isinstance(found, dict) else found
+            values[name] = {key: whole(value) for key, value in found.items()} if isinstance(found, dict) else found
     result = []
     for group in groups:
         given = group.get(GIVEN_NAMES, group[PARAMS])
@@ -118,7 +118,7 @@ def _states(move: Move, state: Mapping[Any, Any], where: str) -> dict[str, list[
             )
     result: dict[str, list[Any]] = {}
     for key in entries[first]:
-        found = [_whole(entries[name][key]) for name in move.sources]
+        found = [whole(entries[name][key]) for name in move.sources]
         if all(
             isinstance(value, torch.Tensor) and value.shape == torch.Size(shape)
             for value, shape in zip(found, move.shapes, strict=True)
@@ -162,10 +162,6 @@ def _other_shape(
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, GIVEN_NAMES)}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _same(one: Any, other: Any) -> bool:

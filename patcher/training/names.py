@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from patcher.compat.models import named_parameters
 from patcher.errors import InvalidPatcherError
-from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.layouts import Layout
 from patcher.loading.record import PatchRecord
 from patcher.loading.state_dicts import patched_models
 from patcher.loading.stock_view import carriers_in
@@ -23,40 +23,20 @@ _AROUND = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters of a model that are made of original ones together.
-
-    Attributes:
-        layout: how.
-        fused: the parameters of the model.
-        stock: those of transformers.
-    """
-
-    layout: Layout
-    fused: tuple[str, ...]
-    stock: tuple[str, ...]
-
-    @property
-    def is_renaming(self) -> bool:
-        """Whether it is one parameter in the same shape, whatever its optimizer does."""
-        return type(self.layout) is Rows and len(self.stock) == 1
-
-
-@dataclass(frozen=True)
 class Names:
     """The parameters of a model by their names in it, without those of wrappers around its modules.
 
     Attributes:
         own: id of a parameter -> its name, the first of several.
         first: each name -> the first of the same parameter.
-        units: those that are made of others.
+        made: how those are made that are made of others, by these names.
         unexplained: those that transformers hasn't, and stand for others of which no conversion tells.
         order: the names of transformers -> their places among its parameters.
     """
 
     own: Mapping[int, str]
     first: Mapping[str, str]
-    units: tuple[Unit, ...]
+    made: tuple[Layout, ...]
     unexplained: Mapping[str, list[str]]
     order: Mapping[str, int]
 
@@ -78,17 +58,14 @@ class Names:
             name = _bare(model, path)
             first[name] = own.setdefault(id(parameter), name)
         patched = list(patched_models(model))
-        units: dict[int, tuple[str, list[Unit]]] = {}
+        by_module: dict[int, tuple[str, list[Layout]]] = {}
         for path, module, carried in carriers_in(model):
             prefix = inside(_bare(model, path))
-            found = [
-                Unit(layout, *(tuple(f"{prefix}{name}" for name in side) for side in (layout.fused, layout.stock)))
-                for layout in carried.all
-            ]
-            units.setdefault(id(module), (prefix, found))  # of a module at several paths the first
-        every = tuple(unit for _, found in units.values() for unit in found)
-        originals = first.keys() - {name for unit in every for name in unit.fused}
-        originals |= {name for unit in every for name in unit.stock}
+            layouts = [layout.named(prefix.__add__) for layout in carried.all]
+            by_module.setdefault(id(module), (prefix, layouts))  # of a module at several paths the first
+        made = tuple(layout for _, layouts in by_module.values() for layout in layouts)
+        originals = first.keys() - {name for layout in made for name in layout.fused}
+        originals |= {name for layout in made for name in layout.stock}
         unexplained: dict[str, list[str]] = {}
         order: dict[str, int] = {}
         for path, part, record in patched:
@@ -98,15 +75,17 @@ class Names:
             order |= {name: len(order) + place for place, name in enumerate(stock)}
             absent = stock.keys() - originals
             strange = originals - stock.keys() - {f"{prefix}{name}" for name in record.new_weights}
-            for owner in _made_elsewhere(record, prefix, (prefix for prefix, _ in units.values())) if absent else ():
+            for owner in (
+                _made_elsewhere(record, prefix, (prefix for prefix, _ in by_module.values())) if absent else ()
+            ):
                 if left := [name for name in absent if name.startswith(owner)]:
                     unexplained |= {name: sorted(left) for name in strange if name.startswith(owner)}
-        return cls(own, first, every, unexplained, order)
+        return cls(own, first, made, unexplained, order)
 
-    def units_with(self, names: Iterable[str]) -> list[Unit]:
-        """The units that have some of these parameters."""
+    def made_with(self, names: Iterable[str]) -> list[Layout]:
+        """The layouts that have made some of these parameters."""
         asked = set(names)
-        return [unit for unit in self.units if not asked.isdisjoint(unit.fused)]
+        return [layout for layout in self.made if not asked.isdisjoint(layout.fused)]
 
 
 def _made_elsewhere(record: PatchRecord, prefix: str, converted: Iterable[str]) -> Iterator[str]:
@@ -116,7 +95,7 @@ def _made_elsewhere(record: PatchRecord, prefix: str, converted: Iterable[str]) 
     """
     yield from converted
     if any(patcher.filtered_weight_conversion_patterns for patcher in record.patchers):
-        yield from (f"{prefix}{inside(item.path)}" for item in record.replaced)
+        yield from (f"{prefix}{inside(item.path)}" for item in record.modules)
 
 
 def _bare(model: nn.Module, name: str) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn, optim
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from patcher.errors import InvalidPatcherError, PatchedWeightsError
-from patcher.layouts.sharded import keep_pieces
+from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.sharded import keep_pieces, split_like
 from patcher.training.elementwise import not_elementwise, only_moves_values
 from patcher.training.moves import PARAMS, Move, check_shapes, listed, moved, options
-from patcher.training.names import Names, Unit
+from patcher.training.names import Names
 
 #: Where fusions stay as they are.
 _SAME = "With the same patcher as before use optimizer.state_dict() and optimizer.load_state_dict(state)"
@@ -63,8 +63,8 @@ def original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimizer) 
     groups = [{**group, PARAMS: [own[number] for number in group[PARAMS]]} for group in packed["param_groups"]]
     state = {own[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
     moves = [
-        Move(unit.fused, unit.stock, tuple(unit.layout.fused_shapes()), unit.layout.separate)
-        for unit in names.units_with(own)
+        Move(layout.fused, layout.stock, tuple(layout.fused_shapes()), layout.separate)
+        for layout in names.made_with(own)
     ]
     return moved(groups, state, moves, "the optimizer", names.order)
 
@@ -99,10 +99,10 @@ def load_original_optimizer_state_dict(model: nn.Module, optimizer: optim.Optimi
     """
     optimizer, names = _checked(model, optimizer)
     parameters = {names.own[id(parameter)]: parameter for parameter in _parameters(optimizer)}
-    units = names.units_with(parameters)
+    made = names.made_with(parameters)
     groups, values = _read(state, names)
-    _check_parameters(parameters, units, {*values, *(name for group in groups for name in group[PARAMS])})
-    moves = [Move(unit.stock, unit.fused, unit.layout.stock_shapes, unit.layout.fuse) for unit in units]
+    _check_parameters(parameters, made, {*values, *(name for group in groups for name in group[PARAMS])})
+    moves = [Move(layout.stock, layout.fused, layout.stock_shapes, layout.fuse) for layout in made]
     found = moved(groups, values, moves, "the state")
     own = [[names.own[id(parameter)] for parameter in group[PARAMS]] for group in optimizer.param_groups]
     numbers = {name: number for number, name in enumerate(parameters)}
@@ -141,30 +141,31 @@ def _checked(model: nn.Module, optimizer: optim.Optimizer) -> tuple[optim.Optimi
             f"them {strange[0]}. Make the optimizer of model.parameters(), after whatever changes the model."
         )
     own = [names.own[id(parameter)] for parameter in parameters]
-    units = names.units_with(own)
+    made = names.made_with(own)
     if unknown := [
-        name for name in (*own, *(name for unit in units for name in unit.stock)) if name in names.unexplained
+        name for name in (*own, *(name for layout in made for name in layout.stock)) if name in names.unexplained
     ]:
         raise InvalidPatcherError(
             f"{listed(unknown)} of the model stand for {listed(names.unexplained[unknown[0]])} of transformers, and "
             f"no conversion of the patcher tells how. {_SAME}."
         )
-    changed = [unit for unit in units if not unit.is_renaming]
+    # One parameter in the same shape is only renamed, whatever its optimizer does.
+    changed = [layout for layout in made if not (type(layout) is Rows and len(layout.stock) == 1)]
     if changed and (reason := not_elementwise(optimizer)):
         raise InvalidPatcherError(
             f"{type(optimizer).__name__} {reason}, so its state for {listed(changed[0].fused)} isn't that for "
             f"{listed(changed[0].stock)}. {_SAME}."
         )
     judged: dict[Any, bool] = {}
-    for unit in changed:
+    for layout in changed:
         # One conversion makes the weights of many layers.
-        key = (id(getattr(unit.layout, "transform", unit.layout)), unit.layout.stock_shapes)
+        key = (id(getattr(layout, "transform", layout)), layout.stock_shapes)
         if key not in judged:
-            judged[key] = only_moves_values(unit.layout)
+            judged[key] = only_moves_values(layout)
         if not judged[key]:
             raise InvalidPatcherError(
-                f"{unit.layout} does more than move values, so the state for {listed(unit.fused)} isn't that for "
-                f"{listed(unit.stock)}. {_SAME}."
+                f"{layout} does more than move values, so the state for {listed(layout.fused)} isn't that for "
+                f"{listed(layout.stock)}. {_SAME}."
             )
     return optimizer, names
 
@@ -195,8 +196,8 @@ def _read(state: Mapping[str, Any], names: Names) -> tuple[list[dict[str, Any]],
     )
 
 
-def _check_parameters(own: Iterable[str], units: Iterable[Unit], given: set[str]) -> None:
-    stock = {name: unit.stock for unit in units for name in unit.fused}
+def _check_parameters(own: Iterable[str], made: Iterable[Layout], given: set[str]) -> None:
+    stock = {name: layout.stock for layout in made for name in layout.fused}
     wanted = {part for name in own for part in stock.get(name, (name,))}
     if wanted != given:
         missing, unknown = (listed(sorted(names)) or "none" for names in (wanted - given, given - wanted))
@@ -240,9 +241,8 @@ def _like(value: Any, parameter: nn.Parameter) -> Any:
     """A value that is the optimizer's own, and sharded as its parameter is."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value.detach().clone()
+    own = value.detach().clone()
+    return split_like(own, parameter) if value.shape == parameter.shape else own
 
 
 def _parameters(optimizer: optim.Optimizer) -> list[nn.Parameter]:

@@ -402,6 +402,6 @@ def patched_modules(model: Any) -> tuple[set[str], list[str]]:
     record = record_of(model)
     if record is None:
         return set(), []
-    modules = {item.path: (item.original, item.replacement) for item in record.replaced} | dict(record.fused)
+    modules = {item.path: (item.original, item.replacement) for item in record.modules}
     first = {pair: path for path, pair in reversed(modules.items())}
     return set(modules), list(first.values())

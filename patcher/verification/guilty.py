@@ -112,13 +112,13 @@ def _owners(run: Run, patcher: Patcher, layer: str | None) -> Iterator[Member]:
     record = record_of(run.pair.ours) if layer is not None else None
     if record is None:
         return
-    for item in sorted(record.replaced, key=lambda item: -len(item.path)):
+    for item in sorted(record.modules, key=lambda item: -len(item.path)):
         if f"{layer}.".startswith(inside(item.path)):
             for field in MAPPINGS[:2]:
                 for key, replacement in getattr(patcher, field).items():
                     if replacement is item.replacement:
                         yield Member(field, key)
             break
-    for fusion, paths in record.fusions.items():
-        if any(f"{layer}.".startswith(inside(path)) for path in paths):
+    for fusion in record.fusions:
+        if any(f"{layer}.".startswith(inside(each.path)) for each in record.modules if each.fusion == fusion):
             yield Member("fusions", fusion)

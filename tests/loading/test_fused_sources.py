@@ -69,7 +69,7 @@ def test_a_checkpoint_with_one_part_under_two_names_is_an_error(folder: Path, tm
     tensors["layers.1.mlp.gate_proj.weight"] = tensors["model.layers.1.mlp.gate_proj.weight"] + 1
     write(tensors, tmp_path)
 
-    message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as layers\.1\.mlp\.gate_proj\.weight, and as"
+    message = r"holds model\.layers\.1\.mlp\.gate_proj\.weight twice: as it is, and as layers\.1\.mlp\.gate_proj\."
     with pytest.raises(PatchedWeightsError, match=message):
         load(tmp_path, "gate_up")
 

@@ -105,7 +105,7 @@ def test_it_does_not_matter_what_is_imported_first(imports: str, name: str, llam
 
 def test_the_watcher_is_gone_once_the_module_is_there() -> None:
     module = sys.modules["transformers.pipelines"]
-    watched = [finder.name for finder in sys.meta_path if type(finder).__name__ == "_Watcher"]  # type: ignore[union-attr]
+    watched = [finder.name for finder in sys.meta_path if type(finder).__name__ == "Watcher"]  # type: ignore[union-attr]
     assert module.__name__ not in watched
     assert module.__spec__ is not None
     assert type(module.__spec__.loader).__name__ == "SourceFileLoader"

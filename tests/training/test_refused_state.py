@@ -179,7 +179,7 @@ def test_one_half_of_what_was_one_parameter_is_refused() -> None:
 @pytest.mark.parametrize("cut", [Negated, Clamped, Bounded, ByValue, ThroughNumpy, Rounded, Doubled])
 def test_a_layout_of_a_user_that_is_not_known_to_move_values_is_refused(cut: type[Layout]) -> None:
     model = built(Patcher(fusions=[in_halves(cut)]), SMALL)
-    with pytest.raises(InvalidPatcherError, match=r"weight -> upper, lower \[\w+\] does more than move values"):
+    with pytest.raises(InvalidPatcherError, match=r"weight -> .*upper, .*lower \[\w+\] does more than move values"):
         original_optimizer_state_dict(model, adamw(model))
 
 

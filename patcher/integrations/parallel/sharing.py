@@ -249,8 +249,7 @@ def _share_experts(plan: Plan, path: str, carried: ModuleLayouts) -> None:
 
 def _converted(load: Selected) -> list[str]:
     """The modules that a class mapping has replaced and whose parameters conversions make."""
-    fused = load.record.fused
-    replaced = [item.path for item in load.record.replaced if item.path and item.path not in fused]
+    replaced = [item.path for item in load.record.replaced if item.path]
     if not replaced:
         return []
     stock = {

@@ -18,13 +18,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from patcher.checkpoints.weight_files import VARIANT
-from patcher.compat.conversions import stock_conversions
 from patcher.compat.models import as_stock, unreported
 from patcher.compat.seams import Stock, seam
-from patcher.construction.construction import outside_of_construction
-from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce
+from patcher.construction.construction import current_construction
+from patcher.construction.in_force import FUSION_CONFIG, LAYOUT, InForce, unpatched
 from patcher.construction.lock import construction_lock
-from patcher.construction.meta_init import MetaInit
 from patcher.errors import InvalidPatcherError, PatchConstructionError, PatcherError
 from patcher.fusions.config import KEY, names_in_file, split_fusion_config
 from patcher.loading.initial_values import InitialValues
@@ -50,12 +48,8 @@ from patcher.loading.record import record_of
 from patcher.loading.state_dicts import name_as_parameters, without_stacking
 from patcher.spec.patcher import Patcher
 
-#: The load that this thread or task is in: the result of its last step.
-_LOAD: ContextVar[Request | None] = ContextVar("patcher_load", default=None)
-#: What the call of `from_pretrained` around this code was given, patched or not.
-_CALL: ContextVar[Request | None] = ContextVar("patcher_call", default=None)
-#: What makes the next load a dry run, and where its last result goes.
-DRY_RUN: ContextVar[tuple[DryRun, list[Request]] | None] = ContextVar("patcher_dry_run", default=None)
+#: The load that this thread or task is in, patched or not: the result of its last step. Before it what makes it dry.
+_LOAD: ContextVar[Request | DryRun | None] = ContextVar("patcher_load", default=None)
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.from_pretrained")
@@ -63,40 +57,45 @@ def from_pretrained(
     stock: Stock, cls: type[PreTrainedModel], *args: Any, patcher: Patcher | None = None, **kwargs: Any
 ) -> Any:
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if (replacement := MetaInit.current()) is not None:
+    construction = current_construction()
+    if construction is not None and (replacement := construction.meta_init) is not None:
         if replacement.to_meta:
             raise PatchConstructionError(
                 f"{cls.__name__}.from_pretrained({str(path)!r}) is called while a model is being loaded, in the "
                 "__init__ of a replacement. transformers doesn't load a model inside of another one: load it before, "
                 "and let __init__ take that object."
             )
-        return outside_of_construction(
-            functools.partial(from_pretrained, stock, cls, *args, patcher=patcher, **kwargs)
-        )
-    dry = DRY_RUN.get()
-    with ExitStack() as stack:
-        for variable, value in (
-            (_LOAD, request(cls, patcher, path, kwargs, dry[0] if dry is not None else None)),
-            (_CALL, Request(model_class=cls, path=path, options=kwargs)),
-            (DRY_RUN, None),  # a load inside of this one is none
-        ):
-            stack.callback(variable.reset, variable.set(value))  # type: ignore[arg-type]
+        # A model of its own, not a part of this one.
+        return unpatched(functools.partial(from_pretrained, stock, cls, *args, patcher=patcher, **kwargs))
+    asked = _LOAD.get()
+    dry = asked if isinstance(asked, DryRun) else None
+    token = _LOAD.set(request(cls, patcher, path, kwargs, dry))
+    try:
         try:
             result = stock(cls, *args, **kwargs)
         finally:
             load = _LOAD.get()  # the checkpoint's own config may have asked for one
-            if dry is not None and load is not None:
-                dry[1].append(load)
+            if dry is not None and isinstance(load, Request) and load.in_force:
+                dry.reached.append(load)
         if type(load) is Request and load.own:
             raise never_constructed(load)
         if isinstance(load, Constructed) and dry is None:
             finish(load)
         return result
+    finally:
+        _LOAD.reset(token)
+
+
+def _requested() -> Request | None:
+    """What is asked of the load that this thread is in, None if its model is constructed already, or nothing is."""
+    load = _LOAD.get()
+    return load if type(load) is Request else None
 
 
 def current_load() -> Request | None:
     """The load that this thread is in, as far as it has come; None where nothing is patched."""
-    return _LOAD.get()
+    load = _LOAD.get()
+    return load if isinstance(load, Request) and load.in_force else None
 
 
 @seam(
@@ -118,19 +117,16 @@ def find_weights(
     **kwargs: Any,
 ) -> Any:
     """Find weights in a runtime layout under the names that they have, and ask for the fusions that made it."""
-    call, path, file = _CALL.get(), pretrained_model_name_or_path, transformers_explicit_filename
-    if call is not None and gguf_file is None:
-        options = {**call.options, **(download_kwargs or {})}
+    load, path, file = _requested(), pretrained_model_name_or_path, transformers_explicit_filename
+    if load is not None and gguf_file is None:
+        options = {**load.options, **(download_kwargs or {})}
         if file is None:
-            _CALL.set(replace(call, path=path, options=options))  # an adapter's folder may have led here
+            _LOAD.set(replace(load, path=path, options=options))  # an adapter's folder may have led here
             names = fusions_of_layout(path, options, variant)
         else:  # an adapter; or what a config names
             names = fusions_of_layout(Path(path or "", options.get("subfolder") or "", file), options)
         if names:
-            _ask_for(names, LAYOUT)
-            load = _LOAD.get()
-            if type(load) is Request:
-                _LOAD.set(replace(load, runtime_layout=True))
+            _LOAD.set(replace(_asking_for(names, LAYOUT), runtime_layout=True))
             variant = VARIANT
     kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
     return stock(path, variant, gguf_file, *args, **kwargs)
@@ -140,9 +136,9 @@ def find_weights(
 def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusion_config: Any) -> None:
     """Apply what `fusion_config` says under our name; the rest is transformers' own."""
     ours, rest = split_fusion_config(fusion_config)
-    call = _CALL.get()
+    load = _requested()
     # An argument takes the place of what the file says, but the weights in it lie as they do.
-    names = [*(names_in_file(call.path, call.options) if call is not None else ()), *ours]
+    names = [*(names_in_file(load.path, load.options) if load is not None else ()), *ours]
     if names:
         if config.fusion_config is fusion_config or config.fusion_config == fusion_config:
             # What a model's config says is how its weights lie in a file: the one in memory says nothing of a file.
@@ -150,35 +146,33 @@ def register_fusions(stock: Stock, cls: type[PreTrainedModel], config: Any, fusi
                 config.fusion_config = rest
             else:
                 del config.fusion_config
-        load = _LOAD.get()
-        _ask_for(names, LAYOUT if type(load) is Request and load.runtime_layout else FUSION_CONFIG)
+        _LOAD.set(_asking_for(names, LAYOUT if load is not None and load.runtime_layout else FUSION_CONFIG))
     if rest:
         stock(cls, config, rest)
 
 
-def _ask_for(names: Iterable[str], origin: str) -> None:
-    """Have the load apply the fusions that a file or a config names."""
-    call, load = _CALL.get(), _LOAD.get()
-    before = load if type(load) is Request else call
-    if call is None or before is None:
+def _asking_for(names: Iterable[str], origin: str) -> Request:
+    """The load with the fusions that a file or a config names."""
+    load = _requested()
+    if load is None:
         raise InvalidPatcherError(
             f"fusion_config: {KEY!r} is for a load, and none goes on here. For what is built otherwise write "
             f"with Patcher(fusions={list(names)!r}).applied(): ..."
         )
-    known = {fusion for entry in before.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
+    known = {fusion for entry in load.own if entry.origin in (LAYOUT, origin) for fusion in entry.patcher.fusions}
     entry = InForce(Patcher(fusions=[name for name in names if name not in known]), origin)
-    if entry.patcher.fusions:
-        check_supported((entry,), call.path, call.options)
-        _LOAD.set(replace(before, in_force=(*before.in_force, entry), own=(*before.own, entry)))
+    if not entry.patcher.fusions:
+        return load
+    check_supported((entry,), load.path, load.options)
+    return replace(load, in_force=(*load.in_force, entry), own=(*load.own, entry))
 
 
 @seam("transformers.modeling_utils:PreTrainedModel.get_init_context")
 def get_init_context(stock: Stock, cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     contexts = list(stock(cls, *args, **kwargs))
-    load = _LOAD.get()
-    inner = [construct(load, _constructed)] if type(load) is Request else []
-    call = _CALL.get()
-    what = f"{cls.__name__} from {call.path}" if call is not None and call.path is not None else cls.__name__
+    load = _requested()
+    inner = [construct(load, _constructed)] if load is not None and load.in_force else []
+    what = f"{cls.__name__} from {load.path}" if load is not None and load.path is not None else cls.__name__
     return [_entered([construction_lock.held_for(what), *contexts, *inner])]
 
 
@@ -253,7 +247,7 @@ def finalize(stock: Stock, model: PreTrainedModel, load_config: Any, loading_inf
         if load_config.weight_mapping is not None:
             # An adapter that is loaded next, as where the load began in its folder, is of the stock model.
             first = load_config.weight_mapping[: len(load.key_mapping or ())]
-            load_config.weight_mapping[:] = [*first, *without_stacking(model, stock_conversions(model))]
+            load_config.weight_mapping[:] = [*first, *without_stacking(model, load.stock)]
         _LOAD.set(finalized)
         return info
 
@@ -277,8 +271,7 @@ def dry_run(
     Raises:
         Exception: what transformers raises there, of its own.
     """
-    results: list[Request] = []
-    token = DRY_RUN.set((run, results))
+    token = _LOAD.set(run)
     error: PatcherError | None = None
     try:
         model_class.from_pretrained(None, state_dict=checkpoint, patcher=patcher, **options)
@@ -286,8 +279,8 @@ def dry_run(
         error = raised
     except Exception:
         # What transformers goes on to do with the weights, of a model that has none, says nothing.
-        if not (results and isinstance(results[-1], Loaded)):
+        if not (run.reached and isinstance(run.reached[-1], Loaded)):
             raise
     finally:
-        DRY_RUN.reset(token)
-    return (results[-1] if results else None), error
+        _LOAD.reset(token)
+    return (run.reached[-1] if run.reached else None), error

@@ -19,12 +19,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.loading.findings import Diagnostics
 from patcher.loading.initial_values import keeping_computed
 from patcher.loading.load import check_stands, check_supported, finish_by_hand
-from patcher.resolution.fused_modules import (
-    fuse_standing_modules,
-    fuse_when_all_stand,
-    prepare,
-    rebuild_fused_modules,
-)
+from patcher.resolution.fused_modules import fuse_standing_modules, keep_arguments, rebuild_fused_modules
 from patcher.resolution.resolution import replace_functions
 from patcher.spec.fingerprints import check_built, check_pins
 from patcher.spec.patcher import Patcher
@@ -69,7 +64,7 @@ def init(stock: Stock, self: PreTrainedModel, config: Any, *args: Any, **kwargs:
         )
     if construction is not None and construction.root in (None, self):
         construction.root = self
-        prepare(construction, stock_class(self), config)  # type: ignore[arg-type]
+        keep_arguments(construction)
     stock(self, config, *args, **kwargs)
 
 
@@ -90,8 +85,8 @@ def post_init(stock: Stock, self: PreTrainedModel) -> None:
 def stands(stock: Stock, model: PreTrainedModel) -> None:
     """Fuse a model that is loaded: it has been built, all through, and no quantizer has seen it."""
     construction = current_construction()
-    if construction is not None and construction.root is model:
-        fuse_when_all_stand(construction, model)
+    if construction is not None and construction.root is model and not construction.by_hand:
+        fuse_standing_modules(construction, model)
     stock(model)
 
 
@@ -101,24 +96,20 @@ def _initialise(stock: Stock, self: PreTrainedModel) -> None:
         stock(self)
         return
     is_root = construction.root is self
-    if construction.is_skeleton:
-        if is_root:
-            construction.unrecorded = replace_modules(construction, self)
-        stock(self)
-        return
-    if is_root:
+    if is_root and not construction.is_skeleton:
         for entry in construction.rules.entries:
             if entry.patcher.fingerprints:  # what the model is made of is all imported now
                 classes = {stock_class(module) for module in self.modules()}
                 home = stock_class(self).__module__
                 check_built(entry.patcher, classes, home, all_there=entry.origin == "patcher=")
+    if is_root:
         replace_modules(construction, self)
         replace_functions(construction, self)
-        rebuild_fused_modules(construction, self)
+        if not construction.is_skeleton:
+            rebuild_fused_modules(construction, self)
     with keeping_computed(construction.outermost_built):
         stock(self)
     if is_root:
         construction.stands = True
-        fuse_standing_modules(construction, self)
-    if is_root and construction.by_hand:
-        construction.at_end = functools.partial(finish_by_hand, construction, self)
+        if construction.by_hand:
+            construction.at_end = functools.partial(finish_by_hand, construction, self)
