@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -19,7 +22,7 @@ from patcher.fusions.base import Fusion
 from patcher.fusions.families import fusions_configured
 from patcher.layouts.transforms import identity
 from patcher.patterns import did_you_mean, find_key
-from patcher.spec import serialization as serializing
+from patcher.spec import files, serialization as serializing
 from patcher.spec.validation import FIELDS, MAPPINGS, groups_of
 
 if TYPE_CHECKING:
@@ -307,6 +310,65 @@ class Patcher:
                 allowed.
         """
         return serializing.from_dict(cls, data, allowed)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the data of `to_dict` into a folder, as `patcher.json`.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(Patcher(fusions="qkv").save(folder).name, Patcher.load(folder))
+        patcher.json Patcher(fusions=['qkv'])
+
+        Raises:
+            InvalidPatcherError: as in `to_dict`.
+        """
+        return files.write(self.to_dict(), folder)
+
+    @classmethod
+    def load(
+        cls,
+        folder_or_repo: str | os.PathLike[str],
+        allowed: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = (),
+        **places: Any,
+    ) -> Patcher:
+        """The patcher that `save` has written into a folder, or `push_to_hub` into a repo on the hub.
+
+        >>> import tempfile
+        >>> from torch.nn import Identity
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Patcher({"LlamaMLP": Identity}).save(folder)
+        ...     Patcher.load(folder, allowed=[Identity])
+        Patcher(class_mapping={'LlamaMLP': Identity})
+
+        Args:
+            folder_or_repo: a folder, or the name of a repo.
+            allowed: as in `from_dict`: nothing else is imported.
+            places: where in the hub, as `hf_hub_download` takes it: `revision`, `token`, `subfolder`, `cache_dir`, ...
+
+        Raises:
+            InvalidPatcherError: there is no such file, or as in `from_dict`.
+        """
+        return cls.from_dict(files.read(folder_or_repo, places), allowed)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Put the patcher into a repo on the hub, as `patcher.json`.
+
+        ```python
+        Patcher(fusions="qkv").push_to_hub("me/my-patcher")
+        ```
+
+        Args:
+            repo_id: the repo, which is made if there is none.
+            options: `token`, `private`, `revision`, `commit_message`.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            InvalidPatcherError: as in `to_dict`, before anything is sent.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            return files.push(self.save(folder), repo_id, **options)
 
     def applied(self) -> AbstractContextManager[Patcher]:
         """Patch what is built inside the block, in this thread or asyncio task only.
