@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from patcher.inspection.plan import Plan as Plan, plan as plan
     from patcher.inspection.report import Report as Report, report as report
     from patcher.integrations import install as install
+    from patcher.loading.new_weights import load_new_weights as load_new_weights, save_new_weights as save_new_weights
     from patcher.loading.state_dicts import (
         load_original_state_dict as load_original_state_dict,
         original_state_dict as original_state_dict,
@@ -74,12 +75,14 @@ _HOMES = {
     "install": "patcher.integrations",
     "like": "patcher.spec.like",
     "load_checkpoint_weights": "patcher.loading.streaming",
+    "load_new_weights": "patcher.loading.new_weights",
     "load_original_optimizer_state_dict": "patcher.training.optimizer_state",
     "load_original_state_dict": "patcher.loading.state_dicts",
     "original_optimizer_state_dict": "patcher.training.optimizer_state",
     "original_state_dict": "patcher.loading.state_dicts",
     "plan": "patcher.inspection.plan",
     "report": "patcher.inspection.report",
+    "save_new_weights": "patcher.loading.new_weights",
     "verify": "patcher.verification.verify",
 }
 _MODULES = ("codegen", "errors", "fusions", "monkey_patching", "presets")

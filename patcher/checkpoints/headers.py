@@ -36,11 +36,13 @@ class Headers:
         where: the file or repo that was asked.
         tensors: key -> a tensor without storage.
         unknown: the keys whose shapes nobody said: those of an index whose shards aren't there.
+        files: those that were opened.
     """
 
     where: str
     tensors: dict[str, torch.Tensor]
     unknown: frozenset[str] = frozenset()
+    files: tuple[str, ...] = ()
 
 
 def headers_of(
@@ -130,9 +132,10 @@ def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
         by_name: whether shards may be missing: whoever names an index means it. A load of a folder needs them all.
     """
     if not path.name.endswith(".index.json"):
-        return Headers(str(path), _tensors_of_file(path))
+        return Headers(str(path), _tensors_of_file(path), files=(str(path),))
     tensors: dict[str, torch.Tensor] = {}
     unknown: set[str] = set()
+    files: list[str] = []
     shards = _shards(path)
     for name, keys in shards.items():
         file = path.parent / name
@@ -143,7 +146,8 @@ def _headers_of_file(path: Path, *, by_name: bool = False) -> Headers:
             raise InvalidPatcherError(f"{path} names files of several kinds: {', '.join(shards)}. Fetch it again.")
         else:
             tensors.update(_tensors_of_file(file, f"; to plan by names alone pass checkpoint={str(path)!r}"))
-    return Headers(str(path), tensors, frozenset(unknown))
+            files.append(str(file))
+    return Headers(str(path), tensors, frozenset(unknown), tuple(files))
 
 
 def _shards(index: Path) -> dict[str, list[str]]:

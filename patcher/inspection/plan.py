@@ -195,7 +195,12 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
     headers, layout = _headers(model, checkpoint, config, options)
     cls = model_class_of(config, model_class, model, options)
     tensors, unknown = _completed(headers, cls, config) if headers is not None else ({}, frozenset[str]())
-    asked = DryRun(unknown, has_checkpoint=headers is not None, runtime_layout=bool(layout))
+    asked = DryRun(
+        unknown,
+        has_checkpoint=headers is not None,
+        files=headers.files if headers is not None else (),
+        runtime_layout=bool(layout),
+    )
     for_the_load = {name: value for name, value in options.items() if name not in PLACES}
     if layout:  # the weights lie so, whatever is asked for
         said = options.get("fusion_config") or getattr(config, "fusion_config", None)

@@ -51,12 +51,14 @@ class DryRun:
     Attributes:
         unknown: the keys of the checkpoint whose shapes nobody knows.
         has_checkpoint: whether there is one; without it conversions and weights are not judged.
+        files: of the checkpoint, as far as they are here.
         runtime_layout: whether it has the parameters of the model as they are.
         reached: the results of the load, the last of which says where it has come to.
     """
 
     unknown: frozenset[str] = frozenset()
     has_checkpoint: bool = True
+    files: tuple[str, ...] = ()
     runtime_layout: bool = False
     reached: list[Request] = field(default_factory=list, compare=False)
 
@@ -70,6 +72,7 @@ class Request:
         own: those of them that this very load brings.
         path: what is loaded.
         options: the keyword arguments of `from_pretrained`.
+        files: of the checkpoint, once they are found.
         runtime_layout: whether the checkpoint has the parameters of the model as they are.
     """
 
@@ -79,6 +82,7 @@ class Request:
     path: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     dry_run: DryRun | None = None
+    files: tuple[str, ...] = ()
     runtime_layout: bool = False
     started: float = field(default_factory=time.perf_counter)
 
@@ -107,6 +111,7 @@ def request(
         path=path,
         options=options,
         dry_run=dry_run,
+        files=dry_run.files if dry_run is not None else (),
         runtime_layout=dry_run is not None and dry_run.runtime_layout,
     )
 

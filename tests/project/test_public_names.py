@@ -15,8 +15,8 @@ NAMES = """
     PatchConstructionError PatchedWeightsError Patcher PatcherError PatcherWarning Plan PresetDriftError Report
     Resolution Stage UnmatchedPatchError Verification VerificationError __version__ checkpoint_metadata
     checkpoint_weights compare diff fingerprint forward_of fused_parameters install like load_checkpoint_weights
-    load_original_optimizer_state_dict load_original_state_dict original_optimizer_state_dict original_state_dict
-    plan report verify
+    load_new_weights load_original_optimizer_state_dict load_original_state_dict original_optimizer_state_dict
+    original_state_dict plan report save_new_weights verify
 """.split()
 MODULES = ["codegen", "errors", "fusions", "monkey_patching", "presets"]
 

@@ -43,6 +43,7 @@ from patcher.loading.load import (
     request,
     select,
 )
+from patcher.loading.new_weights import check_new_weights
 from patcher.loading.read import read
 from patcher.loading.record import record_of
 from patcher.loading.state_dicts import name_as_parameters, without_stacking
@@ -129,7 +130,10 @@ def find_weights(
             _LOAD.set(replace(_asking_for(names, LAYOUT), runtime_layout=True))
             variant = VARIANT
     kwargs |= {"transformers_explicit_filename": file, "download_kwargs": download_kwargs}
-    return stock(path, variant, gguf_file, *args, **kwargs)
+    found = stock(path, variant, gguf_file, *args, **kwargs)
+    if found[0] and (load := _requested()) is not None:
+        _LOAD.set(replace(load, files=tuple(found[0])))
+    return found
 
 
 @seam("transformers.fusion_mapping:register_fusion_patches", "cls", "config", "fusion_config")
@@ -222,11 +226,14 @@ def convert_and_load(
 ) -> Any:
     load = _LOAD.get()
     if type(load) is not Selected:  # unpatched, or an adapter that is read after the model
-        return stock(model, state_dict, load_config, *args, **kwargs)
+        info, disk_index = stock(model, state_dict, load_config, *args, **kwargs)
+        if type(load) is Request:
+            check_new_weights(load, info.unexpected_keys)
+        return info, disk_index
     loaded, info, disk_index = read(
         load, state_dict, load_config, lambda checkpoint, how: stock(model, checkpoint, how, *args, **kwargs)
     )
-    _LOAD.set(loaded)
+    _LOAD.set(check_new_weights(loaded, info.unexpected_keys))
     return info, disk_index
 
 

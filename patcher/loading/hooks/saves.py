@@ -7,7 +7,7 @@ it cuts shards: so gathering, ties and quantizers are its own, and so are the fi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
+from patcher.loading.new_weights import named_in_metadata, new_weights
 from patcher.loading.record import record_of
 from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
 
@@ -35,6 +36,8 @@ class _Save:
     """What this thread is saving, and whether transformers has taken it."""
 
     plan: SavePlan
+    #: name in the checkpoint -> parameter, of what a patcher has declared as new
+    new: Mapping[str, str]
     is_taken: bool = False
 
 
@@ -62,7 +65,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         )
     save = None
     if record is not None or names_fusions(self.config) or carriers(self):
-        save = _Save(plan_saving(self, given["state_dict"], given["save_original_format"]))
+        plan, new = plan_saving(self, given["state_dict"], given["save_original_format"]), new_weights(self)
+        save = _Save(plan, new if plan.original_format else dict.fromkeys(new.values(), ""))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)
     check_variant(given["variant"], in_layout=in_layout)
@@ -102,6 +106,15 @@ def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwa
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):  # it is saved shard by shard
         return OffloadedCheckpoint(save.plan, found)
     return save.plan.saved_state_dict(found)
+
+
+@seam("transformers.modeling_utils:safe_save_file", "tensors", "filename", "metadata")
+def write_file(stock: Stock, tensors: Any, filename: Any, metadata: Any = None) -> Any:
+    """Name the new weights in the file that has them."""
+    save = _SAVE.get()
+    if save is not None and save.new:
+        metadata = named_in_metadata(metadata, save.new, tensors, save.plan.model)
+    return stock(tensors, filename, metadata=metadata)
 
 
 @contextmanager
