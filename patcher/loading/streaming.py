@@ -306,7 +306,7 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
     Raises:
         InvalidPatcherError: with the reason, and what can be done instead.
     """
-    model, advice = checkpoint.model, "Load the weights anew with from_pretrained, in full precision and in memory."
+    model = checkpoint.model
     held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in checkpoint.own.items():
@@ -319,7 +319,8 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
         else:
             continue
         raise InvalidPatcherError(
-            f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. {advice}"
+            f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
+            "anew with from_pretrained, in full precision and in memory."
         )
     for name, piece in checkpoint.made.items():
         if not piece.is_moved:
