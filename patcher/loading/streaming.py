@@ -203,9 +203,10 @@ class _Checkpoint:
 
     def _read(self, name: str) -> torch.Tensor:
         value = self.merging[name]() if name in self.merging else self.own[name]
-        if isinstance(value, DTensor):
-            return value.detach().full_tensor().contiguous()
-        return load_offloaded_parameter(self.model, name).contiguous() if value.is_meta else value.detach()
+        if isinstance(value, DTensor) or not value.is_meta:
+            found: torch.Tensor = whole(value.detach())
+            return found.contiguous() if isinstance(value, DTensor) else found
+        return load_offloaded_parameter(self.model, name).contiguous()
 
 
 def _merged(make: Callable[[], nn.Module], name: str) -> torch.Tensor:
@@ -288,7 +289,7 @@ class _Loading:
         warn(text)
 
     def _target(self, name: str) -> torch.Tensor:
-        own = self.own[name]
+        own: torch.Tensor = self.own[name]
         if not isinstance(own, DTensor):
             return own
         if name not in self.whole:
