@@ -291,8 +291,7 @@ def traced(
     for name, tensor in tensors.items():
         trace.add(tensor, name=name)
     try:
-        # In inference mode a trace is shown more than what operations are made of.
-        with torch.inference_mode(False), torch.no_grad(), trace:
+        with torch.no_grad(), trace:
             made = convert({**tensors, **others})
     except Exception as error:
         if trace.is_lost:
