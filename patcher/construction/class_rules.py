@@ -117,11 +117,6 @@ class ClassRules:
         except PatchConflictError:
             return True
 
-    @property
-    def has_paths(self) -> bool:
-        """Whether a module mapping is in force."""
-        return any(entry.patcher.module_mapping for entry in self.entries)
-
     def match_path(self, path: str, cls: type[nn.Module], used: Container[tuple[InForce, str]] = ()) -> Match | None:
         """What is built in place of the module at a path: the innermost wins, and within a patcher the exact path.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
         PatchConflictError: two patterns ask for different classes in place of one module.
         PatchConstructionError: a replacement can't be built, or the arguments of what it replaces can't be known.
     """
-    if not construction.rules.has_paths:
+    if not any(entry.patcher.module_mapping for entry in construction.rules.entries):
         return
     used: dict[str, frozenset[tuple[InForce, str]]] = {}
     for depth in itertools.count():
@@ -61,12 +60,9 @@ def replace_modules(construction: Construction, model: PreTrainedModel) -> None:
 
 def _used_around(path: str, used: dict[str, frozenset[tuple[InForce, str]]]) -> frozenset[tuple[InForce, str]]:
     """The keys that have replaced what is around the module at a path."""
-    return frozenset().union(*(used.get(outer, frozenset()) for outer in _outer(path)))
-
-
-def _outer(path: str) -> Iterator[str]:
     segments = path.split(".")
-    return (".".join(segments[:length]) for length in range(1, len(segments)))
+    outer = (".".join(segments[:length]) for length in range(1, len(segments)))
+    return frozenset().union(*(used.get(each, frozenset()) for each in outer))
 
 
 def _match(

@@ -12,8 +12,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from patcher.errors import PatchConstructionError
 from patcher.fusions.families import is_our_own, shortest
 from patcher.fusions.methods import is_importable, member
 from patcher.fusions.old_names import Moved, OldNames
-from patcher.layouts.carried import ModuleLayouts, PickledClass
+from patcher.layouts.carried import RECIPE, ModuleLayouts, PickledClass
 from patcher.layouts.either_layout import carry
 from patcher.layouts.layouts import Layout, Rows, named_parameter
 from patcher.layouts.transforms import is_alone
@@ -39,9 +38,17 @@ _classes = weakref.WeakKeyDictionary()
 _kept: dict[Any, type[nn.Module]] = {}
 
 
+class MadeBy(NamedTuple):
+    """What a family has made a class of."""
+
+    fusion: Fusion
+    original: type[nn.Module]
+    recipe: Hashable
+
+
 def original_of(module: nn.Module) -> type[nn.Module]:
     """The class of a module, without what a family has made of it."""
-    made_by: MadeClass | None = getattr(type(module), "_made_by", None)
+    made_by: MadeBy | None = getattr(type(module), "_made_by", None)
     return made_by.original if made_by is not None else type(module)
 
 
@@ -56,7 +63,8 @@ def fused_class(fusion: Fusion, original: type[nn.Module], recipe: Hashable) -> 
         if cls is None or not _is_current(cls, original):
             cls = made[key] = fusion.make_class(original, recipe)
             if issubclass(cls, FusedModule) or not is_importable(cls):
-                cls._made_by = MadeClass(fusion, original, recipe)  # type: ignore[attr-defined]
+                cls._made_by = MadeBy(fusion, original, recipe)  # type: ignore[attr-defined]
+                setattr(cls, RECIPE, (fused_class, fusion, original, recipe))
                 if not issubclass(cls, FusedModule) and "__reduce_ex__" not in vars(cls):
                     cls.__reduce_ex__ = _reduce  # type: ignore[method-assign]
             if is_importable(original):  # others are freed with their last object
@@ -84,32 +92,6 @@ def fused_classes() -> list[tuple[type[nn.Module], type[nn.Module]]]:
     return [(fused, original) for fused, original in made if issubclass(fused, FusedModule)]
 
 
-@dataclass(frozen=True)
-class MadeClass:
-    """A class that a family has made, as it is pickled: not by its name, which another process doesn't know."""
-
-    fusion: Fusion
-    original: type[nn.Module]
-    recipe: Hashable
-
-    @staticmethod
-    def of(fused: type[nn.Module]) -> MadeClass | type[nn.Module]:
-        """What to pickle for a class: the class itself, if no family has made it."""
-        made_by: MadeClass | None = vars(fused).get("_made_by")
-        return fused if made_by is None else made_by
-
-    def __reduce__(self) -> Any:
-        return MadeClass._read, (self.fusion, PickledClass.of(self.original), self.recipe)
-
-    @staticmethod
-    def _read(fusion: Fusion, original: Any, recipe: Hashable) -> MadeClass:
-        return MadeClass(fusion, PickledClass.read(original), recipe)
-
-    def again(self) -> type[nn.Module]:
-        """The class."""
-        return fused_class(self.fusion, self.original, self.recipe)
-
-
 def takes_modules(cls: type[nn.Module]) -> bool:
     """Whether a fused class is made from the module that stands, rather than from constructor arguments."""
     return issubclass(cls, FusedModule) or hasattr(cls, "from_module")
@@ -117,21 +99,21 @@ def takes_modules(cls: type[nn.Module]) -> bool:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """For classes made at run time: the process that reads the pickle makes its own. Not for what derives from one."""
-    made_by: MadeClass | None = vars(type(self)).get("_made_by")
-    if made_by is None:
+    cls = type(self)
+    if "_made_by" not in vars(cls):
         return object.__reduce_ex__(self, protocol)
-    return (_restored, (made_by,), self.__getstate__())
+    return (_restored, (PickledClass(cls),), self.__getstate__())
 
 
-def _restored(made_by: MadeClass) -> nn.Module:
-    cls = made_by.again()
-    return cls.__new__(cls)
+def _restored(pickled: Any) -> nn.Module:
+    cls = PickledClass.read(pickled)
+    return cls.__new__(cls)  # type: ignore[no-any-return]
 
 
 class FusedModule(OldNames):
     """What rewritten classes have in common: a class of transformers with other parameters and other methods."""
 
-    _made_by: ClassVar[MadeClass]
+    _made_by: ClassVar[MadeBy]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -234,22 +234,24 @@ def adapted(model: nn.Module, merged: bool) -> Adapted:
 
     found: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
     for path, module in named_modules(model):
-        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) or path.startswith(
-            tuple(map(inside, found))
-        ):
+        is_around = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if not is_around or path.startswith(tuple(map(inside, found))):
             continue
-        if not merged and any(getattr(part, "merged", False) for part in module.modules()):
+        at: Any = module
+        is_wanted = merged and not at.disable_adapters
+        if not is_wanted and any(getattr(part, "merged", False) for part in module.modules()):
             raise InvalidPatcherError(
                 f"The adapter of {path} is merged into its weights, so they can't be told from it. Unmerge it first "
                 '(unmerge_adapter()), or write adapters="merged".'
             )
-        at: Any = module
-        if merged and not module.disable_adapters and module.active_adapters and hasattr(at, "modules_to_save"):
+        if is_wanted and at.active_adapters and hasattr(at, "modules_to_save"):
             at = at.modules_to_save[at.active_adapters[0]]  # trained in its place
         at = getattr(at, "token_adapter", getattr(at, "original_module", at))
-        is_changed = merged and isinstance(at, BaseTunerLayer) and not at.disable_adapters
-        base = at.get_base_layer() if isinstance(at, BaseTunerLayer) else at
-        found[path] = base, functools.partial(_merged, at) if is_changed else None
+        if not isinstance(at, BaseTunerLayer):
+            found[path] = at, None
+        else:
+            is_changed = is_wanted and not set(at.active_adapters) <= set(at.merged_adapters)
+            found[path] = at.get_base_layer(), functools.partial(_merged, at) if is_changed else None
     return found
 
 

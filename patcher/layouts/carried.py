@@ -48,7 +48,7 @@ class PickledClass:
 
     def __reduce__(self) -> Any:  # read as the class itself
         make, *args = vars(self.cls)[RECIPE]
-        return make, tuple(args)
+        return make, tuple(PickledClass.of(each) if isinstance(each, type) else each for each in args)
 
     def __deepcopy__(self, memo: Any) -> PickledClass:
         return self

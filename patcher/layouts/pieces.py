@@ -105,6 +105,7 @@ class Storage:
         like: a tensor on the meta device that is all of it.
         writes: where in it lie which others.
         operation: what computes it, and which of its results it is.
+        is_read: whether something has been made of it, so that nothing may be written to it any more.
     """
 
     def __init__(self, like: torch.Tensor, name: str = "", operation: tuple[Any, ...] | None = None) -> None:
@@ -112,6 +113,7 @@ class Storage:
         self.shape, self.stride = tuple(like.shape), like.stride()
         self.size = like.untyped_storage().nbytes() // like.element_size()
         self.writes: list[tuple[Piece, Piece]] = []
+        self.is_read = False
 
     @cached_property
     def is_filled_once(self) -> bool:
@@ -198,11 +200,11 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [each for group in listed for each in group if isinstance(each, torch.Tensor)]
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what becomes of storages on the meta device."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_lost = False
         #: with the storage itself, so that no other has its id
         self._known: dict[int, tuple[torch.UntypedStorage, Storage]] = {}
@@ -218,15 +220,16 @@ class _Trace(TorchDispatchMode):
         return self._known.get(id(tensor.untyped_storage()), (None, None))[1] if is_meta else None
 
     def piece(self, tensor: torch.Tensor) -> Piece:
-        """Where a tensor lies.
+        """Where a tensor lies whose values are used.
 
         Raises:
             UntracedError: that isn't known.
         """
         storage = self.known(tensor)
-        if storage is None or storage.dtype != tensor.dtype:
+        if storage is None or storage.dtype != tensor.dtype or tensor.is_conj():
             raise self._lost()
-        return Piece(storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        storage.is_read = True
+        return Piece(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -264,9 +267,10 @@ class _Trace(TorchDispatchMode):
 
     def _copy(self, place: torch.Tensor, value: torch.Tensor) -> None:
         storage = self.known(place) or self.add(place)
-        if storage.name or storage.operation or place.dtype != value.dtype:
+        if storage.name or storage.operation or storage.is_read or place.dtype != value.dtype:
             raise self._lost()
         storage.writes.append(_merged(self.piece(place), self.piece(value.expand(place.shape))))
+        storage.is_read = False
 
 
 def traced(
@@ -339,6 +343,5 @@ class Values:
         func, args, kwargs, number = storage.operation
         args, kwargs = tree_map_only(Piece, self._read, (args, kwargs))
         found = _tensors((func(*args, **kwargs),))[number]
-        if found.stride() == storage.stride:
-            return found
-        return found.new_empty_strided(storage.shape, storage.stride).copy_(found)
+        lying: torch.Tensor = found.new_empty_strided(storage.shape, storage.stride)
+        return found if found.stride() == storage.stride else lying.copy_(found)

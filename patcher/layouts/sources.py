@@ -108,11 +108,7 @@ class Computed:
         self.name = name
         self._shape = shape
         self._dtype = dtype
-        group.expects(name)
-
-    def leave(self) -> None:
-        """Say that it will not be read."""
-        self.group.expects_no_more(self.name)
+        group.expected.add(name)
 
     def get_shape(self) -> list[int]:
         return list(self._shape)
@@ -148,20 +144,15 @@ class Computation:
     ) -> None:
         self.convert, self.sources, self.scales = convert, sources, scales
         self._lock = threading.Lock()
-        self._expected: set[Any] = set()
+        #: what will be read
+        self.expected: set[Any] = set()
         self._left: dict[Any, torch.Tensor] = {}
-
-    def expects(self, name: Any) -> None:
-        self._expected.add(name)
-
-    def expects_no_more(self, name: Any) -> None:
-        self._expected.discard(name)
 
     def take(self, name: Any) -> torch.Tensor:
         with self._lock:
             if name not in self._left:  # not yet computed, or read once more
                 made = self.convert({each: source[...] for each, source in self.sources.items()})
-                self._left = {each: made[each] for each in self._expected}
+                self._left = {each: made[each] for each in self.expected}
             return self._left.pop(name)
 
 
@@ -229,7 +220,7 @@ def _uncut(layout: Layout, sources: Sequence[Any]) -> list[Any] | None:
         key is not None and torch.equal(piece, numbered[key]) for key, piece in zip(found, pieces, strict=True)
     ):
         return None
-    stack.leave()
+    group.expected.discard(stack.name)
     return [group.sources[key] for key in found]
 
 

@@ -240,7 +240,7 @@ def seen(
     chosen = {id(built.module): not built.entry.is_registry for built in construction.built}
     modules = list(named_modules(model))  # once: walks are a good part of what a load of ours takes longer
     plan = resolution.fusion_plan
-    fusions = {path: fusion for fusion, paths in plan.by_fusion.items() for path in paths}
+    fusions = plan.by_path
     patched = [
         PatchedModule(
             path,

@@ -236,8 +236,7 @@ def _quantized_keys(keys: Iterable[str], checkpoint: Mapping[str, Any], is_taken
 def _has_quantized(layer: str, held: list[str], checkpoint: Mapping[str, Any]) -> bool:
     if any(key not in (f"{layer}.weight", f"{layer}.bias") for key in held):
         return True
-    dtype: Any = dtype_of(checkpoint[held[0]]) if held[0].endswith(".weight") else None
-    return dtype.startswith(_BYTES) if isinstance(dtype, str) else dtype is not None and dtype.itemsize == 1
+    return held[0].endswith(".weight") and dtype_of(checkpoint[held[0]]).startswith(_BYTES)
 
 
 def _refused(what: str, keys: Iterable[str]) -> PatchedWeightsError | None:

@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from patcher.compat.models import stock_class
 from patcher.construction.in_force import InForce
 from patcher.fusions.base import Fusion
-from patcher.fusions.fused_module import MadeClass
+from patcher.layouts.carried import PickledClass
 from patcher.layouts.layouts import Layout
 from patcher.layouts.selection import select_conversions
 from patcher.loading.routes import Route
@@ -43,7 +43,7 @@ class PatchedModule:
     layouts: tuple[Layout, ...] = ()
 
     def __reduce__(self) -> Any:
-        return _unpickled_module, tuple((vars(self) | {"replacement": MadeClass.of(self.replacement)}).values())
+        return _unpickled_module, tuple((vars(self) | {"replacement": PickledClass.of(self.replacement)}).values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +119,7 @@ class PatchRecord:
 
 
 def _unpickled_module(path: str, original: Any, replacement: Any, *rest: Any) -> PatchedModule:
-    made = replacement.again() if isinstance(replacement, MadeClass) else replacement
-    return PatchedModule(path, original, made, *rest)
+    return PatchedModule(path, original, PickledClass.read(replacement), *rest)
 
 
 def _unpickled(values: dict[str, Any]) -> PatchRecord:

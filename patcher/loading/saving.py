@@ -89,6 +89,7 @@ class SavePlan:
         restored = {name: tensor for name, tensor in tensors.items() if name in converted}
         return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
 
+    @torch.inference_mode(False)  # in which operations aren't shown as what they are made of
     def pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Where in the state dict the tensors of `saved_state_dict` lie, found without values; others as they are.
 

@@ -203,9 +203,10 @@ class _Checkpoint:
 
     def _read(self, name: str) -> torch.Tensor:
         value = self.merging[name]() if name in self.merging else self.own[name]
-        if isinstance(value, DTensor):
-            return value.detach().full_tensor().contiguous()
-        return load_offloaded_parameter(self.model, name).contiguous() if value.is_meta else value.detach()
+        if isinstance(value, DTensor) or not value.is_meta:
+            found: torch.Tensor = whole(value.detach())
+            return found.contiguous() if isinstance(value, DTensor) else found
+        return load_offloaded_parameter(self.model, name).contiguous()
 
 
 def _merged(make: Callable[[], nn.Module], name: str) -> torch.Tensor:
@@ -288,7 +289,7 @@ class _Loading:
         warn(text)
 
     def _target(self, name: str) -> torch.Tensor:
-        own = self.own[name]
+        own: torch.Tensor = self.own[name]
         if not isinstance(own, DTensor):
             return own
         if name not in self.whole:
@@ -306,7 +307,7 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
     Raises:
         InvalidPatcherError: with the reason, and what can be done instead.
     """
-    model, advice = checkpoint.model, "Load the weights anew with from_pretrained, in full precision and in memory."
+    model = checkpoint.model
     held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
     for name, value in checkpoint.own.items():
@@ -319,7 +320,8 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
         else:
             continue
         raise InvalidPatcherError(
-            f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. {advice}"
+            f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
+            "anew with from_pretrained, in full precision and in memory."
         )
     for name, piece in checkpoint.made.items():
         if not piece.is_moved:

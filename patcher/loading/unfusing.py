@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import ORIGINAL, is_initialized, mark_initialized, named_modules
 from patcher.errors import InvalidPatcherError
-from patcher.fusions.fused_module import FusedModule, MadeClass
+from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.carried import ModuleLayouts, fused_modules, is_quantized
 from patcher.layouts.either_layout import carry
 from patcher.layouts.transforms import by_itself
@@ -117,7 +117,7 @@ def _check(path: str, module: nn.Module, carried: ModuleLayouts, replacements: C
         if added := [key for key, each in held.items() if each is not None and f"{owner}.{key}" not in carried.fused]:
             raise cannot(f"{owner}.{added[0]} was added to it")
     cls = unrebound(type(module))
-    if isinstance(module, FusedModule) and MadeClass.of(cls) is cls and cls not in replacements:
+    if isinstance(module, FusedModule) and "_made_by" not in vars(cls) and cls not in replacements:
         raise cannot(f"its class {cls.__qualname__} was derived from the fused one, and would be lost")
 
 

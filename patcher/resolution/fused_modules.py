@@ -11,7 +11,6 @@ from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import DisableTorchFunction, mark_original_class
 from patcher.construction.class_rules import Match
 from patcher.construction.construction import Construction
-from patcher.construction.in_force import InForce
 from patcher.construction.init_hooks import cover_new_classes
 from patcher.construction.modules_by_path import arguments_of
 from patcher.fusions.families import fusion_named, is_our_own
@@ -52,8 +51,9 @@ def rebuild_fused_modules(construction: Construction, model: PreTrainedModel) ->
             continue  # of a part that was loaded by itself
         new = fused.get(id(module))
         if new is None:
-            key, entry = _fusion_of(construction, path)
-            match = Match(key, cls, entry, type(module), "fusions")
+            fusion = resolution.fusion_plan.by_path[path]
+            entry = next(each for each in construction.rules.entries if fusion in each.patcher.fusions)
+            match = Match(fusion, cls, entry, type(module), "fusions")
             args, kwargs = arguments_of(construction, path, module, match)
             new = fused[id(module)] = construction.build_in_place_of(module, type(module), match, args, kwargs)
         parent._modules[name] = new
@@ -63,21 +63,13 @@ def fuse_standing_modules(construction: Construction, model: PreTrainedModel) ->
     """Fuse the modules of a model that stand: with initial values, or on the meta device in a load."""
     resolve_fusions(construction, model)
     resolution: Resolution = construction.resolution or NO_CHANGE
+    fusions = resolution.fusion_plan.by_path
     for path, cls in resolution.fused.items():
         module = model.get_submodule(path)
         if path in resolution.fusion_plan.rebuilt or unrebound(type(module)) is cls:
             continue  # or it is of a part that was loaded by itself
-        fusion = fusion_named(_fusion_of(construction, path)[0])
-        fused = fuse(fusion, module, cls, resolution.fusion_plan.layouts.get(path, ()))
+        fused = fuse(fusion_named(fusions[path]), module, cls, resolution.fusion_plan.layouts.get(path, ()))
         mark_original_class(fused, resolution.original_classes[path])
         if fused is not module:
             parent_path, _, name = path.rpartition(".")
             model.get_submodule(parent_path)._modules[name] = fused
-
-
-def _fusion_of(construction: Construction, path: str) -> tuple[Any, InForce]:
-    """The fusion that takes the module at `path`, and the patcher that asks for it."""
-    for fusion, paths in construction.resolution.fusion_plan.by_fusion.items():
-        if path in paths:
-            return fusion, next(entry for entry in construction.rules.entries if fusion in entry.patcher.fusions)
-    raise KeyError(path)

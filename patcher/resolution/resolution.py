@@ -61,6 +61,11 @@ class FusionPlan:
     layouts: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict)
     transforms: tuple[WeightTransform, ...] = ()
 
+    @property
+    def by_path(self) -> dict[str, str | Fusion]:
+        """The paths that are fused, each with its fusion."""
+        return {path: fusion for fusion, paths in self.by_fusion.items() for path in paths}
+
 
 @dataclass(frozen=True, eq=False)
 class Resolution:
@@ -221,17 +226,12 @@ def resolve_standing(
     )
 
 
-def functions_in_force(entries: Iterable[InForce], model: nn.Module) -> Functions:
-    """What the function mappings in force do to a model, the innermost first.
+def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
+    """Have the modules of a model call the replacements, before it is initialised and anything is fused.
 
     Raises:
         PatchConstructionError: a replacement doesn't fit a call, or a call can't be changed for one model alone.
     """
-    layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in entries)
-    return find_functions(model, layers) if any(layers) else NO_FUNCTIONS
-
-
-def replace_functions(construction: Construction, model: PreTrainedModel) -> None:
-    """Have the modules of a model call the replacements, before it is initialised and anything is fused."""
-    construction.functions = functions_in_force(construction.rules.entries, model)
+    layers = tuple(tuple(entry.patcher.function_mapping.items()) for entry in construction.rules.entries)
+    construction.functions = find_functions(model, layers) if any(layers) else NO_FUNCTIONS
     swap_functions(model, construction.functions)

@@ -271,3 +271,29 @@ def test_a_copy_can_not_be_built_again(made: str, folder: Path) -> None:
         make(Local())
     model = make(Local(modules="model.layers.1.mlp"))
     assert [path for path, *_ in report(model).fused] == ["model.layers.1.mlp"]
+
+
+class Twice(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class DownTwice(TurnedDown):
+    def layouts(self, module: nn.Module) -> Iterable[Layout]:
+        return ()
+
+    def make_fused_class(self, original_cls: type[nn.Module]) -> type[nn.Module]:
+        return Twice
+
+
+@pytest.mark.parametrize("made", ["from_config", "from_pretrained"])
+def test_a_module_of_torch_is_built_again_by_its_attributes(made: str, folder: Path) -> None:
+    patcher = Patcher(fusions=[DownTwice()])
+    if made == "from_pretrained":
+        model = AutoModelForCausalLM.from_pretrained(folder, patcher=patcher)
+        stock = load(folder).state_dict()
+        assert all(torch.equal(value, stock[name]) for name, value in model.state_dict().items())
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), patcher=patcher)
+    assert {type(layer.mlp.down_proj) for layer in model.model.layers} == {Twice}
+    assert {was for _, was, _ in report(model).fused} == {"Linear"}

@@ -112,6 +112,16 @@ def test_what_is_made_is_dropped_with_the_last_that_needs_it(monkeypatch: pytest
             assert seen[-1] == 0
 
 
+def test_in_inference_mode() -> None:
+    for row in (*ROWS, *MORE):
+        trained, engine = row.patched(), row.stock()
+        expected = streamed(trained)
+        with torch.inference_mode():
+            assert streamed(trained) == expected, row.name
+            load_checkpoint_weights(overwritten(engine), checkpoint_weights(trained))
+        assert streamed(engine) == expected, row.name
+
+
 def test_a_loop_that_ends_early_leaves_the_model_as_it_was() -> None:
     model = build_tiny(tiny_mixtral_config())
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,178 @@
+"""Weights that stream."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig, QuantoConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import patcher
+from patcher import Patcher, checkpoint_weights, load_checkpoint_weights
+from tests.project.advice import Place, Steps, advice, load, same, written
+from tests.support.tiny import save_tiny, tiny_llama_config
+
+QKV = Patcher(fusions="qkv")
+
+
+def adapted(at: Place, *targets: str, **options: Any) -> Any:
+    model: Any = get_peft_model(load(at.llama, **options), LoraConfig(target_modules=list(targets)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    return model
+
+
+def filled(at: Place, weights: Any) -> Any:
+    model = load(at.llama)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint_weights(model, weights)
+    return model
+
+
+@advice(
+    '{} has an adapter, and adapters={} doesn\'t say what becomes of it. Write adapters="merged" for weights that '
+    'compute what the model does, or adapters="left out".'
+)
+def weights_with_an_adapter(at: Place) -> Steps:
+    model = adapted(at, "q_proj")
+    said = yield lambda: checkpoint_weights(model)
+    merged, left_out = (
+        written(said, pattern, dict=dict)
+        for pattern in (r"Write adapters=(\"merged\")", r"or adapters=(\"left out\")")
+    )
+    assert same(filled(at, checkpoint_weights(model, adapters=left_out)), at.llama)
+    ids = torch.arange(3, 12)[None]
+    engine = filled(at, checkpoint_weights(model, adapters=merged))
+    assert torch.allclose(engine(ids).logits, model.eval()(ids).logits, atol=1e-4)
+
+
+@advice(
+    "The adapter of {} is merged into its weights, so they can't be told from it. Unmerge it first "
+    '(unmerge_adapter()), or write adapters="merged".'
+)
+def weights_with_an_adapter_that_is_merged(at: Place) -> Steps:
+    model = adapted(at, "q_proj")
+    model.merge_adapter()
+    yield lambda: checkpoint_weights(model, adapters="left out")
+    ids = torch.arange(3, 12)[None]
+    engine = filled(at, checkpoint_weights(model, adapters="merged"))
+    assert torch.allclose(engine(ids).logits, model.eval()(ids).logits, atol=1e-4)
+    model.unmerge_adapter()
+    assert same(filled(at, checkpoint_weights(model, adapters="left out")), at.llama)
+
+
+@advice('An adapter can\'t be merged into {}: it is {}. Write adapters="left out", and give the engine the adapter.')
+def an_adapter_of_one_of_two_tied_weights(at: Place) -> Steps:
+    folder = save_tiny(tiny_llama_config(tie_word_embeddings=True), at.tmp / "tied")
+    config = LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings(action="ignore"):  # PEFT's own
+        model, engine = (get_peft_model(load(folder), config) for _ in range(2))
+    yield lambda: checkpoint_weights(model, adapters="merged")
+    load_checkpoint_weights(engine, checkpoint_weights(model, adapters="left out"))
+    adapter = {name: value for name, value in model.state_dict().items() if "lora" in name}
+    engine.load_state_dict(adapter, strict=False)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@advice("can't save them, so they have no checkpoint. Stream those of the model that isn't quantized.")
+def weights_that_a_quantizer_cannot_save(at: Place) -> Steps:
+    model = load(at.llama, quantization_config=QuantoConfig(weights="int8"))
+    yield lambda: checkpoint_weights(model)
+    assert same(filled(at, checkpoint_weights(load(at.llama))), at.llama)
+
+
+@advice(
+    "{} of {} {}, so nothing can be written into it in place. Load the weights anew with from_pretrained, in full "
+    "precision and in memory."
+)
+def weights_for_a_quantized_model(at: Place) -> Steps:
+    model = load(at.llama, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    yield lambda: load_checkpoint_weights(model, checkpoint_weights(load(at.llama)))
+    assert same(load(at.llama), at.llama)
+
+
+class Doubled(ConversionOps):
+    """Computes."""
+
+    factor = 2.0
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+        ((value,),) = input_dict.values()
+        return {target_patterns[0]: self.of(value)}
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.factor
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        other = type(self)()
+        other.factor = 1 / self.factor
+        return other
+
+
+class DoubledInPlace(Doubled):
+    """The same, of the tensor that it is given."""
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        return value.mul_(self.factor)
+
+
+class HalfMLP(LlamaMLP):
+    """Its down projection holds twice the values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+def doubled(operation: type[Doubled]) -> Patcher:
+    conversion = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[operation()])
+    return Patcher({"LlamaMLP": HalfMLP}, extra_weight_conversions=conversion)
+
+
+@advice("Use patcher.load_original_state_dict(model, dict(weights)).")
+def weights_that_a_conversion_computes(at: Place) -> Steps:
+    model, weights = load(at.llama, doubled(Doubled)), checkpoint_weights(load(at.llama))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    said = yield lambda: load_checkpoint_weights(model, weights)
+    written(said, r"Use (patcher\..*)\.$", patcher=patcher, model=model, weights=weights)
+    assert same(model, at.llama)
+
+
+@advice(
+    "A conversion of {} writes into the tensors that it is given, or reads them as another type, so its weights can't "
+    "be told one by one. Write its operations without that."
+)
+def an_operation_that_writes_to_what_it_is_given(at: Place) -> Steps:
+    yield lambda: checkpoint_weights(load(at.llama, doubled(DoubledInPlace)))
+    assert same(filled(at, checkpoint_weights(load(at.llama, doubled(Doubled)))), at.llama)
+
+
+@advice("The weights of one model of transformers are meant, and {} has {}. Give the model itself.")
+def weights_of_several_models(at: Place) -> Steps:
+    both = nn.ModuleList([load(at.llama), load(at.llama, QKV)])
+    yield lambda: checkpoint_weights(both)
+    assert same(filled(at, checkpoint_weights(both[1])), at.llama)
+
+
+@advice("Give it all tensors of one checkpoint, or write strict=False if it is to keep the rest.")
+def weights_of_which_some_are_missing(at: Place) -> Steps:
+    weights, model = dict(checkpoint_weights(load(at.llama))), load(at.llama, QKV)
+    some = {name: value for name, value in weights.items() if "k_proj" not in name}
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    yield lambda: load_checkpoint_weights(model, some)
+    assert same(model, at.llama)
+    load_checkpoint_weights(model, weights)
+    assert same(model, at.llama)
