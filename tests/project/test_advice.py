@@ -128,6 +128,8 @@ NOT_HERE = {
     "that its module has; write its name": "done in tests/spec/test_like",
     "Take one away, or add the exact name, which wins: {}: ...": "done in tests/spec/test_like",
     "there is no {} in {} ({}: {}). Correct the name.": "done in tests/spec/test_like",
+    "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
+    "out of kernel_config=, or its classes and functions out of the patcher.": "done in tests/libraries/use_kernels",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
