@@ -119,7 +119,8 @@ def chooses_kernel(cls: type, original: type) -> bool:
 
 def kernel_functions(module: nn.Module) -> dict[str, Any]:
     """Name -> function, of those that a module calls and transformers looks for a kernel for."""
-    return module.__dict__.get("_kernel_funcs", {})
+    found: dict[str, Any] = module.__dict__.get("_kernel_funcs", {})
+    return found
 
 
 def functions_alone(module: nn.Module) -> Any:

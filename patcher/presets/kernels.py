@@ -100,10 +100,10 @@ _FUNCTIONS = {
 def _normed(
     states: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, casting: str = "gemma"
 ) -> torch.Tensor:
-    from liger_kernel.ops import LigerRMSNormFunction
+    from liger_kernel import ops  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     # Not in place, as Liger's own layers are by default: a gradient may be that of a residual connection as well.
-    return LigerRMSNormFunction.apply(states, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
+    return ops.LigerRMSNormFunction.apply(states, weight, eps, offset, casting, False)  # type: ignore[no-any-return]
 
 
 def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _gated(activation: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch
         return activation(gate) * up  # type: ignore[no-any-return]
     product: torch.Tensor = getattr(ops, name).apply(gate, up)
     if product.requires_grad and not torch.compiler.is_compiling():
-        product.register_hook(_Once())
+        product.register_hook(_Once())  # type: ignore[no-untyped-call]
     return product
 
 

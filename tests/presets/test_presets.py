@@ -474,6 +474,15 @@ def test_kernels_take_the_place_of_norms_and_mlps(family: str, liger: None, tmp_
     assert presets.for_model(config)[-1] == presets.LIGER
 
 
+def test_kernels_are_compiled_in_one_graph(liger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=presets.LIGER)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which torch asks as well
+    states = torch.randn(2, 3, 32, requires_grad=True)
+    for module in (model.model.norm, model.model.layers[0].mlp):
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(states), module(states))
+
+
 def test_the_installed_code_is_that_which_kernels_are_pinned_to(liger: None) -> None:
     pins = presets.LIGER.fingerprints
     assert len(pins) == len(presets.LIGER.class_mapping)
