@@ -14,7 +14,7 @@ from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
 from patcher.spec.forward_of import ForwardOf
-from patcher.spec.like import Like, find_like
+from patcher.spec.like import Like, find_like, likes_among
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ClassRules:
 
     def _likes_of(self, cls: type[nn.Module]) -> list[Like]:
         if cls not in self._alike:
-            self._alike[cls] = [key for key in self._likes if key.matches(cls)]
+            self._alike.update(likes_among(self._likes, [cls]))
         return self._alike[cls]
 
     def match_bound(self, cls: type[nn.Module], name: str) -> Match | None:
@@ -99,7 +99,8 @@ class ClassRules:
         if not self._likes:
             return module_subclasses(is_meant)
         known = module_subclasses()
-        alike = [cls for key in self._likes for cls in key.among(known) if not cls.__module__.startswith("torch.")]
+        self._alike.update(likes_among(self._likes, known))
+        alike = [cls for cls in known if self._alike[cls] and not cls.__module__.startswith("torch.")]
         return [*(cls for cls in known if is_meant(cls.__name__)), *alike]
 
     def _is_meant(self, name: str) -> bool:

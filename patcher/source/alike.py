@@ -23,13 +23,11 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-
-T = TypeVar("T")
 
 #: What a class has whatever it computes, what only shows it or initialises weights that a checkpoint has, and what the
 #: decorators of kernels note on it.
@@ -88,16 +86,14 @@ def difference(one: Any, other: Any) -> str:
     return ""
 
 
-def alike_to(target: Any, others: Iterable[T]) -> list[T]:
-    """Those of many classes or functions that compute the same as one. Most aren't worth comparing, which is quick."""
-    if not isinstance(target, type):
-        return [other for other in others if not difference(target, other)]
-    size = _size_of_forward(target)
-    return [cls for cls in others if _size_of_forward(cls) == size and not difference(target, cls)]
+def sizes(cls: Any) -> tuple[Any, ...]:
+    """What is the same of two classes that are alike, and of few others: quick to tell, for most aren't worth more."""
+    own = vars(cls)
+    return _size(own.get("forward")), _size(_before(own.get("__init__")))
 
 
-def _size_of_forward(cls: Any) -> Any:
-    code = getattr(vars(cls).get("forward"), "__code__", None)
+def _size(function: Any) -> Any:
+    code = getattr(function, "__code__", None)
     return code and (code.co_nlocals, code.co_stacksize, code.co_argcount)
 
 
@@ -164,11 +160,16 @@ class _Comparison:
 def members(cls: type) -> dict[str, Any]:
     """What a class itself has that what it computes may depend on."""
     found = {name: value for name, value in vars(cls).copy().items() if name not in _LEFT_OUT}
-    while hasattr(found.get("__init__"), IN_PLACE_OF):
-        found["__init__"] = getattr(found["__init__"], IN_PLACE_OF)
-        if found["__init__"] is None:
-            del found["__init__"]
+    if (init := _before(found.pop("__init__", None))) is not None:
+        found["__init__"] = init
     return found
+
+
+def _before(function: Any) -> Any:
+    """What a function is in the place of for a while."""
+    while hasattr(function, IN_PLACE_OF):
+        function = getattr(function, IN_PLACE_OF)
+    return function
 
 
 def _require(condition: bool, where: str, why: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from patcher.compat.modeling_code import home_of
 from patcher.errors import InvalidPatcherError, PatchConflictError
-from patcher.source.alike import alike_to, difference, without_kernel
+from patcher.source.alike import difference, sizes, without_kernel
 
 PREFIX = "like:"
 
@@ -61,10 +61,6 @@ class Like(str):
         (True, False)
         """
         return not difference(self.resolve(), other)
-
-    def among(self, classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
-        """The classes that compute the same as the target. Every load asks about all that live, so it is quick."""
-        return alike_to(self.resolve(), classes)
 
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
@@ -138,6 +134,19 @@ def like(target: str | type | Callable[..., Any]) -> Like:
 def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
     """The keys of a mapping that mean a class or function because it is like their target."""
     return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+
+
+def likes_among(
+    keys: Iterable[Like], classes: Iterable[type[nn.Module]]
+) -> Iterator[tuple[type[nn.Module], list[Like]]]:
+    """Each class, and the keys that mean it. Every load asks about all classes that live, so it is quick."""
+    targets: dict[Any, list[tuple[Like, Any]]] = {}
+    for key in keys:
+        target = key.resolve()
+        if isinstance(target, type):
+            targets.setdefault(sizes(target), []).append((key, target))
+    for cls in classes:
+        yield cls, [key for key, target in targets.get(sizes(cls), ()) if not difference(target, cls)]
 
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:
