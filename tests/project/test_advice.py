@@ -131,6 +131,7 @@ NOT_HERE = {
     "by the patcher: class_mapping={{}: ...}, with a class of that layout": "done in tests/libraries/use_kernels",
     "out of kernel_config=, or its classes and functions out of the patcher.": "done in tests/libraries/use_kernels",
     "Run the forward again for each, or load without the preset LIGER.": "done in tests/libraries/liger_on_cpu",
+    "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
