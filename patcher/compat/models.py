@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,6 +106,28 @@ def mark_original_class(module: nn.Module, original: type[nn.Module]) -> None:
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without patchers: neither replaced nor fused, its functions those of its file."""
     return original_class(module) or unrebound(type(module))
+
+
+def kernel_name(cls: type) -> str:
+    """Under which name transformers looks for a kernel for the modules of a class, "" if for none."""
+    return getattr(cls, "kernel_layer_name", "")
+
+
+def chooses_kernel(cls: type, original: type) -> bool:
+    """Whether a class names its kernel itself, and doesn't inherit it from one that it is in the place of."""
+    own = (each for each in cls.__mro__ if each not in original.__mro__)
+    return bool(kernel_name(cls)) and any("kernel_layer_name" in vars(each) for each in own)
+
+
+def kernel_functions(module: nn.Module) -> dict[str, Any]:
+    """Name -> function, of those that a module calls and transformers looks for a kernel for."""
+    found: dict[str, Any] = module.__dict__.get("_kernel_funcs", {})
+    return found
+
+
+def functions_alone(module: nn.Module) -> Any:
+    """A module as what looks for kernels is to see one that keeps its forward."""
+    return SimpleNamespace(_kernel_funcs=kernel_functions(module))
 
 
 class ModelView:

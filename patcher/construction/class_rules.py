@@ -14,7 +14,7 @@ from patcher.errors import PatchConflictError
 from patcher.expressions import search
 from patcher.patterns import find_key, hits, is_expression, matches_path
 from patcher.spec.forward_of import ForwardOf
-from patcher.spec.like import Like, find_like
+from patcher.spec.like import Like, find_like, may_match
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class ClassRules:
         named = [cls for cls in known if cls.__name__ in self._exact]
         if self._expressions:
             named += [cls for cls in known if any(search(key, cls.__name__) for key in self._expressions)]
-        for key in self._likes:
-            alike = key.candidates(set(known) - classes_of_torch())
-            named += [cls for cls in alike if is_modeling_module(cls.__module__) or key.matches(cls)]
+        if self._likes:
+            alike = may_match(self._likes, set(known) - classes_of_torch())
+            named += [cls for cls in alike if is_modeling_module(cls.__module__) or self._likes_of(cls)]
         return named
 
     def may_concern(self, cls: type[nn.Module]) -> bool:
         """Whether a mapping may name `cls`. What a key of `like` matches is settled where it is built."""
-        return any(key.candidates([cls]) for key in self._likes) or self.concerns(cls)
+        return bool(self._likes and may_match(self._likes, [cls])) or self.concerns(cls)
 
     def concerns(self, cls: type[nn.Module], name: str = "") -> bool:
         """Whether a mapping names `cls`. Two expressions that disagree about it are an error when it is built."""

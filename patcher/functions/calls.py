@@ -25,11 +25,14 @@ from patcher.compat.modeling_code import is_architecture_module, is_modeling_mod
 from patcher.construction.init_hooks import own_members
 from patcher.functions.references import Reference, references_of
 from patcher.functions.rules import FunctionRules, Hit
+from patcher.source.alike import without_kernel
 
 #: Packages whose functions call none of a model's.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accelerate", "peft", "patcher", "kernels"}) - {
     "__main__"
 }
+#: What is not looked into for functions. A module is its class, and the functions of modeling code with a kernel are.
+_HOLDS_NONE = (str, bytes, int, float, torch.Tensor, torch.dtype, ModuleType, nn.Module)
 
 
 class Use(NamedTuple):
@@ -169,7 +172,7 @@ class CallGraph:
         if is_followed_module(space.get("__name__", "")):
             for reference in references.read:
                 if reference.name in space:
-                    value = space[reference.name]
+                    value = without_kernel(space[reference.name])
                     tables += [value] * is_shared_table(value)
                     (called.add(id(value)) if reference.is_called else handed.append(value))
                     self._read(node, value, reference)
@@ -237,6 +240,9 @@ def with_functions(value: Any, change: Callable[[FunctionType], Any]) -> Any:
     """A value with other functions in it; itself, if none of them changes, or if it can't be made anew."""
     parts: tuple[Any, ...]
     make: Callable[..., Any]
+    if (function := without_kernel(value)) is not value:  # its copy has none: it isn't the function that one is for
+        changed_function = with_functions(function, change)
+        return value if changed_function is function else changed_function
     if isinstance(value, FunctionType):
         return change(value)
     if isinstance(value, staticmethod | classmethod):
@@ -270,7 +276,7 @@ def held(value: Any) -> Iterator[FunctionType]:
     waiting, seen = [value], dict[int, Any]()
     while waiting:
         each = waiting.pop()
-        if id(each) in seen or isinstance(each, (str, bytes, int, float, torch.Tensor, torch.dtype, ModuleType)):
+        if id(each) in seen or isinstance(each, _HOLDS_NONE):
             continue
         seen[id(each)] = each  # held, so that no other object gets its id
         if found := functions_in(each):
@@ -288,7 +294,7 @@ def held(value: Any) -> Iterator[FunctionType]:
                 waiting += [
                     member for cls in filter(is_followed, each.__mro__) for member in own_members(cls).values()
                 ]
-        elif not isinstance(each, nn.Module):
+        else:
             own = getattr(each, "__dict__", {})
             waiting += [type(each), *own.values()] if is_followed(type(each)) else [own.get("__wrapped__")]
 

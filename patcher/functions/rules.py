@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from patcher.source.alike import without_kernel
 from patcher.spec.like import Like, find_like
 
 #: One function mapping after the other, the innermost first, as they are hashed and pickled.
@@ -67,4 +68,4 @@ def _is_named(key: str) -> bool:
 def named_object(key: str) -> Any:
     """What `module:name` names, None if there is no such thing, or nobody has imported the module."""
     module, _, name = key.partition(":")
-    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return without_kernel(vars(sys.modules[module]).get(name)) if module in sys.modules else None

@@ -18,6 +18,7 @@ INTEGRATIONS = {
     "accelerate": ("accelerate.utils.modeling",),
     "exporters": ("transformers.exporters.utils",),
     "gguf": ("transformers.quantizers.quantizer_gguf",),
+    "kernels": ("transformers.integrations.hub_kernels",),
     "parallel": ("transformers.distributed.tensor_parallel",),
     "peft": ("peft.tuners.tuners_utils", "peft.utils.transformers_weight_conversion"),
     "pipelines": ("transformers.pipelines",),

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     from patcher import Patcher
 
-#: module of this package -> how its presets are named, and for which models; what needs a package comes last
+#: module of this package -> how its presets are named, and for which models
 _FAMILIES = {
     "experts": ("LINEAR_EXPERTS", "DEEPSEEK_V3 GPT_OSS MIXTRAL OLMOE QWEN2_MOE QWEN3_MOE"),
     "patch_embeddings": ("LINEAR_PATCH_EMBEDDINGS", "CLIP GLM4V QWEN2_5_VL QWEN2_VL QWEN3_VL SIGLIP VIT"),
     "projections": ("FUSED_PROJECTIONS", "BERT GEMMA3 LLAMA MISTRAL PHI QWEN2 QWEN3"),
-    "kernels": ("LIGER", "LLAMA MISTRAL QWEN3"),
 }
 #: preset -> the module of this package that has it, and the model
 _PRESETS = {f"{model}_{what}": (home, model) for home, (what, models) in _FAMILIES.items() for model in models.split()}
+_PRESETS["LIGER"] = ("kernels", "")  # for whatever model has what it replaces
 #: models that are a part of another
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}
 
@@ -109,9 +109,10 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
             f"{config_or_id!r} ({type(config_or_id).__name__}); "
             "for a model in memory write model.config."
         )
-    found, model_type = [], config_or_id.model_type
+    model_type = config_or_id.model_type
     names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
-    for name in filter(_PRESETS.__contains__, names):
-        with suppress(InvalidPatcherError):  # it can't be used here
-            found.append(__getattr__(name))
+    found = [__getattr__(name) for name in filter(_PRESETS.__contains__, names)]
+    with suppress(InvalidPatcherError):  # it can't be used here
+        kernels = __getattr__("LIGER")
+        found += [kernels] * _family("LIGER")[0].fits(config_or_id)
     return tuple(found)

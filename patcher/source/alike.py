@@ -88,19 +88,25 @@ def difference(one: Any, other: Any) -> str:
     return ""
 
 
-def candidates(target: Any, classes: Iterable[Any]) -> list[Any]:
-    """The classes whose forward has the code of that of one: few of many, found quickly, that may be alike to it."""
-    code = getattr(getattr(target, "forward", None), "__code__", None)
-    if code is None:
-        return list(classes)
-    size, does = code.co_nlocals, of_code(code).does
+def candidates(targets: Iterable[type], classes: Iterable[T]) -> list[T]:
+    """The classes whose forward has the code of one of the targets': few of many, found quickly, that may be alike."""
+    wanted: dict[Any, list[Any]] = {}
+    for target in targets:
+        code = _code_of_forward(target)
+        wanted.setdefault(_size(code), []).append(code and of_code(code).does)
+    codes = ((cls, _code_of_forward(cls)) for cls in classes)
     return [
-        cls
-        for cls in classes
-        if (its := getattr(getattr(cls, "forward", None), "__code__", None)) is not None
-        and its.co_nlocals == size
-        and (its is code or of_code(its).does == does)
+        cls for cls, code in codes if _size(code) in wanted and (code and of_code(code).does) in wanted[_size(code)]
     ]
+
+
+def _code_of_forward(cls: Any) -> types.CodeType | None:
+    code: types.CodeType | None = getattr(getattr(cls, "forward", None), "__code__", None)
+    return code
+
+
+def _size(code: types.CodeType | None) -> Any:
+    return code and (code.co_nlocals, code.co_stacksize)
 
 
 def without_kernel(value: Any) -> Any:

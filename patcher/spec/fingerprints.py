@@ -20,6 +20,7 @@ from torch import nn
 from patcher.compat.modeling_code import is_modeling_module, module_subclasses
 from patcher.errors import PresetDriftError, warn
 from patcher.fusions.methods import why_not_its_source
+from patcher.source.alike import without_kernel
 from patcher.source.canonical import canonical
 from patcher.source.reading import Definition
 from patcher.source.scopes import bound_by, top_level
@@ -41,7 +42,7 @@ def fingerprint(cls: type[nn.Module] | Callable[..., Any]) -> str:
     Raises:
         OSError: the source can't be found.
     """
-    defined: Any = inspect.unwrap(cls)
+    defined: Any = inspect.unwrap(without_kernel(cls))
     path = inspect.getsourcefile(defined)
     if path is None:
         raise OSError(f"no source file for {defined.__qualname__}")
@@ -171,7 +172,7 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
         names: dict[str, Any] = getattr(sys.modules.get(home), "__dict__", {})
         for key in patcher.fingerprints if Path(names.get("__file__") or "").is_file() else ():
             module, _, name = key.rpartition(":")
-            value = names.get(name)
+            value = without_kernel(names.get(name))
             is_class = isinstance(value, type) and value.__module__ == home and not module
             if is_class or (isinstance(value, FunctionType) and module in ("", home, value.__module__)):
                 pinned[key, id(value)] = value

@@ -23,7 +23,7 @@ from patcher.errors import InvalidPatcherError, PatchConstructionError
 from patcher.layouts.carried import RECIPE
 
 #: What a layer says of itself, beside its forward.
-_FLAGS = frozenset({"has_backward", "can_torch_compile"})
+FLAGS = ("has_backward", "can_torch_compile")
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ def forward_of(layer: type[nn.Module] | Loads) -> ForwardOf:
     if layer.__init__ is not nn.Module.__init__:
         raise InvalidPatcherError(f"forward_of: {name} has an __init__ of its own, which would not run; {instead}.")
     own = layer.__mro__[: layer.__mro__.index(nn.Module)]
-    members = {member for cls in own for member in vars(cls)} - _FLAGS - {"forward"}
+    members = {member for cls in own for member in vars(cls)} - {*FLAGS} - {"forward"}
     if members := {member for member in members if not (member.startswith("__") and member.endswith("__"))}:
         raise InvalidPatcherError(
             f"forward_of: {name} has {', '.join(sorted(members))} besides its forward, which the original would not "

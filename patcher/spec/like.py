@@ -62,11 +62,6 @@ class Like(str):
         """
         return not difference(self.resolve(), other)
 
-    def candidates(self, classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
-        """The classes that may match. Every load asks about all that live, so it is quick."""
-        target = self.resolve()
-        return candidates(target, classes) if isinstance(target, type) else []
-
     def why_not(self, other: type | Callable[..., Any]) -> str:
         """The first difference to the target, "" if there is none.
 
@@ -139,6 +134,11 @@ def like(target: str | type | Callable[..., Any]) -> Like:
 def likes_of(thing: Any, mapping: Mapping[str, Any]) -> list[Like]:
     """The keys of a mapping that mean a class or function because it is like their target."""
     return [key for key in mapping if isinstance(key, Like) and key.matches(thing)]
+
+
+def may_match(keys: Iterable[Like], classes: Iterable[type[nn.Module]]) -> list[type[nn.Module]]:
+    """The classes that one of the keys may match. Every load asks about all that live, so it is quick."""
+    return candidates([target for key in keys if isinstance(target := key.resolve(), type)], classes)
 
 
 def find_like(thing: Any, mapping: Mapping[str, Any], alike: Iterable[Like] | None = None) -> Like | None:

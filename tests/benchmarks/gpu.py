@@ -6,7 +6,7 @@
 - A Llama of 1 B with random weights in bfloat16: stock, with `qkv` and `gate_up`, and with Liger's kernels. The most
   device memory that a load holds, prompts, and steps of decoding after 512 tokens.
 - Patch embeddings in bfloat16, the cases of `bench_patch_embeddings`.
-- Each module that a preset of Liger's replaces, on the inputs that it gets in a model: how far its outputs and
+- Each module that the preset LIGER replaces, on the inputs that it gets in a model: how far its outputs and
   gradients are from float64, beside the original's; and what `patcher.verify` says of the preset.
 """
 
@@ -37,12 +37,8 @@ STOCK = "stock"
 LENGTH = 512
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 16}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-#: preset -> the config of a model that it is for
-KERNELS: dict[str, type[PretrainedConfig]] = {
-    "LLAMA_LIGER": type(LLAMA_1B),
-    "MISTRAL_LIGER": MistralConfig,
-    "QWEN3_LIGER": Qwen3Config,
-}
+#: What the preset LIGER is measured on.
+KERNELS: dict[str, type[PretrainedConfig]] = {"Llama": type(LLAMA_1B), "Mistral": MistralConfig, "Qwen3": Qwen3Config}
 
 
 def synchronized(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -158,41 +154,41 @@ def verdict(name: str, patcher: Patcher, folder: Path, device: torch.device) -> 
     for dtype in (torch.float32, torch.bfloat16):
         found = verify(folder, patcher, dtype=dtype, device_map=device, progress=False)
         what = "passed" if found.passed else "; ".join(found.failures)
-        yield f"- `verify` of {name}, {str(dtype).removeprefix('torch.')}: {what}"
+        yield f"- `verify` of `LIGER` on {name}, {str(dtype).removeprefix('torch.')}: {what}"
 
 
 def kernel_config(name: str, changes: Mapping[str, Any]) -> PretrainedConfig:
-    """Two layers of the model that a preset is for, as wide as the Llama of 1 B."""
+    """Two layers of a model that the preset is for, as wide as the Llama of 1 B."""
     sizes = {key: getattr(LLAMA_1B, key) for key in SMALL} | {"num_hidden_layers": 2, "vocab_size": 1024}
     architecture = KERNELS[name].__name__.replace("Config", "ForCausalLM")
     return KERNELS[name](**sizes | changes, architectures=[architecture])
 
 
-def kernel_presets() -> Iterator[tuple[str, Patcher]]:
-    for name in KERNELS:
-        try:
-            yield name, getattr(presets, name)
-        except PatcherError as reason:
-            print(f"{name} left out: {reason}\n")
+def kernel_preset() -> Patcher | None:
+    try:
+        return presets.LIGER
+    except PatcherError as reason:
+        print(f"LIGER left out: {reason}\n")
+        return None
 
 
 def main(device: torch.device, is_small: bool, scratch: Path) -> None:
     size = 16 if is_small else 1
     changes = SMALL if is_small else {}
-    kernels = dict(kernel_presets())
+    liger = kernel_preset()
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
     print(f"{where}, torch {torch.__version__}\n")
     patchers = {STOCK: None, "`qkv` and `gate_up`": Patcher(fusions=["qkv", "gate_up"])}
-    patchers |= {f"`{name}`": patcher for name, patcher in kernels.items() if name == "LLAMA_LIGER"}
+    patchers |= {"`LIGER`": liger} if liger is not None else {}
     folder = write_checkpoint(type(LLAMA_1B)(**LLAMA_1B.to_dict() | changes), scratch / "1b", torch.bfloat16)
     language_model(patchers, device, size, folder)
     print()
     patch_embeddings(device, size)
     rows, verdicts = [], []
-    for name, patcher in kernels.items():
+    for name in KERNELS if liger is not None else ():
         folder = write_checkpoint(kernel_config(name, changes), scratch / name, torch.float32)
-        rows += numerics(name, patcher, folder, device, LENGTH // size)
-        verdicts += verdict(name, patcher, folder, device)
+        rows += numerics(name, liger, folder, device, LENGTH // size)
+        verdicts += verdict(name, liger, folder, device)
     if rows:
         print()
         columns = ("outputs, stock", "outputs, patched", "gradients, stock", "gradients, patched")

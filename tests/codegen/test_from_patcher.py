@@ -13,7 +13,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
-from patcher import CodegenError, Patcher
+from patcher import CodegenError, PatchConstructionError, Patcher, forward_of, like
 from patcher.codegen import PatchConfig
 from tests.codegen.models import (
     BOTH_SIDES,
@@ -220,12 +220,59 @@ class OtherNorm(torch.nn.RMSNorm):
     """Stands in for a norm."""
 
 
+def scaled(states, weight, eps):
+    return torch.nn.functional.rms_norm(states, weight.shape, weight, eps)
+
+
+class NormLayer(torch.nn.Module):
+    def forward(self, hidden_states):
+        return scaled(hidden_states, self.weight, self.variance_epsilon) * 2
+
+
+class InferenceLayer(NormLayer):
+    has_backward = False
+
+
+class GatedLayer(torch.nn.Module):
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OtherParametersLayer(torch.nn.Module):
+    def forward(self, hidden_states, residual):
+        return hidden_states + residual
+
+
+def test_a_layers_forward_is_written_into_the_class(
+    imported: Callable[[PatchConfig], ModuleType], tmp_path: Path
+) -> None:
+    cls = transformers.MistralForCausalLM
+    folder = tiny.save_tiny(text_config("MistralConfig", head_dim=16), tmp_path / "checkpoint")
+    patcher = Patcher({like("LlamaRMSNorm"): forward_of(NormLayer), "MistralMLP": forward_of(GatedLayer)})
+    module: Any = imported(PatchConfig.from_patcher(patcher, cls))
+    models = [cls.from_pretrained(folder, patcher=patcher), module.MistralForCausalLM.from_pretrained(folder)]
+    assert_equal_models(models, cls.from_pretrained(folder), tmp_path / "saved")
+    assert (logits(models[1]) - logits(cls.from_pretrained(folder))).abs().max() > 1e-3
+    assert not hasattr(module.MistralRMSNorm, "kernel_layer_name")
+
+
+def test_a_layer_with_other_parameters_is_refused_as_in_a_load() -> None:
+    patcher = Patcher({"MistralRMSNorm": forward_of(OtherParametersLayer)})
+    with pytest.raises(PatchConstructionError, match="can't be called as MistralRMSNorm"):
+        PatchConfig.from_patcher(patcher, transformers.MistralForCausalLM)
+
+
 #: what no file of one module can do: the patcher, the model, and what is said
 REFUSED: dict[str, tuple[Patcher, str, str]] = {
     "a part of another module": (
         Patcher(fusions="patch_embeddings"),
         "LlavaForConditionalGeneration",
         r"model\.vision_tower around it is built by from_config\(\) .* Call from_patcher\(\) with CLIPVisionModel",
+    ),
+    "what a layer can't do": (
+        Patcher({"LlamaRMSNorm": forward_of(InferenceLayer)}),
+        "LlamaForCausalLM",
+        r"forward_of\(InferenceLayer\), has a layer with has_backward = False, which a file can't refuse",
     ),
     "one of a list, beside others": (
         Patcher(fusions="patch_embeddings"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +16,16 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from patcher import Patcher, forward_of, like
+from tests.support.local_kernels import written_kernels
 from tests.support.tiny import tiny_llama_config
 
-CODE = """
-import torch
-from torch import nn
-
-
-class Norm(nn.Module):
-    weight: torch.Tensor
-    variance_epsilon: float
-    has_backward = True
-    can_torch_compile = True
-
-    def forward(self, hidden_states):
-        return nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-class InferenceNorm(Norm):
-    has_backward = False
-
-
-class layers:
-    Norm = Norm
-    InferenceNorm = InferenceNorm
-"""
+ROOT = Path(__file__).parents[2]
 TOKENS = torch.arange(12)[None] + 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("kernel")
-    variant = root / "build" / "torch-universal"
-    variant.mkdir(parents=True)
-    metadata = {"name": "pure-norm", "id": "pure_norm_of_tests", "version": 1, "license": "Apache-2.0"}
-    (variant / "metadata.json").write_text(json.dumps(metadata | {"python-depends": [], "backend": {"type": "cpu"}}))
-    (variant / "__init__.py").write_text(CODE)
-    return root
+    return written_kernels(tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture
@@ -91,3 +66,19 @@ def test_a_layer_without_a_backward_refuses_training(folder: Path, checkpoint: P
     logits(model)
     with pytest.raises(RuntimeError, match=r"InferenceNorm, in place of LlamaRMSNorm\.forward, has no backward pass"):
         model(TOKENS, labels=TOKENS).loss.backward()
+
+
+@pytest.mark.process
+def test_beside_use_kernels() -> None:
+    """In an interpreter of its own, in which transformers takes the installed release of the package."""
+    arguments = ("-q", "-p", "no:cacheprovider", "-p", "tests.support.any_kernels", "tests/libraries/use_kernels.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "-m", ""],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout

@@ -43,7 +43,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from patcher import InvalidPatcherError, Patcher, PresetDriftError, presets, report, verify
+from patcher import InvalidPatcherError, Patcher, PresetDriftError, UnmatchedPatchError, like, presets, report, verify
 from patcher.spec.fingerprints import check_pins, fingerprint
 from patcher.verification.inputs import chosen_passes
 from patcher.verification.numerics import difference
@@ -169,11 +169,10 @@ DRIFTING = {
     "QWEN3_MOE_LINEAR_EXPERTS": {"Qwen3MoeExperts"},
     "SIGLIP_LINEAR_PATCH_EMBEDDINGS": {"SiglipVisionEmbeddings"},
 }
-LIGER = {"LLAMA_LIGER": "Llama", "MISTRAL_LIGER": "Mistral", "QWEN3_LIGER": "Qwen3"}
 
 
 def test_every_preset_has_a_case() -> None:
-    assert sorted([*CASES, *LIGER]) == presets.__all__
+    assert sorted([*CASES, "LIGER"]) == presets.__all__
 
 
 @pytest.mark.parametrize("name", sampled(CASES, [*CASES][::3]))
@@ -426,83 +425,103 @@ def test_a_misspelt_preset_is_told_the_nearest() -> None:
 
 
 @pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
-    """A package with the classes of Liger's names and signatures, in plain torch: the mechanics need no GPU."""
+def liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of Liger's names and parameters in plain torch: the mechanics need no GPU."""
 
-    class LigerRMSNorm(nn.Module):
-        def __init__(
-            self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
-        ) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(hidden_size))
-            self.eps = eps
+    class Applied:
+        def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+            self.apply = function
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight * nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
+    def normed(states, weight, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+        assert not in_place
+        scale = 1 if weight is None else weight + offset
+        return (scale * nn.functional.rms_norm(states.float(), states.shape[-1:], eps=eps)).to(states.dtype)
 
-    class LigerSwiGLUMLP(nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-            self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-            self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    from patcher.presets import kernels
-
-    modules = {
-        "liger_kernel": types.ModuleType("liger_kernel"),
-        "liger_kernel.transformers": types.ModuleType("liger_kernel.transformers"),
-        "liger_kernel.transformers.rms_norm": types.SimpleNamespace(LigerRMSNorm=LigerRMSNorm),
-        "liger_kernel.transformers.swiglu": types.SimpleNamespace(LigerSwiGLUMLP=LigerSwiGLUMLP),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    ops: Any = types.ModuleType("liger_kernel.ops")
+    ops.LigerRMSNormFunction = Applied(normed)
+    ops.LigerSiLUMulFunction = Applied(lambda gate, up: nn.functional.silu(gate) * up)
+    ops.LigerGELUMulFunction = Applied(lambda gate, up: nn.functional.gelu(gate, approximate="tanh") * up)
+    package: Any = types.ModuleType("liger_kernel")
+    package.ops = ops
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    yield types.SimpleNamespace(norm=LigerRMSNorm, mlp=LigerSwiGLUMLP)
-    for name in LIGER:
-        vars(kernels).pop(name, None)
 
 
-@pytest.mark.parametrize(("name", "family"), LIGER.items())
-def test_kernels_take_the_place_of_norms_and_mlps(name: str, family: str, liger: Any, tmp_path: Path) -> None:
-    config = getattr(transformers, f"{family}Config")(**TEXT, head_dim=8)
+LIGER: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: LlamaConfig(**TEXT, mlp_bias=True),
+    "Mistral": lambda: MistralConfig(**TEXT, head_dim=8),
+    "Qwen3": lambda: Qwen3Config(**TEXT, head_dim=8),
+    "Gemma3": lambda: Gemma3TextConfig(**TEXT, head_dim=8),
+    "DeepseekV3": CASES["DEEPSEEK_V3_LINEAR_EXPERTS"][1],
+    "Olmoe": CASES["OLMOE_LINEAR_EXPERTS"][1],
+}
+
+
+@pytest.mark.parametrize("family", LIGER)
+def test_kernels_take_the_place_of_norms_and_mlps(family: str, liger: None, tmp_path: Path) -> None:
+    config = LIGER[family]()
     folder = save_tiny(config, tmp_path / "checkpoint")
     cls = getattr(transformers, f"{family}ForCausalLM")
-    patched = cls.from_pretrained(folder, patcher=getattr(presets, name)).eval()
+    stock, patched = (cls.from_pretrained(folder, patcher=each).eval() for each in (None, presets.LIGER))
 
-    assert {type(layer.mlp) for layer in patched.model.layers} == {liger.mlp}
-    assert type(patched.model.norm) is liger.norm
+    norms = {path for path, module in stock.named_modules() if type(module).__name__.endswith("RMSNorm")}
+    gated = {path for path, module in stock.named_modules() if type(module).__name__.endswith("MLP")}
+    assert {path for path, *_ in report(patched).replaced} == norms | gated
     ids = torch.arange(3, 15).view(2, 6)
     with torch.no_grad():
-        torch.testing.assert_close(
-            patched(ids).logits, cls.from_pretrained(folder).eval()(ids).logits, atol=1e-5, rtol=1e-5
-        )
-    assert getattr(presets, name) in presets.for_model(config)
+        torch.testing.assert_close(patched(ids).logits, stock(ids).logits, atol=1e-5, rtol=1e-5)
+    assert presets.for_model(config)[-1] == presets.LIGER
 
 
-@pytest.mark.parametrize("name", LIGER)
-def test_without_the_package_the_hint_says_how_to_install_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_in_one_graph(liger: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.LlamaForCausalLM._from_config(LlamaConfig(**TEXT), patcher=presets.LIGER)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # which torch asks as well
+    states = torch.randn(2, 3, 32, requires_grad=True)
+    for module in (model.model.norm, model.model.layers[0].mlp):
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(states), module(states))
+
+
+def test_the_installed_code_is_that_which_kernels_are_pinned_to(liger: None) -> None:
+    pins = presets.LIGER.fingerprints
+    assert len(pins) == len(presets.LIGER.class_mapping)
+    for key in presets.LIGER.class_mapping:
+        target = key.resolve()
+        assert fingerprint(target) in pins[target.__name__]
+        if presets.LIGER.class_mapping[key].layer.__name__ == "LigerGatedMLP":
+            assert like(LlamaMLP.forward).why_not(target.forward) == ""
+
+
+def test_what_has_none_of_their_classes_is_refused_and_not_recommended(liger: None) -> None:
+    with pytest.raises(UnmatchedPatchError, match="LlamaRMSNorm"):
+        transformers.BertModel._from_config(tiny_bert_config(), patcher=presets.LIGER)
+    assert presets.LIGER not in presets.for_model(tiny_bert_config())
+
+
+def test_a_model_within_the_model_is_recommended_for(liger: None) -> None:
+    assert presets.for_model(_gemma3_that_sees())[-1] == presets.LIGER
+    assert presets.for_model(transformers.LlavaConfig())[-1] == presets.LIGER
+
+
+def test_without_the_package_the_hint_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(InvalidPatcherError, match=f"{name} needs Liger's kernels.*pip install liger-kernel"):
-        getattr(presets, name)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
+    with pytest.raises(InvalidPatcherError, match=r"LIGER needs Liger's kernels.*pip install liger-kernel"):
+        _ = presets.LIGER
 
 
-def test_without_a_gpu_it_says_so(liger: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_without_a_gpu_it_says_so(liger: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(InvalidPatcherError, match="LLAMA_LIGER needs a GPU"):
-        _ = presets.LLAMA_LIGER
+    with pytest.raises(InvalidPatcherError, match="LIGER needs a GPU"):
+        _ = presets.LIGER
     assert presets.for_model(LlamaConfig(**TEXT)) == (presets.LLAMA_FUSED_PROJECTIONS,)
 
 
 if torch.cuda.is_available() and shutil.which("nvidia-smi"):  # where there is none, there is nothing to measure
 
-    @pytest.mark.parametrize(("name", "family"), LIGER.items())
-    def test_kernels_compute_what_stock_does(name: str, family: str, tmp_path: Path) -> None:
-        config = getattr(transformers, f"{family}Config")(**TEXT, head_dim=8)
-        folder = save_tiny(config, tmp_path / "checkpoint")
-        found = verify(folder, getattr(presets, name), device_map="cuda")
+    @pytest.mark.parametrize("family", LIGER)
+    def test_kernels_compute_what_stock_does(family: str, tmp_path: Path) -> None:
+        folder = save_tiny(LIGER[family](), tmp_path / "checkpoint")
+        found = verify(folder, presets.LIGER, device_map="cuda")
         assert found.failures == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import FunctionType, ModuleType
@@ -23,6 +23,7 @@ from patcher.codegen.bridges.fused_classes import (
     write_rewritten,
 )
 from patcher.codegen.bridges.to_patcher import MADE
+from patcher.codegen.generation.class_decorators import replacing
 from patcher.codegen.spec import create_patch_from_external
 from patcher.compat.conversions import stock_conversions
 from patcher.compat.modeling_code import unrebound
@@ -33,6 +34,8 @@ from patcher.fusions.fused_module import FusedModule
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
+from patcher.source.reading import file_tree
+from patcher.spec.forward_of import FLAGS, ForwardOf
 from patcher.spec.like import find_like, likes_of
 
 if TYPE_CHECKING:
@@ -105,7 +108,7 @@ class _Description(NamedTuple):
     modeling: ModuleType
     stock: PreTrainedModel
 
-    def builders(self, replaced: Mapping[str, type[nn.Module]], fused: Iterable[str]) -> dict[str, str]:
+    def builders(self, replaced: Collection[str], fused: Iterable[str]) -> dict[str, str]:
         """Class -> its `__init__`, where that leaves a part to an Auto class in which something changes.
 
         An Auto class builds models of transformers. Where the file has the class, its own takes that place.
@@ -127,7 +130,7 @@ class _Description(NamedTuple):
                     )
         return {builder.__name__: building_own(builder, found) for builder, found in builders.items()}
 
-    def replaced_classes(self) -> dict[str, type[nn.Module]]:
+    def replaced_classes(self) -> dict[str, type[nn.Module] | ForwardOf]:
         """Class of the module -> replacement, for every class key of the patcher."""
         own, mapping = module_classes(self.modeling), self.patcher.class_mapping
         named = {name: find_key(name, mapping) or find_like(cls, mapping) for name, cls in own.items()}
@@ -243,8 +246,12 @@ class _Description(NamedTuple):
 
 
 def _replace(
-    described: PatchConfig, name: str, cls: type[nn.Module], dependencies: Dependencies, description: str
+    described: PatchConfig, name: str, cls: type[nn.Module] | ForwardOf, dependencies: Dependencies, description: str
 ) -> None:
+    if isinstance(cls, ForwardOf):
+        cls.on(vars(dependencies.original)[name])  # raises where it can't be called as the original's
+        _replace_forward(described, name, cls.layer, dependencies)
+        return
     if MADE in cls.__module__:
         raise described.error(
             f"the replacement of {name} was made by to_patcher() of a config. Use that config: "
@@ -256,3 +263,19 @@ def _replace(
         return
     asked = f"from_patcher(), for {cls.__qualname__},"
     described.replace_class(name, cls, description, dependencies.bring(cls, asked))
+
+
+def _replace_forward(described: PatchConfig, name: str, layer: type[nn.Module], dependencies: Dependencies) -> None:
+    asked = f"from_patcher(), for forward_of({layer.__qualname__}),"
+    if refused := [flag for flag in FLAGS if not getattr(layer, flag, True)]:
+        raise described.error(
+            f"{asked} has a layer with {' and '.join(f'{flag} = False' for flag in refused)}, which a file can't "
+            "refuse. Load with the patcher itself."
+        )
+    forward: Any = layer.forward
+    name_map = dependencies.bring(forward, asked)
+    modeling = dependencies.original
+    decorators = replacing("forward", name, file_tree(modeling.__file__ or ""), modeling.__package__ or "")
+    if decorators:  # a kernel would run in its place
+        described.drop_decorators(name, *decorators)
+    described.override_method(f"{name}.forward", forward, f"of {layer.__name__}", name_map, keep_decorators=False)

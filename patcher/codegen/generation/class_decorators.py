@@ -55,6 +55,11 @@ def _name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
+def replacing(method: str, owner: str, tree: ast.Module, package: str) -> list[str]:
+    """The decorators of a class that put other code in the place of one of its methods."""
+    return [name for name in map(_name, _decorators(tree, owner)) if method in replaced_methods(name, tree, package)]
+
+
 def warn_of_decorators(config: PatchSpec, source: SourceModule, original: ast.Module, text: str) -> None:
     """Issue a warning for each patched method that a decorator of its class may keep from running."""
     own = {*config.dropped, *config.excluded}  # what may have been bound anew
