@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from patcher.errors import (
     UnmatchedPatchError,
 )
 from patcher.source.alike import difference
+from tests.support.remote_code import remote_code_model
 from tests.support.tiny import DECODER_SIZES
 
 OTHER_TABLE = dict(ACT2FN)
@@ -371,6 +374,26 @@ def test_precedence() -> None:
         built(MistralConfig, Patcher({key: Doubled, like(MistralRMSNorm): Tripled}))
     both = {key: Doubled, like(MistralRMSNorm): Doubled}
     assert type(built(MistralConfig, Patcher(both)).model.norm) is Doubled
+
+
+def test_remote_code(tmp_path: Path) -> None:
+    """Also where the load itself is what imports the code."""
+    folder = remote_code_model(tmp_path / "remote_like")
+    file = folder / "modeling_tiny_remote.py"
+    source = inspect.getsource(LlamaRMSNorm).partition("class LlamaRMSNorm")[2]
+    code = file.read_text().replace("self.norm = nn.LayerNorm", "self.norm = RemoteNorm")
+    near_miss = code.replace("self.mlp_norm = nn.LayerNorm", "self.mlp_norm = NearMiss")
+    other = source.replace("1e-6", "1e-5")
+    file.write_text(f"{near_miss}\n\nclass RemoteNorm{source}\n\nclass NearMiss{other}")
+
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, patcher=Patcher({like("LlamaRMSNorm"): Doubled})
+        )
+        assert type(model.model.norm) is Doubled
+        assert {type(layer.mlp_norm).__name__ for layer in model.model.layers} == {"NearMiss"}
+    plain = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(plain.model.norm).__name__ == "RemoteNorm"
 
 
 def test_it_travels_as_data() -> None:
