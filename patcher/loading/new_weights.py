@@ -83,7 +83,21 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
 
 
 def load_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Write what `save_new_weights` has saved into a model with the same patcher, in place.
+    r"""Write what `save_new_weights` has saved into a model with the same patcher, in place.
+
+    >>> import tempfile, torch
+    >>> from torch.nn import LayerNorm
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from patcher import Patcher, load_new_weights, save_new_weights
+    >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> patcher = Patcher({"LlamaRMSNorm": LayerNorm}, new_weights=r"norm\.bias$")
+    >>> first, other = (LlamaForCausalLM._from_config(config, patcher=patcher) for _ in range(2))
+    >>> _ = torch.nn.init.constant_(first.model.norm.bias, 2.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_new_weights(first, folder)
+    ...     load_new_weights(other, folder)
+    >>> torch.equal(other.model.norm.bias, first.model.norm.bias)
+    True
 
     The base weights stay, so that several such folders can take turns on one model; see `save_new_weights`. The model
     is loaded with `patcher=Patcher.load(folder, allowed=[...])`, or with the patcher that it was saved from.

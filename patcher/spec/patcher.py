@@ -353,9 +353,8 @@ class Patcher:
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Put the patcher into a repo on the hub, as `patcher.json`.
 
-        ```python
-        Patcher(fusions="qkv").push_to_hub("me/my-patcher")
-        ```
+        >>> Patcher(fusions="qkv").push_to_hub("me/my-patcher")  # doctest: +SKIP
+        'https://huggingface.co/me/my-patcher/commit/...'
 
         Args:
             repo_id: the repo, which is made if there is none.
