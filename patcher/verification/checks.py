@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +17,12 @@ import torch
 
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import implementation
+from patcher.construction.in_force import unpatched
 from patcher.errors import InvalidPatcherError
+from patcher.loading.new_weights import new_weights
 from patcher.loading.record import record_of
 from patcher.patterns import compress, did_you_mean
+from patcher.spec.patcher import Patcher
 from patcher.verification.arguments import asking_for, flags, reactions
 from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, said
 from patcher.verification.generation import generation_stage
@@ -331,7 +335,10 @@ class Run:
         kept = ("attn_implementation", "device_map", "offload_folder")
         options = {name: self.theirs.options[name] for name in kept if name in self.theirs.options}
         cls = self.theirs.cls or type(self.pair.stock)
-        again = self._load(Side(cls, self.scratch / "patched", options))
+        # What a patcher has added stock ignores, and a load that doesn't say so refuses.
+        new = [f"^{re.escape(name)}$" for name in new_weights(self.pair.ours)]
+        side = Side(cls, self.scratch / "patched", options, Patcher(dropped_weights=new) if new else None)
+        again = unpatched(partial(self._load, side))
         # One text is enough: weights that are other weights show in any.
         few = [one for one in self.references if one.run.name == FEW[0] or one.run.name in self.chosen]
         gaps = [differences(one.run.results(again), one.expected) for one in few or self.references]

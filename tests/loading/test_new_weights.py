@@ -24,6 +24,7 @@ from patcher import (
     plan,
     report,
     save_new_weights,
+    verify,
 )
 from tests.support import fresh, shared
 from tests.support.tiny import tiny_llama_config
@@ -129,6 +130,12 @@ def test_a_load_that_does_not_know_their_owner_raises(saved: Path, patcher: Patc
 def test_loosely_it_is_a_warning(saved: Path) -> None:
     with pytest.warns(PatcherWarning, match=r"They are of 'shifted'"):
         AutoModelForCausalLM.from_pretrained(saved, patcher=Patcher(strict=False))
+
+
+def test_they_do_not_fail_a_verification(llama: Path) -> None:
+    """It reloads what was saved in stock, which ignores them."""
+    verified = verify(llama, SHIFTED, stages=["save", "reload"])
+    assert [stage.name for stage in verified.stages if stage.passed] == ["save", "reload"], verified.failures
 
 
 def test_what_is_unexpected_and_nobody_s_is_transformers_affair(llama: Path, tmp_path: Path) -> None:
