@@ -123,6 +123,25 @@ def test_what_can_not_be_noted_is_refused(what: str) -> None:
         traced(REFUSED[what], on_meta(own), {})
 
 
+def twice_written(tensors: Tensors) -> Tensors:
+    blank = tensors["a"].new_empty((2, 3)).copy_(tensors["a"])
+    blank[0].copy_(tensors["b"][0])
+    return {"x": blank}
+
+
+def twice_read(tensors: Tensors) -> Tensors:
+    joined = torch.cat([tensors["a"][0], tensors["b"].flatten(), tensors["a"][1]])
+    return {"x": joined[:6].expand(2, 6)}  # as many as there are, and not all of them
+
+
+@pytest.mark.parametrize("convert", [twice_written, twice_read])
+def test_what_is_there_twice_is_read_and_not_written(convert: Callable[[Tensors], Tensors]) -> None:
+    own = {"a": torch.arange(6.0).view(2, 3), "b": -torch.arange(6.0).view(2, 3)}
+    pieces = traced(convert, on_meta(own), {})
+    assert torch.equal(Values(pieces.values(), own.__getitem__).take(pieces["x"]), convert(own)["x"])
+    assert not pieces["x"].is_moved
+
+
 def test_what_is_not_looked_into_stays_what_it_is() -> None:
     other = object()
     found = traced(lambda tensors: tensors, on_meta({"a": torch.ones(2)}), {"other": other})
