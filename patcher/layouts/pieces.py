@@ -53,11 +53,14 @@ class Piece:
         """The view of a tensor that lies as the storage does."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
-    @cached_property
+    @property
     def origin(self) -> Piece:
         """The same values, where they were before they were copied; itself if they are from several places."""
-        found = self.storage.before(self)
-        return self if found is None else found.origin
+        return self if self._copied_from is None else self._copied_from.origin
+
+    @cached_property
+    def _copied_from(self) -> Piece | None:
+        return self.storage.before(self)
 
     @property
     def own(self) -> set[str]:
@@ -134,14 +137,17 @@ class Storage:
         found = (_before(piece, *write) for write in reversed(writes[:last]))
         return next((each for each in found if each is not None), None)
 
-    @cached_property
+    @property
     def reached(self) -> frozenset[Storage]:
         """This, and all that it is made of."""
+        return self._made_of | {self}
+
+    @cached_property
+    def _made_of(self) -> frozenset[Storage]:
         given = [value for _, value in self.writes]
-        given += (
-            [each for each in tree_leaves(self.operation[1:3]) if isinstance(each, Piece)] if self.operation else []
-        )
-        return frozenset({self}.union(*(each.origin.storage.reached for each in given)))
+        if self.operation is not None:
+            given += [each for each in tree_leaves(self.operation[1:3]) if isinstance(each, Piece)]
+        return frozenset().union(*(each.origin.storage.reached for each in given))
 
 
 def _before(piece: Piece, place: Piece, value: Piece) -> Piece | None:
@@ -269,8 +275,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = self.known(place) or self.add(place)
         if storage.name or storage.operation or storage.is_read or place.dtype != value.dtype:
             raise self._lost()
-        storage.writes.append(_merged(self.piece(place), self.piece(value.expand(place.shape))))
-        storage.is_read = False
+        source = self.piece(value.expand(place.shape))
+        # A place needs no storage: a circle would keep all of it until Python looks for circles.
+        where = Piece(source.storage, tuple(place.shape), place.stride(), int(place.storage_offset()))
+        storage.writes.append(_merged(where, source))
 
 
 def traced(

@@ -11,6 +11,7 @@ BENCHMARKS = (
     "bench_patch_embeddings",
     "bench_projections",
     "bench_siblings",
+    "bench_streaming",
     "bench_cross_attention",
     "bench_codegen",
 )

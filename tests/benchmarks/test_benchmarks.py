@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from patcher import Patcher
-from tests.benchmarks import bench_cross_attention, bench_peers, bench_projections, gpu
+from tests.benchmarks import bench_cross_attention, bench_peers, bench_projections, bench_streaming, gpu
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.bench_patch_embeddings import CUT, WHOLE
 from tests.benchmarks.forwards import decode_step
@@ -180,3 +180,14 @@ def test_projections(smollm2_small: Path, capsys: pytest.CaptureFixture[str], mo
     for what in ("a step of decoding, batch 2", "a prompt of 128 tokens, batch 1"):
         assert f"small, bfloat16, {what}, stock" in shown
     assert shown.count("  with qkv and gate_up / stock") == 3
+
+
+@pytest.mark.nightly
+def test_streaming(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tiny_llama_config(architectures=["LlamaForCausalLM"])
+    monkeypatch.setattr(bench_streaming, "subjects", lambda: {"small": (small, ("qkv",))})
+    bench_streaming.main(1)
+
+    shown = capsys.readouterr().out
+    for what in ("small: the first tensor", "  all of them", "  MiB beside the model", "  MiB more after 100 syncs"):
+        assert what in shown
