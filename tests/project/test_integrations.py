@@ -64,7 +64,7 @@ def test_seams_are_declared_nowhere_else() -> None:
 
 def test_there_are_few_context_variables() -> None:
     text = "".join(file.read_text("utf-8") for file in (ROOT / "patcher").rglob("*.py"))
-    assert len(re.findall(r"= ContextVar\(", text)) <= 12
+    assert len(re.findall(r"= ContextVar\(", text)) <= 6
 
 
 @pytest.fixture
