@@ -78,6 +78,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     A browser is no package.
     """
+    gc.unfreeze()  # what is frozen at the end counts as leaked to some libraries, which say so
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
     stats = reporter.stats if reporter is not None else {}
     skipped = [each for each in stats.get("skipped", ()) if NO_BROWSER not in str(each.longrepr)]

@@ -237,7 +237,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
 
 
 def _card(model: PreTrainedModel, patcher: Patcher, names: Iterable[str]) -> str:
-    base = getattr(model.config, "_name_or_path", "") or model.config.model_type
+    base = model.name_or_path or model.config.model_type
     lines = [
         "---",
         "library_name: transformers",

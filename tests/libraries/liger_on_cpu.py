@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import tests.support.triton_on_cpu  # noqa: F401  # first: kernels are made when Liger is imported
+import tests.libraries.triton_on_cpu  # noqa: F401  # first: kernels are made when Liger is imported
 from patcher import forward_of, like, presets, report
 from patcher.presets.kernels import rules
 from tests.support.tiny import DECODER_SIZES

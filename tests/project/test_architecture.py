@@ -47,6 +47,7 @@ ORDER = (
     "",  # `patcher` itself: the public names, resolved when they are first used
     "presets",
     "cli",
+    "__main__",
 )
 #: The rooms of `codegen`, in the same way.
 CODEGEN = ("runtime", "additions", "spec", "generation", "bridges", "files", "config")
