@@ -140,6 +140,7 @@ class _Checkpoint:
         model: the one of transformers.
         merging: what merges an adapter into a tensor of the model, by the name of that.
         own: the tensors of the state dict, without adapters, each under the name that is saved.
+        tied: the names that aren't saved, as their tensors are under others.
         made: name in the checkpoint -> where its values lie, or what is saved as it is.
     """
 
@@ -156,7 +157,8 @@ class _Checkpoint:
         state = self._without_adapters(state_to_save(self.model), adapters)
         self.own = {name: state[name] for name in without_tied(self.model, state)}
         objects = {**state, **state_tensors(self.model)}
-        tied = {id(objects[name]) for name in state.keys() - self.own.keys()}
+        self.tied = state.keys() - self.own.keys()
+        tied = {id(objects[name]) for name in self.tied}
         self.made = plan_original_format(self.model).pieces(self.own)
         for name in sorted(self.merging):
             is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
@@ -191,7 +193,13 @@ class _Checkpoint:
 
     def values(self, only_on: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in the order in which a save has them."""
-        is_given = only_on in (None, distributed.get_rank() if distributed.is_initialized() else 0)
+        rank, size = (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+        if only_on is not None and only_on not in range(size):
+            raise InvalidPatcherError(
+                f"only_on={only_on!r} is none of the {size} processes, so nobody would be given the weights. Write "
+                "the rank of one, only_on=0, or leave it out."
+            )
+        is_given = only_on in (None, rank)
         if not is_given and not any(isinstance(value, DTensor) for value in self.own.values()):
             return  # there is nothing to take part in
         values = Values((value for value in self.made.values() if isinstance(value, Piece)), self._read)
@@ -242,7 +250,7 @@ class _Loading:
     """
 
     def __init__(self, checkpoint: _Checkpoint) -> None:
-        self.own, self.pieces = checkpoint.own, checkpoint.made
+        self.own, self.pieces, self.tied = checkpoint.own, checkpoint.made, checkpoint.tied
         _check_writable(checkpoint)
         self.left = set(self.pieces)
         self.whole: dict[str, torch.Tensor] = {}
@@ -258,7 +266,7 @@ class _Loading:
         problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": []}
         for name, tensor in weights:
             if name not in self.left:
-                problems["left over"].append(name)
+                problems["left over"] += [name] * (name not in self.tied)
                 continue
             self.left.discard(name)
             piece = self.pieces[name]

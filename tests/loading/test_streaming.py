@@ -153,7 +153,6 @@ def test_models_around_it() -> None:
 def test_only_one_process_is_given_tensors() -> None:
     model = build_tiny(tiny_llama_config())
     assert streamed(model, only_on=0) == streamed(model)
-    assert streamed(model, only_on=1) == {}
 
 
 # --- into a model --------------------------------------------------------------------------------------------------
@@ -235,6 +234,22 @@ def test_a_name_that_comes_twice_is_left_over() -> None:
     with pytest.raises(PatchedWeightsError, match=r"left over: lm_head\.weight"):
         load_checkpoint_weights(model, weights)
     assert streamed(model) == streamed(source)
+
+
+def test_a_checkpoint_may_have_what_is_tied_twice() -> None:
+    """As files on the hub do: a load takes the tensor that a save writes, and ties the other one to it."""
+    config = tiny_llama_config(tie_word_embeddings=True)
+    model, source = build_tiny(config, seed=1), build_tiny(config)
+    weights = dict(checkpoint_weights(source))
+    assert "lm_head.weight" not in weights
+    load_checkpoint_weights(model, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    assert streamed(model) == streamed(source)
+
+
+@pytest.mark.parametrize("only_on", [1, -1, "0"])
+def test_a_process_that_there_is_not_is_given_nothing(only_on: Any) -> None:
+    with pytest.raises(InvalidPatcherError, match=r"is none of the 1 processes.*only_on=0"):
+        next(checkpoint_weights(build_tiny(tiny_llama_config()), only_on=only_on))
 
 
 class Twice(ConversionOps):

@@ -56,6 +56,16 @@ def weights_with_an_adapter(at: Place) -> Steps:
 
 
 @advice(
+    "only_on={} is none of the {} processes, so nobody would be given the weights. Write the rank of one, only_on=0, "
+    "or leave it out."
+)
+def weights_for_a_process_that_there_is_not(at: Place) -> Steps:
+    said = yield lambda: next(checkpoint_weights(load(at.llama), only_on=3))
+    assert same(filled(at, checkpoint_weights(load(at.llama), only_on=written(said, r"only_on=(0),"))), at.llama)
+    assert same(filled(at, checkpoint_weights(load(at.llama))), at.llama)
+
+
+@advice(
     "The adapter of {} is merged into its weights, so they can't be told from it. Unmerge it first "
     '(unmerge_adapter()), or write adapters="merged".'
 )
