@@ -324,9 +324,3 @@ def is_initialized(tensor: torch.Tensor | nn.Module) -> bool:
 
 def forget_initialized(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_is_hf_initialized", None)
-
-
-def declare_shared(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Let transformers know which names of a module are others of one parameter, so that it saves it once."""
-    if not isinstance(module, PreTrainedModel) and getattr(module, "_tied_weights_keys", None) is None:
-        module.__dict__["_tied_weights_keys"] = dict(names)
