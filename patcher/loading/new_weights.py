@@ -184,7 +184,7 @@ def _read(paths: Iterable[str]) -> dict[str, str]:
     for path in paths:
         if not str(path).endswith(".safetensors"):
             continue
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:  # as "pt", but it maps a file larger than the memory too
             text = (file.metadata() or {}).get(METADATA)
         try:
             told = json.loads(text) if text else {"of": "", "names": []}
@@ -220,7 +220,7 @@ def check_new_weights(load: Request, unexpected: Iterable[str]) -> Request:
         text = "\n".join(
             (
                 "The checkpoint has weights that a patcher has added, and this load has no place for them:",
-                *(f"  {key}" for key in compress(lost)),
+                *(f"  {key}" for key in compress(ordered(lost))),
                 f"They are of {of}. Load the model with that patcher, from_pretrained(..., patcher=patcher); or leave "
                 f"them out: patcher=Patcher(dropped_weights={sorted({key.rpartition('.')[2] for key in lost})!r}).",
             )

@@ -351,10 +351,7 @@ class Patcher:
         return cls.from_dict(files.read(folder_or_repo, places), allowed)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Put the patcher into a repo on the hub, as `patcher.json`.
-
-        >>> Patcher(fusions="qkv").push_to_hub("me/my-patcher")  # doctest: +SKIP
-        'https://huggingface.co/me/my-patcher/commit/...'
+        """Put the patcher into a repo on the hub, as `patcher.json`: `patcher.push_to_hub("me/my-patcher")`.
 
         Args:
             repo_id: the repo, which is made if there is none.
