@@ -13,10 +13,9 @@ import functools
 import json
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,7 +77,9 @@ def save_new_weights(model: PreTrainedModel, folder: str | os.PathLike[str]) -> 
     if distributed.is_initialized() and distributed.get_rank() != 0:
         return
     files.write(data, folder)
-    save_file(tensors, Path(folder, FILE_NAME), metadata={"format": "pt", METADATA: _told(patcher.name, names)})
+    metadata = named_in_metadata({"format": "pt"}, names, names, model)
+    save_file(tensors, Path(folder, FILE_NAME), metadata=metadata)
+    sort_metadata(Path(folder, FILE_NAME))
     Path(folder, "README.md").write_text(_card(model, patcher, names), encoding="utf-8")
 
 
@@ -168,14 +169,24 @@ def new_weights(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _told(patcher: str, names: Iterable[str]) -> str:
-    return json.dumps({"of": patcher, "names": sorted(names)})
-
-
-def named_in_metadata(metadata: Any, new: Iterable[str], tensors: Iterable[str], model: nn.Module) -> Any:
+def named_in_metadata(
+    metadata: Mapping[str, str] | None, new: Iterable[str], tensors: Iterable[str], model: nn.Module
+) -> dict[str, str]:
     """The metadata of a file that is about to be written, with the new weights that it has."""
-    names = set(new).intersection(tensors)
-    return {**(metadata or {}), METADATA: _told(_patcher_of(model).name, names)} if names else metadata
+    names = sorted(set(new).intersection(tensors))
+    return {**(metadata or {}), METADATA: json.dumps({"of": _patcher_of(model).name, "names": names})}
+
+
+def sort_metadata(path: str | os.PathLike[str]) -> None:
+    """Put the metadata of a file in order: safetensors writes it in any, so that no two saves would be the same."""
+    with Path(path).open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8").ljust(size)
+        if len(text) == size:
+            file.seek(8)
+            file.write(text)
 
 
 def _read(paths: Iterable[str]) -> dict[str, str]:

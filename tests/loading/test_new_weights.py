@@ -91,10 +91,8 @@ def test_files_name_the_new_weights_that_they_have(llama: Path, tmp_path: Path, 
     assert report(again).new_weights == report(model).new_weights
     assert len(report(again).new_weights) == 5
     again.save_pretrained(tmp_path / "again", max_shard_size=size)
-    for path in files:  # tensors: safetensors writes the entries of its metadata in any order
-        expected, found = (load_file(folder / path.name) for folder in (tmp_path, tmp_path / "again"))
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-        assert found.keys() == expected.keys()
+    for path in files:
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_model_without_new_weights_is_saved_as_ever(llama: Path, tmp_path: Path) -> None:

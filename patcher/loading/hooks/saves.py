@@ -26,7 +26,7 @@ from patcher.layouts.carried import carriers, fused_modules
 from patcher.layouts.selection import converts
 from patcher.loading.integration import integrations
 from patcher.loading.layout_on_disk import check_upload, check_variant, remove_others, remove_weights
-from patcher.loading.new_weights import named_in_metadata, new_weights
+from patcher.loading.new_weights import named_in_metadata, new_weights, sort_metadata
 from patcher.loading.record import record_of
 from patcher.loading.saving import OffloadedCheckpoint, SavePlan, plan_saving
 
@@ -112,9 +112,11 @@ def weights_to_save(stock: Stock, state_dict: Any, model: Any, *args: Any, **kwa
 def write_file(stock: Stock, tensors: Any, filename: Any, metadata: Any = None) -> Any:
     """Name the new weights in the file that has them."""
     save = _SAVE.get()
-    if save is not None and save.new:
-        metadata = named_in_metadata(metadata, save.new, tensors, save.plan.model)
-    return stock(tensors, filename, metadata=metadata)
+    if save is None or not save.new.keys() & tensors.keys():
+        return stock(tensors, filename, metadata=metadata)
+    stock(tensors, filename, metadata=named_in_metadata(metadata, save.new, tensors, save.plan.model))
+    sort_metadata(filename)
+    return None
 
 
 @contextmanager
