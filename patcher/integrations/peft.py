@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -229,6 +230,8 @@ def adapted(model: nn.Module, merged: bool) -> Adapted:
     Raises:
         InvalidPatcherError: an adapter is part of the weights that are meant without it.
     """
+    if "peft" not in sys.modules:  # it may not be installed; whoever has put an adapter on has imported it
+        return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
