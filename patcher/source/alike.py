@@ -95,9 +95,8 @@ def candidates(targets: Iterable[type], classes: Iterable[T]) -> list[T]:
         code = _code_of_forward(target)
         wanted.setdefault(_size(code), []).append(code and of_code(code).does)
     codes = ((cls, _code_of_forward(cls)) for cls in classes)
-    return [
-        cls for cls, code in codes if _size(code) in wanted and (code and of_code(code).does) in wanted[_size(code)]
-    ]
+    sized = ((cls, code, wanted[size]) for cls, code in codes if (size := _size(code)) in wanted)
+    return [cls for cls, code, does in sized if (code and of_code(code).does) in does]
 
 
 def _code_of_forward(cls: Any) -> types.CodeType | None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import (
@@ -28,6 +28,7 @@ from patcher import (
 from patcher.layouts.pieces import Values
 from tests.compatibility.rows import ROWS, Row
 from tests.support.checkpoints import tensors
+from tests.support.computing import Twice, TwiceInPlace
 from tests.support.offloaded import DEVICE_MAPS, offloaded
 from tests.support.replacements import JOINED
 from tests.support.tiny import (
@@ -250,33 +251,6 @@ def test_a_checkpoint_may_have_what_is_tied_twice() -> None:
 def test_a_process_that_there_is_not_is_given_nothing(only_on: Any) -> None:
     with pytest.raises(InvalidPatcherError, match=r"is none of the 1 processes.*only_on=0"):
         next(checkpoint_weights(build_tiny(tiny_llama_config()), only_on=only_on))
-
-
-class Twice(ConversionOps):
-    """Computes: the model holds twice the values of the checkpoint."""
-
-    factor = 2.0
-
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-        (value,) = input_dict.values()
-        value = value[0] if isinstance(value, list) else value
-        return {target_patterns[0]: self._of(value)}
-
-    def _of(self, value: torch.Tensor) -> torch.Tensor:
-        return value * self.factor
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        other = type(self)()
-        other.factor = 1 / self.factor
-        return other
-
-
-class TwiceInPlace(Twice):
-    """The same, of what it is given."""
-
-    def _of(self, value: torch.Tensor) -> torch.Tensor:
-        return value.mul_(self.factor)
 
 
 class OtherMLP(LlamaMLP):

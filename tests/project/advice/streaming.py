@@ -9,12 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import patcher
 from patcher import Patcher, checkpoint_weights, load_checkpoint_weights
 from tests.project.advice import Place, Steps, advice, load, same, written
+from tests.support.computing import Twice, TwiceInPlace
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -111,32 +112,6 @@ def weights_for_a_quantized_model(at: Place) -> Steps:
     assert same(load(at.llama), at.llama)
 
 
-class Doubled(ConversionOps):
-    """Computes."""
-
-    factor = 2.0
-
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
-        ((value,),) = input_dict.values()
-        return {target_patterns[0]: self.of(value)}
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        return value * self.factor
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        other = type(self)()
-        other.factor = 1 / self.factor
-        return other
-
-
-class DoubledInPlace(Doubled):
-    """The same, of the tensor that it is given."""
-
-    def of(self, value: torch.Tensor) -> torch.Tensor:
-        return value.mul_(self.factor)
-
-
 class HalfMLP(LlamaMLP):
     """Its down projection holds twice the values."""
 
@@ -144,14 +119,14 @@ class HalfMLP(LlamaMLP):
         return super().forward(x) / 2
 
 
-def doubled(operation: type[Doubled]) -> Patcher:
+def doubled(operation: type[Twice]) -> Patcher:
     conversion = WeightConverter("mlp.down_proj.weight", "mlp.down_proj.weight", operations=[operation()])
     return Patcher({"LlamaMLP": HalfMLP}, extra_weight_conversions=conversion)
 
 
 @advice("Use patcher.load_original_state_dict(model, dict(weights)).")
 def weights_that_a_conversion_computes(at: Place) -> Steps:
-    model, weights = load(at.llama, doubled(Doubled)), checkpoint_weights(load(at.llama))
+    model, weights = load(at.llama, doubled(Twice)), checkpoint_weights(load(at.llama))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -165,8 +140,8 @@ def weights_that_a_conversion_computes(at: Place) -> Steps:
     "be told one by one. Write its operations without that."
 )
 def an_operation_that_writes_to_what_it_is_given(at: Place) -> Steps:
-    yield lambda: checkpoint_weights(load(at.llama, doubled(DoubledInPlace)))
-    assert same(filled(at, checkpoint_weights(load(at.llama, doubled(Doubled)))), at.llama)
+    yield lambda: checkpoint_weights(load(at.llama, doubled(TwiceInPlace)))
+    assert same(filled(at, checkpoint_weights(load(at.llama, doubled(Twice)))), at.llama)
 
 
 @advice("The weights of one model of transformers are meant, and {} has {}. Give the model itself.")
