@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from patcher import Patcher, forward_of, like
+from tests.support import fresh
 from tests.support.local_kernels import written_kernels
 from tests.support.tiny import tiny_llama_config
 
@@ -71,14 +69,4 @@ def test_a_layer_without_a_backward_refuses_training(folder: Path, checkpoint: P
 @pytest.mark.process
 def test_beside_use_kernels() -> None:
     """In an interpreter of its own, in which transformers takes the installed release of the package."""
-    arguments = ("-q", "-p", "no:cacheprovider", "-p", "tests.support.any_kernels", "tests/libraries/use_kernels.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments, "-m", ""],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout
+    fresh.run_pytest_alone("-p", "tests.support.any_kernels", "tests/libraries/use_kernels.py", HF_HUB_OFFLINE="1")

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import fresh
 
 
 @pytest.mark.process
 def test_kernels_compute_what_stock_does_on_a_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/libraries/liger_on_cpu.py", "-m", ""],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout
+    fresh.run_pytest_alone("tests/libraries/liger_on_cpu.py", TRITON_INTERPRET="1")

@@ -11,6 +11,7 @@ seconds instead. A program that is about importing them still needs one: `subpro
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -80,6 +81,24 @@ def run_pytest(*arguments: object, **options: Any) -> CompletedProcess[str]:
     # A plugin of pytest is imported already, by what transformers imports.
     flags = ("-q", "-p", "no:cacheprovider", "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
     return run(code, *flags, *arguments, check=False, **options)
+
+
+def run_pytest_alone(*arguments: str, **environment: str) -> None:
+    """Run `python -m pytest ARGUMENTS` in an interpreter that has imported nothing, and have all of it pass.
+
+    Args:
+        environment: variables beside those of this process, which also torch and transformers see.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "-m", ""],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def _program(
