@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from patcher.errors import no_such_name, public_name
 from patcher.fusions.base import Decision, Fusion, more_than_a_weight_and_bias
 from patcher.fusions.families import FAMILIES
-from patcher.layouts.layouts import Flatten, Layout, Rows
+from patcher.layouts.layouts import Cut, Flatten, Layout, Rows
 
 if TYPE_CHECKING:
     from patcher.fusions.finding import Surroundings as Surroundings
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
     from patcher.fusions.old_names import view_of as view_of
+    from patcher.fusions.packed import PackedRows as PackedRows, packed_rows as packed_rows
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
     from patcher.fusions.qkv import QKV as QKV
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from patcher.fusions.sequential_experts import SequentialExperts as SequentialExperts
     from patcher.fusions.sharing import called_with as called_with
     from patcher.fusions.siblings import Siblings as Siblings
+    from patcher.fusions.split import Split as Split
 
 __all__ = [
     "KV",
     "QKV",
+    "Cut",
     "Decision",
     "Flatten",
     "FusedModule",
@@ -45,16 +48,19 @@ __all__ = [
     "GateUp",
     "Layout",
     "NotUnderstoodError",
+    "PackedRows",
     "PatchEmbeddings",
     "Projections",
     "Rows",
     "SequentialExperts",
     "Siblings",
+    "Split",
     "Surroundings",
     "called_with",
     "compile_subclass",
     "fused_class_of",
     "more_than_a_weight_and_bias",
+    "packed_rows",
     "view_of",
 ]
 
@@ -62,11 +68,13 @@ __all__ = [
 _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES.values())} | {
     "FusedModule": "patcher.fusions.fused_module",
     "NotUnderstoodError": "patcher.fusions.methods",
+    "PackedRows": "patcher.fusions.packed",
     "Projections": "patcher.fusions.projections",
     "Surroundings": "patcher.fusions.finding",
     "called_with": "patcher.fusions.sharing",
     "compile_subclass": "patcher.fusions.rewrite",
     "fused_class_of": "patcher.fusions.fused_module",
+    "packed_rows": "patcher.fusions.packed",
     "view_of": "patcher.fusions.old_names",
 }
 

@@ -33,6 +33,7 @@ FAMILIES: dict[str, str] = {
     "qkv": "patcher.fusions.qkv:QKV",
     "sequential_experts": "patcher.fusions.sequential_experts:SequentialExperts",
     "siblings": "patcher.fusions.siblings:Siblings",
+    "split": "patcher.fusions.split:Split",
 }
 #: Where packages register theirs.
 GROUP = "patcher.fusions"

@@ -162,6 +162,49 @@ def lies_in_blocks(layout: Layout) -> TypeGuard[Rows]:
     return isinstance(layout, Rows) and layout.blocks > 1
 
 
+@dataclass(frozen=True)
+class Cut(Layout):
+    """The reverse of `Rows`: (a + b, ...) -> (a, ...), (b, ...).
+
+    >>> cut = Cut("kv.weight", ("k.weight", "v.weight"), sizes=(4, 2), blocks=2)
+    >>> [part.flatten().tolist() for part in cut.fuse([torch.tensor([[0], [1], [10], [2], [3], [11]])])]
+    [[0, 1, 2, 3], [10, 11]]
+
+    Attributes:
+        sizes: how many rows each part has.
+        blocks: how many equal blocks the rows lie in, each with its share of every part.
+        transposed: whether the whole is (..., a + b), as the weight of a `Conv1D`.
+    """
+
+    sizes: tuple[int, ...] = ()
+    blocks: int = 1
+    transposed: bool = False
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            stock: str | Sequence[str],
+            fused: str | Sequence[str] = (),
+            stock_shapes: tuple[tuple[int, ...], ...] = (),
+            sizes: tuple[int, ...] = (),
+            blocks: int = 1,
+            transposed: bool = False,
+        ) -> None: ...
+
+    @property
+    def rows(self) -> Rows:
+        """The layout that this one reverses."""
+        return Rows(self.fused, self.stock, tuple((size,) for size in self.sizes), self.blocks)
+
+    def fuse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.rows.separate([tensors[0].T if self.transposed else tensors[0]])
+
+    def separate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (whole,) = self.rows.fuse(tensors)
+        return [whole.T.contiguous() if self.transposed else whole]
+
+
 class Flatten(Layout):
     """All dimensions but the first as one: (out, in, height, width) -> (out, in * height * width)."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from patcher.layouts.layouts import Layout, Rows
+from patcher.layouts.layouts import Cut, Layout, Rows
 from patcher.layouts.transforms import by_itself, is_alone, single
 
 
@@ -179,6 +179,9 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
     """What stands for the fused parameters of a layout, from what stands for those of transformers."""
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
+    if type(layout) is Cut and layout.blocks == 1 and not layout.transposed:
+        starts = itertools.accumulate(layout.sizes, initial=0)
+        return [RowsOf(sources[0], start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
 
     @torch.no_grad()
     def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

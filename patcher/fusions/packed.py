@@ -1,0 +1,223 @@
+"""Which rows of a packed layer are whose, read from the method that takes its output apart.
+
+    qkv = self.query_key_value(hidden_states).view(hidden_shape)    <- a tensor of which each row is known
+    query, key, value = qkv.chunk(3, dim=-1)                        <- from which rows is `query` made?
+
+The method's assignments run on small tensors, as they are written, and autograd says which rows of the output each
+variable depends on. So nothing is guessed from the order of names: CodeGen has its values before its keys, Phi-4's
+encoder its gate behind what it gates, GPT-NeoX a part of each for every head.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from patcher.fusions.methods import (
+    Method,
+    NotUnderstoodError,
+    functions_of,
+    located,
+    read_function,
+    self_of,
+)
+
+#: What modeling code calls the same thing.
+_SYNONYMS = {word: role for role in ("query", "key", "value") for word in (role[0], f"{role}s", f"w{role[0]}")}
+_SYNONYMS["queries"] = "query"
+#: What is said of any tensor or layer.
+_GENERIC = frozenset("proj projection layer layers states state linear lin to weight".split())
+#: The function that the output of the packed layer comes from, and what the code that runs is called.
+_OUTPUT, _NAME = "packed_output", "<packed>"
+
+
+class PackedRows(NamedTuple):
+    """How the rows of a packed layer lie.
+
+    Attributes:
+        sizes: part -> how many rows it has, in the order in which they lie.
+        blocks: how many equal blocks they lie in, each with its share of every part, as heads do.
+    """
+
+    sizes: Mapping[str, int]
+    blocks: int
+
+
+def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRows:
+    """How the rows of a layer are divided among parts, by what the module that calls it makes of its output.
+
+    >>> from transformers import GPTNeoXConfig
+    >>> from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+    >>> attention = GPTNeoXAttention(GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1))
+    >>> packed_rows(attention, "query_key_value", ["q_proj", "k_proj", "v_proj"])
+    PackedRows(sizes={'q_proj': 64, 'k_proj': 64, 'v_proj': 64}, blocks=4)
+
+    Args:
+        owner: the module that has the layer, on any device.
+        packed: the name of the layer in it.
+        parts: the names of the parts, in words that the method has for its variables: `q_proj` is `query_states`,
+            `query_layer` or `q`, `gate_proj` is `gate`.
+
+    Raises:
+        NotUnderstoodError: no method assigns variables of these names that have all rows among them, each row once.
+    """
+    if "forward" in vars(owner):
+        raise NotUnderstoodError("the forward of the module around it was replaced on the object")
+    methods = [read_function(function) for function in functions_of(type(owner)).values()]
+    calling = [method for method in methods if any(_calls(method.node, packed))]
+    if not calling:
+        raise NotUnderstoodError(f"no method of {type(owner).__name__} calls self.{packed}(...)")
+    for method in calling:
+        # Inputs of several ranks, as text, packed sequences and images have; then all of the inputs.
+        for every, shape in itertools.product((False, True), ((1, 4), (4,), (1, 2, 2))):
+            if found := _Run(owner, packed, method, shape, every).first(partial(_packed, parts)):
+                return found
+    method = calling[0]
+    reason = f"its output isn't taken apart into variables named like {', '.join(parts)}"
+    raise located(NotUnderstoodError(reason, next(_calls(method.node, packed)).lineno), method)
+
+
+def _calls(tree: ast.AST, packed: str) -> Iterator[ast.Call]:
+    """Where a method calls the layer of its `self`."""
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr == packed and isinstance(called.value, ast.Name):
+            yield node  # type: ignore[misc]
+
+
+class _Numbered(ast.NodeTransformer):
+    """Has what is called in place of the layer give the output."""
+
+    def __init__(self, packed: str) -> None:
+        self.packed = packed
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if any(call is node for call in _calls(node, self.packed)):
+            node.func = ast.copy_location(ast.Name(_OUTPUT, ast.Load()), node.func)
+        return node
+
+
+class _Run:
+    """The assignments of a method, carried out one by one; what can't be is left out.
+
+    Args:
+        shape: of the input, but for its features.
+        every: whether parameters that have defaults are given a tensor as well.
+    """
+
+    def __init__(self, owner: nn.Module, packed: str, method: Method, shape: tuple[int, ...], every: bool) -> None:
+        layer: Any = owner.get_submodule(packed)
+        weight = next(layer.parameters())
+        self.rows, features = _sizes(layer)
+        given = torch.zeros(*shape, features, dtype=weight.dtype, device=weight.device)
+        self.outputs: list[torch.Tensor] = []
+        self.assigned: set[str] = set()
+        self.known: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
+        for parameter in inspect.signature(method.function).parameters.values():
+            empty: Any = {parameter.VAR_POSITIONAL: (), parameter.VAR_KEYWORD: {}}.get(parameter.kind, given)
+            has_default = parameter.default is not parameter.empty and not every
+            self.known[parameter.name] = parameter.default if has_default else empty
+        self.known[self_of(method.node)] = owner
+        tree = _Numbered(packed).visit(ast.parse(method.source).body[0])
+        self.body: list[ast.stmt] = ast.fix_missing_locations(tree).body
+
+    def first(self, look: Callable[[int, Mapping[str, frozenset[int]]], PackedRows | None]) -> PackedRows | None:
+        """What is first found in the variables and the rows that they depend on, after any of the assignments."""
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+            return self._first(self.body, look)
+
+    def _first(self, body: Iterable[ast.stmt], look: Callable[..., PackedRows | None]) -> PackedRows | None:
+        for statement in body:
+            found = None
+            if isinstance(statement, ast.If):
+                found = self._first(self._branch(statement), look)
+            elif isinstance(statement, ast.With | ast.Try):
+                found = self._first(statement.body, look)
+            elif names := _assigned(statement):
+                self._assign(statement, names)
+                found = look(self.rows, {name: self._rows(self.known[name]) for name in self.assigned})
+            if found is not None:
+                return found
+        return None
+
+    def _assign(self, statement: ast.stmt, names: Collection[str]) -> None:
+        try:
+            exec(compile(ast.Module([statement], []), _NAME, "exec"), self.known)
+            self.assigned.update(names)
+        except Exception:
+            for name in names:
+                self.known.pop(name, None)
+            self.assigned.difference_update(names)
+
+    def _output(self, features: torch.Tensor) -> torch.Tensor:
+        shape = torch.Size((*features.shape[:-1], self.rows))
+        # Small and positive: what is clamped, or goes through an activation, keeps its gradient.
+        values = torch.linspace(1e-3, 2e-3, shape.numel(), dtype=torch.float64, device="cpu")
+        self.outputs.append(values.view(shape).requires_grad_())
+        return self.outputs[-1]
+
+    def _branch(self, statement: ast.If) -> list[ast.stmt]:
+        try:
+            holds = eval(compile(ast.Expression(statement.test), _NAME, "eval"), self.known)
+            return statement.body if holds else statement.orelse
+        except Exception:  # it depends on what isn't known: what either does is looked at
+            return [*statement.body, *statement.orelse]
+
+    def _rows(self, value: Any) -> frozenset[int]:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.outputs:
+            return frozenset()
+        weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
+        found = torch.autograd.grad(value, self.outputs, weights, retain_graph=True, allow_unused=True)
+        return frozenset(
+            row
+            for gradient in found
+            if gradient is not None
+            for row in gradient.flatten(0, -2).count_nonzero(0).nonzero().flatten().tolist()
+        )
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    """(out, in) of a linear layer, or of a `Conv1D`, whose weight lies the other way round."""
+    rows, features = layer.weight.shape
+    return (rows, features) if isinstance(layer, nn.Linear) else (features, rows)
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """The variables that a statement assigns; none if it does anything else."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+        return set()
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    flat = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    names = {each.id for each in flat if isinstance(each, ast.Name)}
+    return names if all(isinstance(each, ast.Name) for each in flat) else set()
+
+
+def _words(name: str) -> frozenset[str]:
+    words = frozenset(_SYNONYMS.get(word, word) for word in name.lower().split("_") if word)
+    return words - _GENERIC or words
+
+
+def _packed(parts: Sequence[str], count: int, owned: Mapping[str, frozenset[int]]) -> PackedRows | None:
+    """How the rows lie, where variables named like the parts have all rows among them, and each row once."""
+    owners: dict[int, str] = {}
+    for part in parts:
+        named = {rows for name, rows in owned.items() if _words(part) <= _words(name) and 0 < len(rows) < count}
+        if len(named) != 1 or not owners.keys().isdisjoint(*named):
+            return None
+        owners.update(dict.fromkeys(*named, part))
+    if len(owners) < count:
+        return None
+    runs = [(part, len(list(rows))) for part, rows in groupby(owners[row] for row in range(count))]
+    block, blocks = runs[: len(parts)], len(runs) // len(parts)
+    if runs != block * blocks or len(dict(block)) < len(parts):
+        return None
+    return PackedRows({part: rows * blocks for part, rows in block}, blocks)

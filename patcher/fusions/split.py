@@ -1,0 +1,198 @@
+"""`split`: a packed linear layer as one layer for each of its parts, the other way round."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from patcher.errors import InvalidPatcherError, PatchConflictError
+from patcher.fusions import (
+    Cut,
+    Decision,
+    Fusion,
+    Layout,
+    NotUnderstoodError,
+    PackedRows,
+    Surroundings,
+    more_than_a_weight_and_bias,
+    packed_rows,
+)
+
+#: The names of packed layers, and of their parts; the first are taken that the forward knows.
+_KNOWN = (
+    (r"(?i)^w?qkv(_proj|_linear)?$|^query_key_value$|^c_attn$|^att_proj$", ("q_proj", "k_proj", "v_proj")),
+    (r"(?i)^w?kv(_proj|_linear)?$|^(to|in_proj)_kv$|^key_value$|^c_attn$", ("k_proj", "v_proj")),
+    (r"^gate_up_proj$", ("gate_proj", "up_proj")),
+)
+
+
+class SplitLinear(nn.Module):
+    """A packed linear layer computed by its parts, which are plain `nn.Linear`s.
+
+    >>> packed = SplitLinear(8, {"q_proj": 16, "k_proj": 4, "v_proj": 4}, blocks=2)
+    >>> packed
+    SplitLinear(
+      blocks=2
+      (q_proj): Linear(in_features=8, out_features=16, bias=True)
+      (k_proj): Linear(in_features=8, out_features=4, bias=True)
+      (v_proj): Linear(in_features=8, out_features=4, bias=True)
+    )
+    >>> packed(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 5, 24])
+
+    It takes the place of the packed layer, takes what that takes, and gives what that gives: (..., in_features) ->
+    (..., out_features), the parts one behind the other in each of the blocks. `weight` and `bias` are those of the
+    parts, and it has none itself.
+
+    Args:
+        sizes: part -> its outputs, in the order in which they lie.
+        blocks: how many equal blocks the outputs lie in, each with its share of every part, as heads do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Mapping[str, int],
+        blocks: int = 1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.blocks = in_features, sum(sizes.values()), blocks
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(in_features, size, bias, device, dtype))
+
+    #: how the rows of a layer lie that a class of its own is made for
+    _rows: ClassVar[PackedRows]
+
+    @classmethod
+    def from_module(cls, packed: nn.Module) -> Self:
+        """The parts of a packed layer, with values of their own."""
+        weight, bias = packed._parameters["weight"], packed._parameters["bias"]
+        assert weight is not None
+        in_features = weight.shape[0 if isinstance(packed, Conv1D) else 1]
+        return cls(in_features, *cls._rows, bias=bias is not None, dtype=weight.dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
+        outputs = [part(input) for part in self._modules.values()]  # type: ignore[misc]
+        if self.blocks == 1:
+            return torch.cat(outputs, dim=-1)
+        return torch.cat([each.unflatten(-1, (self.blocks, -1)) for each in outputs], dim=-1).flatten(-2)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(self._told(name))
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias"):
+            raise PatchConflictError(
+                f"{self._told(name)}. Set those, or take the split off with Patcher().apply(model)."
+            )
+        super().__setattr__(name, value)
+
+    def _told(self, name: str) -> str:
+        return f"the {name} of the packed layer is split: it is in {', '.join(f'{part}.{name}' for part in self._modules)}"
+
+    def extra_repr(self) -> str:
+        return f"blocks={self.blocks}" if self.blocks > 1 else ""
+
+
+class Split(Fusion):
+    """A layer for each part of a packed one: `query_key_value` as `q_proj`, `k_proj` and `v_proj`.
+
+    >>> from patcher import Patcher
+    >>> Patcher(fusions=[Split({"in_proj": ["gate", "hidden"]}), Split()])
+    Patcher(fusions=[Split(parts={'in_proj': ('gate', 'hidden')}), 'split'])
+
+    For adapters on queries and values only, and for types, quantization and scales by part. Which rows are whose is
+    read from the forward, which assigns what it takes apart to variables of such names: see `patcher.fusions.packed`.
+    """
+
+    name = "split"
+    subject = "a packed linear layer (qkv, query_key_value, c_attn, kv_proj, gate_up_proj, ...)"
+
+    #: name of a packed layer -> those of its parts; without any, the names that are common
+    parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+    def __init__(self, parts: Mapping[str, Iterable[str]] | None = None, modules: str | Iterable[str] = ()) -> None:
+        """Ask for other names than the common ones.
+
+        Args:
+            parts: name of a packed layer -> those of its parts, in words of the variables of the forward.
+            modules: paths of packed layers, as in the other families.
+
+        Raises:
+            InvalidPatcherError: a layer has fewer than two parts, or one of them twice, or a name isn't one.
+        """
+        super().__init__(modules)
+        if parts is not None:
+            self.parts = _checked(parts)
+
+    def decide(self, path: str, module: nn.Module, surroundings: Surroundings) -> Decision | None:
+        owner_path, _, name = path.rpartition(".")
+        named = [self.parts[name]] if name in self.parts else []
+        if not self.parts:
+            named = [parts for pattern, parts in _KNOWN if re.search(pattern, name)]
+        if not named or not path or next(module.parameters(), None) is None:
+            return None
+        if reason := _other_than_linear(module) or surroundings.sharing(path, module, "it"):
+            return Decision(refusal=reason)
+        owner = surroundings.modules[owner_path]
+        reasons = []
+        for parts in named:
+            try:
+                rows = packed_rows(owner, name, parts)
+            except NotUnderstoodError as error:
+                reasons.append(str(error))
+            else:
+                return Decision(tuple(_layouts(module, rows)), (tuple(rows.sizes.items()), rows.blocks))
+        return Decision(refusal=reasons[0])
+
+    def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
+        sizes, blocks = recipe
+        members = {"__doc__": SplitLinear.__doc__, "__module__": __name__, "_rows": PackedRows(dict(sizes), blocks)}
+        return type(SplitLinear.__name__, (SplitLinear,), members)
+
+
+def _checked(parts: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(parts, Mapping) or not parts:
+        raise InvalidPatcherError(
+            f"Split: parts={parts!r} maps no packed layer to its parts; write Split({{'qkv': ['q_proj', 'k_proj', 'v_proj']}})."
+        )
+    checked = {}
+    for name, given in parts.items():
+        listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+        if len(listed) < 2 or len(set(listed)) < len(listed) or not all(map(_is_name, (name, *listed))):
+            raise InvalidPatcherError(
+                f"Split: {name!r} has the parts {given!r}; write the names of two or more, each once, without dots."
+            )
+        checked[name] = listed
+    return checked
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier()
+
+
+def _other_than_linear(module: nn.Module) -> str:
+    """Why a layer can't be computed by plain linear ones, "" if it can."""
+    if type(module) not in (nn.Linear, Conv1D):
+        return f"it is a {type(module).__qualname__}, no nn.Linear or Conv1D"
+    reason = more_than_a_weight_and_bias(module)
+    return f"it {reason}" if reason else ""
+
+
+def _layouts(module: nn.Module, rows: PackedRows) -> Iterator[Layout]:
+    for kind in ("weight", "bias"):
+        if module._parameters[kind] is not None:
+            fused = tuple(f"{part}.{kind}" for part in rows.sizes)
+            transposed = kind == "weight" and isinstance(module, Conv1D)
+            yield Cut(kind, fused, sizes=tuple(rows.sizes.values()), blocks=rows.blocks, transposed=transposed)
