@@ -11,21 +11,25 @@ encoder its gate behind what it gates, GPT-NeoX a part of each for every head.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from patcher.fusions.methods import (
     Method,
     NotUnderstoodError,
     functions_of,
     located,
+    names_in,
     read_function,
     self_of,
 )
@@ -72,38 +76,28 @@ def packed_rows(owner: nn.Module, packed: str, parts: Sequence[str]) -> PackedRo
     if "forward" in vars(owner):
         raise NotUnderstoodError("the forward of the module around it was replaced on the object")
     methods = [read_function(function) for function in functions_of(type(owner)).values()]
-    calling = [method for method in methods if any(_calls(method.node, packed))]
+    calling = [method for method in methods if any(_calls(method, packed))]
     if not calling:
         raise NotUnderstoodError(f"no method of {type(owner).__name__} calls self.{packed}(...)")
     for method in calling:
-        # Inputs of several ranks, as text, packed sequences and images have; then all of the inputs.
-        for every, shape in itertools.product((False, True), ((1, 4), (4,), (1, 2, 2))):
-            if found := _Run(owner, packed, method, shape, every).first(partial(_packed, parts)):
+        _, first, *others = inspect.signature(method.function).parameters
+        called_with = {name for call in _calls(method, packed) for name in names_in(call)}
+        # Inputs of several ranks, as text, packed sequences and images have, and of enough tokens for windows.
+        shapes = ((1, 4), (4,), (1, 2, 2), (1, 256))
+        for inputs, shape in itertools.product(({first}, {first, *called_with}, {first, *others}), shapes):
+            if found := _Run(owner, packed, method, inputs, shape).first(partial(_packed, parts)):
                 return found
     method = calling[0]
     reason = f"its output isn't taken apart into variables named like {', '.join(parts)}"
-    raise located(NotUnderstoodError(reason, next(_calls(method.node, packed)).lineno), method)
+    raise located(NotUnderstoodError(reason, next(_calls(method, packed)).lineno), method)
 
 
-def _calls(tree: ast.AST, packed: str) -> Iterator[ast.Call]:
+def _calls(method: Method, packed: str) -> Iterator[ast.Call]:
     """Where a method calls the layer of its `self`."""
-    for node in ast.walk(tree):
-        called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr == packed and isinstance(called.value, ast.Name):
-            yield node  # type: ignore[misc]
-
-
-class _Numbered(ast.NodeTransformer):
-    """Has what is called in place of the layer give the output."""
-
-    def __init__(self, packed: str) -> None:
-        self.packed = packed
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if any(call is node for call in _calls(node, self.packed)):
-            node.func = ast.copy_location(ast.Name(_OUTPUT, ast.Load()), node.func)
-        return node
+    layer = ast.unparse(ast.Attribute(ast.Name(self_of(method.node)), packed))
+    for node in ast.walk(method.node):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == layer:
+            yield node
 
 
 class _Run:
@@ -111,24 +105,28 @@ class _Run:
 
     Args:
         shape: of the input, but for its features.
-        every: whether parameters that have defaults are given a tensor as well.
+        inputs: the parameters that are given a tensor; others have their defaults, or None.
     """
 
-    def __init__(self, owner: nn.Module, packed: str, method: Method, shape: tuple[int, ...], every: bool) -> None:
+    def __init__(
+        self, owner: nn.Module, packed: str, method: Method, inputs: set[str], shape: tuple[int, ...]
+    ) -> None:
         layer: Any = owner.get_submodule(packed)
-        weight = next(layer.parameters())
-        self.rows, features = _sizes(layer)
-        given = torch.zeros(*shape, features, dtype=weight.dtype, device=weight.device)
+        weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
+        self.count: int = weight.shape[0]
+        given = torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
         self.outputs: list[torch.Tensor] = []
         self.assigned: set[str] = set()
         self.known: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
-        for parameter in inspect.signature(method.function).parameters.values():
-            empty: Any = {parameter.VAR_POSITIONAL: (), parameter.VAR_KEYWORD: {}}.get(parameter.kind, given)
-            has_default = parameter.default is not parameter.empty and not every
-            self.known[parameter.name] = parameter.default if has_default else empty
+        for each in inspect.signature(method.function).parameters.values():
+            default = None if each.default is each.empty else each.default
+            absent: dict[Any, Any] = {each.VAR_POSITIONAL: (), each.VAR_KEYWORD: {}}
+            self.known[each.name] = given if each.name in inputs else absent.get(each.kind, default)
         self.known[self_of(method.node)] = owner
-        tree = _Numbered(packed).visit(ast.parse(method.source).body[0])
-        self.body: list[ast.stmt] = ast.fix_missing_locations(tree).body
+        method = replace(method, node=copy.deepcopy(method.node))
+        for call in _calls(method, packed):
+            call.func = ast.copy_location(ast.Name(_OUTPUT, ast.Load()), call.func)
+        self.body = method.node.body
 
     def first(self, look: Callable[[int, Mapping[str, frozenset[int]]], PackedRows | None]) -> PackedRows | None:
         """What is first found in the variables and the rows that they depend on, after any of the assignments."""
@@ -144,7 +142,7 @@ class _Run:
                 found = self._first(statement.body, look)
             elif names := _assigned(statement):
                 self._assign(statement, names)
-                found = look(self.rows, {name: self._rows(self.known[name]) for name in self.assigned})
+                found = look(self.count, {name: self._rows(self.known[name]) for name in self.assigned})
             if found is not None:
                 return found
         return None
@@ -159,7 +157,7 @@ class _Run:
             self.assigned.difference_update(names)
 
     def _output(self, features: torch.Tensor) -> torch.Tensor:
-        shape = torch.Size((*features.shape[:-1], self.rows))
+        shape = torch.Size((*features.shape[:-1], self.count))
         # Small and positive: what is clamped, or goes through an activation, keeps its gradient.
         values = torch.linspace(1e-3, 2e-3, shape.numel(), dtype=torch.float64, device="cpu")
         self.outputs.append(values.view(shape).requires_grad_())
@@ -176,19 +174,12 @@ class _Run:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.outputs:
             return frozenset()
         weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
-        found = torch.autograd.grad(value, self.outputs, weights, retain_graph=True, allow_unused=True)
-        return frozenset(
-            row
-            for gradient in found
-            if gradient is not None
-            for row in gradient.flatten(0, -2).count_nonzero(0).nonzero().flatten().tolist()
-        )
-
-
-def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer, or of a `Conv1D`, whose weight lies the other way round."""
-    rows, features = layer.weight.shape
-    return (rows, features) if isinstance(layer, nn.Linear) else (features, rows)
+        try:
+            gradients = torch.autograd.grad(value, self.outputs, weights, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # something was written into what it is made of
+            return frozenset()
+        used = [each.flatten(0, -2).count_nonzero(0) for each in gradients if each is not None]  # type: ignore[redundant-expr]
+        return frozenset(row for counts in used for row in counts.nonzero().flatten().tolist())
 
 
 def _assigned(statement: ast.stmt) -> set[str]:
@@ -211,9 +202,10 @@ def _packed(parts: Sequence[str], count: int, owned: Mapping[str, frozenset[int]
     owners: dict[int, str] = {}
     for part in parts:
         named = {rows for name, rows in owned.items() if _words(part) <= _words(name) and 0 < len(rows) < count}
-        if len(named) != 1 or not owners.keys().isdisjoint(*named):
+        rows = next(iter(named)) if len(named) == 1 else frozenset[int]()
+        if not rows or not owners.keys().isdisjoint(rows):
             return None
-        owners.update(dict.fromkeys(*named, part))
+        owners.update(dict.fromkeys(rows, part))
     if len(owners) < count:
         return None
     runs = [(part, len(list(rows))) for part, rows in groupby(owners[row] for row in range(count))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -99,7 +100,8 @@ class SplitLinear(nn.Module):
         super().__setattr__(name, value)
 
     def _told(self, name: str) -> str:
-        return f"the {name} of the packed layer is split: it is in {', '.join(f'{part}.{name}' for part in self._modules)}"
+        parts = ", ".join(f"{part}.{name}" for part in self._modules)
+        return f"the {name} of the packed layer is split: its values are in {parts}"
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}" if self.blocks > 1 else ""
@@ -165,7 +167,8 @@ class Split(Fusion):
 def _checked(parts: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(parts, Mapping) or not parts:
         raise InvalidPatcherError(
-            f"Split: parts={parts!r} maps no packed layer to its parts; write Split({{'qkv': ['q_proj', 'k_proj', 'v_proj']}})."
+            f"Split: parts={parts!r} maps no packed layer to its parts; "
+            "write Split({'qkv': ['q_proj', 'k_proj', 'v_proj']})."
         )
     checked = {}
     for name, given in parts.items():
@@ -184,10 +187,25 @@ def _is_name(name: Any) -> bool:
 
 def _other_than_linear(module: nn.Module) -> str:
     """Why a layer can't be computed by plain linear ones, "" if it can."""
-    if type(module) not in (nn.Linear, Conv1D):
-        return f"it is a {type(module).__qualname__}, no nn.Linear or Conv1D"
+    if type(module) not in (nn.Linear, Conv1D) and not (isinstance(module, nn.Linear) and _computes_as_linear(module)):
+        return f"it is a {type(module).__qualname__}, and not known to compute what nn.Linear or Conv1D does"
     reason = more_than_a_weight_and_bias(module)
     return f"it {reason}" if reason else ""
+
+
+def _computes_as_linear(module: nn.Linear) -> bool:
+    """Whether a class that has nothing but a forward of its own computes the same, to the bit and in this type."""
+    bases = type(module).__mro__[: type(module).__mro__.index(nn.Linear)]
+    if {name for base in bases for name in vars(base) if not name.startswith("__")} - {"forward"}:
+        return False
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        small, bias = copy.copy(module), module.bias is not None
+        small._parameters = dict(nn.Linear(8, 12, bias, dtype=module.weight.dtype)._parameters)
+        features = torch.randn(1, 5, 8, dtype=module.weight.dtype)
+        try:
+            return torch.equal(small(features), nn.functional.linear(features, small.weight, small.bias))
+        except Exception:  # it goes by the sizes of this one
+            return False
 
 
 def _layouts(module: nn.Module, rows: PackedRows) -> Iterator[Layout]:

@@ -7,8 +7,9 @@
     python -m tests.coverage --table                          # only writes the page from what was found
 
 Two architectures at a time, each in a process of its own with a limit of time and memory. What is found is appended to
-`.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md`. What is compared stands in
-`tests/coverage/checks.py`. Some architectures need a package of their own: `pip install -e ".[coverage]"`.
+`.results.jsonl` beside this file, and in the end summed up in `coverage_fusions.md` and `coverage_split.md`. What is
+compared stands in `tests/coverage/checks.py`. Some architectures need a package of their own:
+`pip install -e ".[coverage]"`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import torch
 import transformers
 
-from tests.coverage.checks import FAMILIES, examine
+from tests.coverage.checks import FAMILIES, FUSIONS, examine
 from tests.coverage.models import KINDS, Architecture, architectures
 from tests.coverage.table import page, summary
 
 RESULTS = Path(__file__).with_name(".results.jsonl")
-PAGE = Path(__file__).with_name("coverage_fusions.md")
+#: page -> the families that it shows
+PAGES = {
+    Path(__file__).with_name("coverage_fusions.md"): FUSIONS,
+    Path(__file__).with_name("coverage_split.md"): ("split",),
+}
 WORKERS = 2
 #: of computing, and of waiting: other work may be going on
 SECONDS, PATIENCE = 150, 900
@@ -56,7 +61,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="again, whatever was found before")
     parser.add_argument("--table", action="store_true", help="only write the page")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where the page is written")
+    parser.add_argument("--page", type=Path, help="one page of what is examined, in place of those that ship")
     options = parser.parse_args()
     families = tuple(options.family) or FAMILIES
     done = read_results(options.results)
@@ -74,8 +79,10 @@ def main() -> None:
             rest = minutes / number * (len(left) - number)
             at = f"{minutes:.0f} min, about {rest:.0f} left, {number}/{len(left)}"
             print(f"{at} {result['name']}: {told}", flush=True)
-    options.page.write_text(page(list(done.values())))
-    print("\n".join(summary(list(done.values()))))
+    for path, shown in {options.page: families}.items() if options.page else PAGES.items():
+        if not set(shown).isdisjoint(families):
+            path.write_text(page(list(done.values()), shown))
+            print("\n".join(summary(list(done.values()), shown)))
 
 
 def _with_other_families(result: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:

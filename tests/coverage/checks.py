@@ -40,12 +40,20 @@ from patcher.fusions.finding import Surroundings
 from patcher.verification.inputs import Pass, chosen_passes
 from tests.coverage.inputs import particular_passes
 from tests.coverage.models import class_named, randomize
-from tests.coverage.truth import calls_of, modules_with_tied_weights, patch_projections, stacks
+from tests.coverage.truth import (
+    calls_of,
+    modules_with_tied_weights,
+    packed_layers,
+    patch_projections,
+    roles,
+    stacks,
+)
 from tests.support.small_configs import small_configs
 
-__all__ = ["FAMILIES", "TOLERANCE", "NotExaminedError", "examine"]
+__all__ = ["FAMILIES", "FUSIONS", "TOLERANCE", "NotExaminedError", "examine"]
 
-FAMILIES = ("qkv", "kv", "gate_up", "siblings", "patch_embeddings", "sequential_experts")
+FUSIONS = ("qkv", "kv", "gate_up", "siblings", "patch_embeddings", "sequential_experts")
+FAMILIES = (*FUSIONS, "split")
 TOLERANCE = 1e-5
 #: Parameters of a model that is still examined.
 LARGEST = 250_000_000
@@ -90,6 +98,7 @@ class Reference:
         self.calls = calls_of(self.stock, lambda: outputs_of(self.stock, self.passes))
         self.stacks = stacks(self.stock, lambda: outputs_of(self.stock, self.passes))
         self.patches = patch_projections(self.stock)
+        self.packed = packed_layers(self.stock, lambda: outputs_of(self.stock, self.passes))
 
     passes: list[Pass]
     stock: Any
@@ -222,6 +231,8 @@ def _truth(family: str, reference: Reference) -> tuple[set[str], set[str]]:
         return reference.patches - tied, modules.keys() - reference.patches
     if family == "sequential_experts":
         return reference.stacks - tied, set()
+    if family == "split":
+        return reference.packed - tied, set()
     if family == "siblings":
         return {path for path, calls in reference.calls.items() if _siblings(path, calls, tied)}, set()
     expected, unlike = set(), set()
@@ -268,6 +279,8 @@ def _compare(
     ):
         return failure
     if family == "patch_embeddings" and (failure := _patch_by_patch(reference.stock, model, row)):
+        return failure
+    if family == "split" and (failure := _other_roles(reference, model, expected & fused, row)):
         return failure
     model.save_pretrained(reference.path / "fused")
     if difference := _unlike_files(reference.path / "stock", reference.path / "fused"):
@@ -321,6 +334,16 @@ def _called_as_often(reference: Reference, model: Any, paths: set[str]) -> str:
         if (mine := len(calls.get(path, {}).get(joined.name, ()))) != len(stock):
             return f"{path}: stock calls each projection {len(stock)} times, the joined one is called {mine} times"
     return ""
+
+
+def _other_roles(reference: Reference, model: Any, paths: set[str], row: dict[str, Any]) -> str:
+    """What is called by the name of another part, of one layer for each way of taking such a layer apart."""
+    kinds: dict[Any, str] = {}
+    for path in sorted(paths):
+        kinds.setdefault((type(model.get_submodule(path.rpartition(".")[0])), type(model.get_submodule(path))), path)
+    found = [roles(model, path, lambda: outputs_of(model, reference.passes)) for path in kinds.values()]
+    row["roles"] = dict(Counter(each for each in found if each in ("confirmed", "unknown")))
+    return next((each for each in found if each not in row["roles"]), "")
 
 
 def _patch_by_patch(stock: nn.Module, model: nn.Module, row: dict[str, Any]) -> str:

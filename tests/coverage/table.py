@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-
-from tests.coverage.checks import FAMILIES
 
 __all__ = ["page", "summary"]
 
@@ -19,7 +18,9 @@ Made by `python -m tests.coverage` with transformers {transformers} and torch {t
 on small models with random weights. What can be fused is told by a forward pass of the stock model, not by the
 fusions: projections that received the very same tensor object (`qkv`, `gate_up`; `kv`: keys and values, and queries
 another one; `siblings`: any linear layers of one module), convolutions that compute each patch by itself
-(`patch_embeddings`), parameters of which the matrix of one expert is multiplied (`sequential_experts`).
+(`patch_embeddings`), parameters of which the matrix of one expert is multiplied (`sequential_experts`), linear layers
+with the name of a packed one (`split`), of which the model as it runs then tells whether the parts are what they are
+called: what attention gives is linear in the values alone, and a query changes its own token alone.
 
 An architecture passes where all of that is fused, and beside stock its outputs are equal (max abs 1e-5, with eager
 attention and with sdpa), the gradients of all parameters are equal, the saved files are equal byte for byte, and a
@@ -27,36 +28,38 @@ save in the fused layout loads again with the same bits.
 """
 
 
-def summary(results: list[dict[str, Any]]) -> list[str]:
+def summary(results: list[dict[str, Any]], families: Sequence[str]) -> list[str]:
     """A line for each family, and one for what wasn't examined."""
     lines = []
-    for family in FAMILIES:
+    for family in families:
         rows = [row for result in results if (row := result["families"].get(family))]
         fusable = [row for row in rows if row["fusable"]]
         passed = [row for row in fusable if row["status"] == "passed"]
         share = 100 * len(passed) / len(fusable) if fusable else 0.0
         wrong = sum(row["status"] in ("WRONG", "FAILED") for row in rows)
+        told = sum(row.get("roles", {}).get("confirmed", 0) for row in passed)
         lines.append(
             f"`{family}`: {len(passed)} of {len(fusable)} architectures with fusable modules pass ({share:.1f} %), "
             f"{sum(row['fused'] for row in passed)} modules; {wrong} come out wrong"
+            + (f"; the names of parts confirmed for {told} kinds of layers" if told else "")
         )
     left = sum(result["status"] != "examined" for result in results)
     lines.append(f"{len(results)} architectures: {len(results) - left} examined, {left} not examined")
     return lines
 
 
-def page(results: list[dict[str, Any]]) -> str:
+def page(results: list[dict[str, Any]], families: Sequence[str]) -> str:
     """The document."""
     results = sorted(results, key=lambda result: (result["kind"], result["name"]))
     torch_version = torch.__version__.partition("+")[0]
     lines = [INTRODUCTION.format(transformers=transformers.__version__, torch=torch_version)]
-    lines += [f"- {line}" for line in summary(results)]
+    lines += [f"- {line}" for line in summary(results, families)]
     lines += ["", "## What did not pass", ""]
     lines += _table(
         ["architecture", "kind", "family", "fused", "status", "reason"],
         [
             [result["name"], result["kind"], family, _counts(row), row["status"], row["reason"]]
-            for result, family, row in _rows(results)
+            for result, family, row in _rows(results, families)
             if row["status"] not in ("passed", "left alone")
         ],
     )
@@ -80,12 +83,14 @@ def page(results: list[dict[str, Any]]) -> str:
                 "none" if row.get("gradients") is None else f"{row['gradients']:.0e}",
                 row["status"],
             ]
-            for result, family, row in _rows(results)
+            for result, family, row in _rows(results, families)
             if row["status"] == "passed"
         ],
     )
     lines += ["", "## What is left alone, and why", "", "Modules that stock doesn't show to be fusable.", ""]
-    left = Counter((family, _general(reason)) for _, family, row in _rows(results) for reason in row.get("left", {}))
+    left = Counter(
+        (family, _general(reason)) for _, family, row in _rows(results, families) for reason in row.get("left", {})
+    )
     lines += _table(
         ["family", "reason", "architectures"],
         [[family, reason, str(count)] for (family, reason), count in sorted(left.items(), key=lambda it: -it[1])],
@@ -98,11 +103,11 @@ def page(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
+def _rows(results: list[dict[str, Any]], families: Sequence[str]) -> list[tuple[dict[str, Any], str, dict[str, Any]]]:
     return [
         (result, family, result["families"][family])
         for result in results
-        for family in FAMILIES
+        for family in families
         if family in result["families"]
     ]
 

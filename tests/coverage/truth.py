@@ -5,6 +5,8 @@
 `patch_embeddings`: a convolution whose output is that of separate patches, each multiplied with the flattened weight.
 `sequential_experts`: a parameter of as many matrices as the config says that there are experts, of which one is a
 factor of a product, or all are the factors of one batched product.
+`split`: a linear layer with the name of a packed one. What its parts are to what is computed tells whether they are
+what they are called: see `roles`.
 
 What has its weights at a second place of the model is not fusable.
 """
@@ -12,14 +14,16 @@ What has its weights at a second place of the model is not fusable.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
-__all__ = ["Calls", "calls_of", "modules_with_tied_weights", "patch_projections", "stacks"]
+__all__ = ["Calls", "calls_of", "modules_with_tied_weights", "packed_layers", "patch_projections", "roles", "stacks"]
 
 #: module -> projection -> its calls, each (which call of the module, which tensor)
 Calls = dict[str, dict[str, list[tuple[int, int]]]]
@@ -137,3 +141,86 @@ def modules_with_tied_weights(model: nn.Module) -> set[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
     return {module for found in places.values() if len(found) > 1 for module in found}
+
+
+# --- packed layers -------------------------------------------------------------------------------------------------
+
+_PACKED = re.compile(
+    r"(.*\.)?([wW]?qkv(_proj|_linear)?|query_key_value|c_attn|att_proj|(to_)?kv(_proj)?|gate_up_proj)"
+)
+
+
+def packed_layers(model: nn.Module, run: Callable[[], Any]) -> set[str]:
+    """The linear layers with names of packed ones that are called while the model runs."""
+    called: set[str] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and _PACKED.fullmatch(path)
+    ]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called
+
+
+def roles(model: nn.Module, packed: str, run: Callable[[], Any]) -> str:
+    """What the parts of a split layer are to what the module around it computes: "confirmed", "unknown", or what is
+    wrong with their names.
+
+    What attention gives is linear in its values and in nothing else, and a gated layer in what is gated. A query
+    changes what is computed for its own token; a key what is computed for others.
+    """
+    parts = dict(model.get_submodule(packed).named_children())
+    if any(part not in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") for part in parts):
+        return "unknown"
+    before = _computed(model, packed, run)
+    bent, reached = {}, {}
+    for part in parts:
+        once, twice = (_computed(model, packed, run, part, by) - before for by in (0.5, 1.0))
+        if not once.abs().max() > 1e-4:
+            return "unknown"
+        bent[part] = ((twice - 2 * once).abs().max() / once.abs().max()).item()
+        one_token = _computed(model, packed, run, part, 0.5, tokens=1)
+        reached[part] = int(((one_token - before).flatten(0, -2).abs() > 1e-6).any(-1).sum())
+    linear = [part for part, amount in bent.items() if amount < 1e-3]
+    if len(linear) != 1:
+        return "unknown"
+    if linear[0] not in ("v_proj", "up_proj"):
+        return f"{packed}: linear in {linear[0]}"
+    if "q_proj" not in parts:
+        return "confirmed"
+    if reached["q_proj"] > reached["k_proj"]:
+        return f"{packed}: q_proj of one token reaches {reached['q_proj']}, its k_proj {reached['k_proj']}"
+    return "confirmed" if reached["q_proj"] < reached["k_proj"] else "unknown"
+
+
+def _computed(
+    model: nn.Module, packed: str, run: Callable[[], Any], part: str = "", by: float = 0.0, tokens: int | None = None
+) -> torch.Tensor:
+    """What the module around a split layer gives when it is first called, with the output of one part changed."""
+    owner, found = model.get_submodule(packed.rpartition(".")[0]), []
+
+    def change(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if found:
+            return None
+        rows = output.clone().view(-1, output.shape[-1])
+        rows[:tokens] += by * torch.linspace(-1, 1, rows.shape[-1], dtype=rows.dtype).roll(rows.shape[-1] // 3)
+        return rows.view(output.shape)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        found.append((output if isinstance(output, torch.Tensor) else next(iter(output))).detach().clone())
+
+    handles = [owner.register_forward_hook(keep)]
+    if part:
+        handles.append(model.get_submodule(f"{packed}.{part}").register_forward_hook(change))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0]
