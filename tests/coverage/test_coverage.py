@@ -15,7 +15,7 @@ import torch
 
 from patcher.layouts.layouts import Rows
 from patcher.layouts.sources import JoinedRows
-from tests.coverage.checks import FAMILIES, examine
+from tests.coverage.checks import FAMILIES, FUSIONS, examine
 from tests.coverage.models import architectures
 from tests.coverage.table import summary
 from tests.support.sampling import sampled
