@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from patcher.fusions.methods import (
     Method,

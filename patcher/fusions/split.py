@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from patcher.errors import InvalidPatcherError, PatchConflictError
 from patcher.fusions import (
@@ -70,7 +70,8 @@ class SplitLinear(nn.Module):
         for name, size in sizes.items():
             self.add_module(name, nn.Linear(in_features, size, bias, device, dtype))
 
-    #: how the rows of a layer lie that a class of its own is made for
+    #: of a class that is made for a packed layer: the class of that, and how its rows lie
+    _original: ClassVar[type[Any]] = nn.Linear
     _rows: ClassVar[PackedRows]
 
     @classmethod
@@ -80,6 +81,14 @@ class SplitLinear(nn.Module):
         assert weight is not None
         in_features = weight.shape[0 if isinstance(packed, Conv1D) else 1]
         return cls(in_features, *cls._rows, bias=bias is not None, dtype=weight.dtype)
+
+    def to_module(self) -> nn.Module:
+        """A packed layer of the same shape."""
+        has_bias = any(name.endswith(".bias") for name, _ in self.named_parameters())
+        if self._original is Conv1D:  # which always has one
+            return Conv1D(self.out_features, self.in_features)  # type: ignore[no-untyped-call]
+        made: nn.Module = self._original(self.in_features, self.out_features, bias=has_bias)
+        return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
         outputs = [part(input) for part in self._modules.values()]  # type: ignore[misc]
@@ -160,8 +169,10 @@ class Split(Fusion):
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
         sizes, blocks = recipe
-        members = {"__doc__": SplitLinear.__doc__, "__module__": __name__, "_rows": PackedRows(dict(sizes), blocks)}
-        return type(SplitLinear.__name__, (SplitLinear,), members)
+        members = {"_original": original_cls, "_rows": PackedRows(dict(sizes), blocks)}
+        return type(
+            SplitLinear.__name__, (SplitLinear,), {"__module__": __name__, "__doc__": SplitLinear.__doc__} | members
+        )
 
 
 def _checked(parts: Any) -> dict[str, tuple[str, ...]]:

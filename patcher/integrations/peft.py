@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import nn
+from transformers import Conv1D
 
 from patcher.compat.models import named_modules
 from patcher.compat.seams import Stock, seam, seams_in
@@ -107,7 +108,7 @@ class _Named:
 
     def in_fused(self, path: str, carried: ModuleLayouts) -> bool:
         """Whether something of a fused module is named."""
-        return self._is_named(path, carried.stock, _layers(path, carried.fused), _is_convolution(carried))
+        return self._is_named(path, carried.stock, _layers(path, carried.fused), _is_layer(carried))
 
     def check_converted(self) -> None:
         """Refuse what a class mapping has converted: which of its rows are those of a stock layer isn't known.
@@ -138,7 +139,7 @@ class _Named:
             return not self.in_state_dict.isdisjoint(layers)
         if self.all_linear:  # which means what is linear in stock: neither experts nor a convolution
             return bool(layers) or bool(own)
-        if is_whole:  # a linear layer here, and a convolution in stock
+        if is_whole:  # linear layers here, and one layer in stock
             layers = {path}
         if layers:
             return any(map(self._is_target, layers))
@@ -158,8 +159,9 @@ def _layers(path: str, parameters: Iterable[str]) -> set[str]:
     return {f"{inside(path)}{owner}" for name in parameters if (owner := name.rpartition(".")[0])}
 
 
-def _is_convolution(carried: ModuleLayouts) -> bool:
-    return issubclass(carried.original or nn.Module, nn.Conv2d | nn.Conv3d)
+def _is_layer(carried: ModuleLayouts) -> bool:
+    """Whether a fused module is itself a layer in stock, which PEFT knows."""
+    return issubclass(carried.original or nn.Module, nn.Linear | Conv1D | nn.Conv2d | nn.Conv3d)
 
 
 def _names_experts(config: Any, model: nn.Module) -> bool:

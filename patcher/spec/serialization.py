@@ -87,8 +87,7 @@ def _reference(field: str, named: Any) -> str:
 
 
 def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
-    options = {name: list(item) if isinstance(item, tuple) else item for name, item in vars(fusion).items()}
-    data = {"name": fusion.name, "options": options}
+    data = {"name": fusion.name, "options": {name: _plain(option) for name, option in vars(fusion).items()}}
     with suppress(InvalidPatcherError):  # its attributes are no options, or no data
         if _fusion(field, data) == fusion:
             return data
@@ -96,6 +95,13 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
         f"{field}: {fusion!r} can't be written as data, it is no family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."
     )
+
+
+def _plain(option: Any) -> Any:
+    """An option of a fusion as JSON has it, with lists in place of tuples."""
+    if isinstance(option, Mapping):
+        return {name: _plain(item) for name, item in option.items()}
+    return [_plain(item) for item in option] if isinstance(option, tuple | list) else option
 
 
 def from_dict(
@@ -180,7 +186,7 @@ def _fusion(field: str, value: Any) -> str | Fusion:
     data = _object(field, value, {"name": str, "options": dict[str, Any]})
     name = _typed(field, data.get("name"), str)
     options = {
-        key: _typed(f"{field}: {name!r}: {key}", option, bool | int | str | list[str])
+        key: _typed(f"{field}: {name!r}: {key}", option, bool | int | str | list[str] | dict[str, list[str]])
         for key, option in data.get("options", {}).items()
     }
     return fusions_configured(name, options)[0]

@@ -26,7 +26,7 @@ from tests.support import shared
 from tests.support.comparing import logits
 from tests.support.tiny import tiny_inputs, tiny_llama_config
 
-FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts")
+FAMILIES = ("qkv", "kv", "gate_up", "patch_embeddings", "sequential_experts", "siblings", "split")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaForCausalLM, MixtralForCausalLM, TorchAoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -54,6 +54,29 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared.checkpoint(tiny_mixtral_config())
+
+
+# --- a packed layer, part by part ----------------------------------------------------------------------------------
+
+
+@each
+def test_one_part_of_a_packed_layer_is_quantized_by_itself(quantizer: Quantizer, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)
+    folder, split = shared.checkpoint(config), Patcher(fusions="split")
+    others = quantizer(["q_proj", "v_proj", "dense", "dense_h_to_4h", "dense_4h_to_h", "embed_out", "lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(folder, patcher=split, quantization_config=others)
+
+    packed = model.gpt_neox.layers[0].attention.query_key_value
+    assert [name for name, part in packed.named_children() if is_quantized(part)] == ["k_proj"]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    weight = plain.gpt_neox.layers[0].attention.query_key_value.weight
+    assert torch.equal(packed.q_proj.weight, weight.view(4, 3, 16, 64)[:, 0].flatten(0, 1))
+    assert torch.nn.functional.cosine_similarity(logits(model), logits(plain), dim=-1).min() > 0.99
+    with pytest.raises(
+        PatchedWeightsError, match=r"k_proj.weight can.t be saved in the original format"
+    ):
+        model.save_pretrained(tmp_path)
 
 
 # --- a replacement of layers that stock doesn't quantize -----------------------------------------------------------

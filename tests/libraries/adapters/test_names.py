@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, GPTNeoXConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from patcher import InvalidPatcherError, PatchedWeightsError, Patcher, report
@@ -342,3 +343,32 @@ def test_copies_unfuse_by_themselves(llama: Path) -> None:
     assert unfused(other)
     assert not unfused(model)
     assert_close(logits(model), logits(base(llama)))
+
+
+# --- parts of a packed layer ---------------------------------------------------------------------------------------
+
+#: what is adapted of GPT-NeoX, of which `query_key_value` is split -> the rows that change: queries, keys, values
+PARTS: dict[str, tuple[Any, tuple[bool, bool, bool]]] = {
+    "queries and values": (["q_proj", "v_proj"], (True, False, True)),
+    "the packed layer": (["query_key_value"], (True, True, True)),
+    "all-linear": ("all-linear", (True, True, True)),
+    "the default": (None, (True, True, True)),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_an_adapter_on_parts_changes_their_rows_of_the_packed_weight(kind: str, tmp_path: Path) -> None:
+    targets, changes = PARTS[kind]
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}
+    folder = save_tiny(GPTNeoXConfig(**sizes, num_hidden_layers=2, num_attention_heads=4), tmp_path / "base")
+    split = Patcher(fusions="split")
+    expected = new_adapter(base(folder, patcher=split), tmp_path / "adapter", target_modules=targets)
+
+    for load in LOADS:
+        torch.testing.assert_close(logits(load(folder, tmp_path / "adapter", patcher=split)), expected)
+    merged = as_peft_model(folder, tmp_path / "adapter", patcher=split).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    name = "gpt_neox.layers.0.attention.query_key_value.weight"
+    before, after = (load_file(each / "model.safetensors")[name] for each in (folder, tmp_path / "merged"))
+    assert (after - before).view(4, 3, 16, 64).abs().amax((0, 2, 3)).bool().tolist() == list(changes)
+    torch.testing.assert_close(logits(base(tmp_path / "merged")), expected)
