@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from patcher.fusions.gate_up import GateUp as GateUp
     from patcher.fusions.kv import KV as KV
     from patcher.fusions.methods import NotUnderstoodError as NotUnderstoodError
-    from patcher.fusions.old_names import view_of as view_of
+    from patcher.fusions.old_names import view_of as view_of, whole_of as whole_of
     from patcher.fusions.packed import PackedRows as PackedRows, packed_rows as packed_rows
     from patcher.fusions.patch_embeddings import PatchEmbeddings as PatchEmbeddings
     from patcher.fusions.projections import Projections as Projections
@@ -62,6 +62,7 @@ __all__ = [
     "more_than_a_weight_and_bias",
     "packed_rows",
     "view_of",
+    "whole_of",
 ]
 
 #: Where the names live that come late, because the families import what edits source.
@@ -76,6 +77,7 @@ _LATE = {cls: home for home, _, cls in (each.partition(":") for each in FAMILIES
     "fused_class_of": "patcher.fusions.fused_module",
     "packed_rows": "patcher.fusions.packed",
     "view_of": "patcher.fusions.old_names",
+    "whole_of": "patcher.fusions.old_names",
 }
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from patcher.compat.models import is_initialized, mark_initialized
 from patcher.errors import PatchConflictError
 from patcher.layouts.carried import fused_weights, is_quantized
-from patcher.layouts.sharded import Copied
+from patcher.layouts.sharded import Copied, Whole
 
 ADVICE = "Take the fusions off with Patcher().apply(model) first."
 #: Methods of tensors that change one otherwise than by writing its values. The last is what `torch.utils.swap_tensors`
@@ -115,6 +115,26 @@ def view_of(parameter: torch.Tensor, see: Callable[[torch.Tensor], torch.Tensor]
     if isinstance(view, _View):
         vars(view)["_seen"] = parameter, see, what  # from here on it refuses
     return view
+
+
+def whole_of(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+    """What several parameters are together: it can be read only, and passes for initialised where all of them are.
+
+    >>> parts = [torch.zeros(2), torch.ones(1)]
+    >>> whole_of(parts, torch.cat).sum()
+    tensor(1.)
+    >>> whole_of(parts, torch.cat).zero_()
+    Traceback (most recent call last):
+        ...
+    patcher.errors.PatchConflictError: These rows were put together of the parts of a packed layer, so they ...
+    """
+    joined = join(parts)
+    if torch.compiler.is_compiling() or type(joined) is not torch.Tensor:
+        return joined
+    whole: torch.Tensor = Whole.of(joined)
+    if all(map(is_initialized, parts)):
+        mark_initialized(whole)
+    return whole
 
 
 def holders(table: dict[str, Any], name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -23,6 +23,7 @@ from patcher.fusions import (
     Surroundings,
     more_than_a_weight_and_bias,
     packed_rows,
+    whole_of,
 )
 
 #: The names of packed layers, and of their parts; the first are taken that the forward knows.
@@ -48,8 +49,8 @@ class SplitLinear(nn.Module):
     torch.Size([1, 5, 24])
 
     It takes the place of the packed layer, takes what that takes, and gives what that gives: (..., in_features) ->
-    (..., out_features), the parts one behind the other in each of the blocks. `weight` and `bias` are those of the
-    parts, and it has none itself.
+    (..., out_features), the parts one behind the other in each of the blocks. Its `weight` and `bias` are put together
+    of those of the parts, which are what is trained and written to.
 
     Args:
         sizes: part -> its outputs, in the order in which they lie.
@@ -84,20 +85,44 @@ class SplitLinear(nn.Module):
 
     def to_module(self) -> nn.Module:
         """A packed layer of the same shape."""
-        has_bias = any(name.endswith(".bias") for name, _ in self.named_parameters())
-        if self._original is Conv1D:  # which always has one
+        if self._original is Conv1D:  # which always has a bias
             return Conv1D(self.out_features, self.in_features)  # type: ignore[no-untyped-call]
-        made: nn.Module = self._original(self.in_features, self.out_features, bias=has_bias)
+        made: nn.Module = self._original(self.in_features, self.out_features, bias=self.bias is not None)
         return made
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear has it
-        outputs = [part(input) for part in self._modules.values()]  # type: ignore[misc]
+        return self._joined([part(input) for part in self._modules.values()])  # type: ignore[misc]
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(..., size) of each part -> (..., out_features)."""
         if self.blocks == 1:
-            return torch.cat(outputs, dim=-1)
-        return torch.cat([each.unflatten(-1, (self.blocks, -1)) for each in outputs], dim=-1).flatten(-2)
+            return torch.cat(parts, dim=-1)  # type: ignore[arg-type]
+        in_blocks = [part.view(*part.shape[:-1], self.blocks, -1) for part in parts]
+        return torch.cat(in_blocks, dim=-1).flatten(-2)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the packed layer, to be read."""
+
+        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            whole = self._joined([part.T for part in parts])
+            return whole if self._original is Conv1D else whole.T
+
+        return whole_of(self._own("weight"), join)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        parts = self._own("bias")
+        return whole_of(parts, self._joined) if parts else None
+
+    def _own(self, name: str) -> list[nn.Parameter]:
+        parts = [part._parameters.get(name) for part in self._modules.values() if part is not None]
+        if any(part is not None and type(part) is not nn.Parameter for part in parts):
+            raise AttributeError(name)  # quantized, or split over processes
+        return [part for part in parts if part is not None]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias"):
+        if name in ("weight", "bias"):  # which can't be put together
             raise AttributeError(self._told(name))
         return super().__getattr__(name)
 

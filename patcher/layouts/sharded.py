@@ -6,7 +6,7 @@ Both are collective: every process of the mesh has to ask, in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed, nn
@@ -17,16 +17,17 @@ from patcher.compat.models import DisableTorchFunction
 from patcher.errors import PatchConflictError
 
 
-class Copied(DTensor):
-    """A tensor that was put together of what processes have: writing to it would write to nobody's parameter."""
+class ReadOnly:
+    """A tensor that was put together: writing to it would write to nobody's parameter."""
 
     __slots__ = ()
+    #: what it is, for the message
+    origin: ClassVar[str]
 
     @classmethod
-    def of(cls, value: DTensor) -> DTensor:
+    def of(cls, value: Any) -> Any:
         """The tensor, as one that can't be written to."""
-        value.__class__ = cls
-        return value
+        return value.as_subclass(cls)
 
     @classmethod
     def __torch_function__(
@@ -35,13 +36,44 @@ class Copied(DTensor):
         name = getattr(func, "__name__", "")
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             raise PatchConflictError(
-                "These rows were put together of what several processes have, so they can't be written. Write to the "
-                "parameter that holds them, or load the model without fusions."
+                f"{cls.origin}, so they can't be written. Write to the parameter that holds them, or load the model "
+                "without fusions."
             )
+        is_same = name == "detach" or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
-        is_same = name == "detach" or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
-        return cls.of(result) if is_same and type(result) is DTensor else result
+            if isinstance(result, tuple | list):
+                return type(result)(cls.of(each) if cls.is_view(each, args) else each for each in result)
+            return cls.of(result) if is_same or cls.is_view(result, args) else result
+
+    @classmethod
+    def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
+        """Whether what was made shares the memory of what it was made of, as far as it is known."""
+        return False
+
+
+class Copied(ReadOnly, DTensor):
+    """Put together of what processes have."""
+
+    __slots__ = ()
+    origin = "These rows were put together of what several processes have"
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if type(value) is DTensor:
+            value.__class__ = cls
+        return value
+
+
+class Whole(ReadOnly, torch.Tensor):
+    """Put together of the parts of a packed layer."""
+
+    origin = "These rows were put together of the parts of a packed layer"
+
+    @classmethod
+    def is_view(cls, result: Any, args: tuple[Any, ...]) -> bool:
+        tensors = [each for each in (result, *args[:1]) if isinstance(each, torch.Tensor) and not each.is_meta]
+        return len(tensors) == 2 and len({each.untyped_storage().data_ptr() for each in tensors}) == 1
 
 
 def keep_pieces(model: nn.Module) -> None:

@@ -18,6 +18,8 @@ from transformers import (
     CodeGenConfig,
     FalconConfig,
     GPTNeoXConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     Phi3Config,
     Phi3ForCausalLM,
     Zamba2Config,
@@ -368,15 +370,45 @@ def test_falcons_layer_with_a_bias_rounds_otherwise_in_bfloat16() -> None:
 # --- afterwards ----------------------------------------------------------------------------------------------------
 
 
-def test_the_packed_weight_is_told_where_it_is() -> None:
+@each
+def test_the_packed_weight_can_be_read_and_nothing_can_be_written_to_it(kind: str) -> None:
+    config, path, _ = PACKED[kind]
+    stock, packed = shared.stock(config).get_submodule(path), load(config).get_submodule(path)
+
+    assert isinstance(packed, SplitLinear)
+    assert packed.weight.shape == stock.weight.shape
+    assert torch.equal(packed.weight, stock.weight)
+    assert packed.bias is None if stock.bias is None else torch.equal(packed.bias, stock.bias)
+    for write in (
+        lambda: packed.weight.zero_(),
+        lambda: packed.weight.data.zero_(),
+        lambda: packed.weight.detach()[0].fill_(1),
+        lambda: packed.weight.chunk(2)[1].add_(1),
+        lambda: nn.init.normal_(packed.weight.T),
+        lambda: packed.weight.__setitem__(0, 1.0),
+        lambda: setattr(packed, "weight", nn.Parameter(torch.ones(1))),
+        lambda: setattr(packed, "bias", None),
+    ):
+        with pytest.raises(PatchConflictError, match=r"put together of the parts|is split: its values"):
+            write()
+    assert torch.equal(packed.weight, stock.weight)
+
+
+def test_a_weight_of_quantized_parts_is_told_where_it_is() -> None:
     packed = load(NEOX).gpt_neox.layers[0].attention.query_key_value
+    weight = packed.k_proj._parameters["weight"].detach()
+    packed.k_proj._parameters["weight"] = weight.to(torch.int8)
 
     with pytest.raises(AttributeError, match=r"its values are in q_proj.weight, k_proj.weight, v_proj.weight"):
         packed.weight  # noqa: B018
-    with pytest.raises(PatchConflictError, match=r"is split: its values are in q_proj.bias, k_proj.bias"):
-        packed.bias = None
-    assert isinstance(packed, SplitLinear)
-    assert (packed.in_features, packed.out_features) == (64, 192)
+
+
+def test_initialisation_by_the_module_around_it_finds_that_weights_are_there() -> None:
+    config = ModernBertConfig(**SIZES, intermediate_size=96, pad_token_id=0)
+    folder = shared.checkpoint(config, model_class=ModernBertForMaskedLM)
+    stock, model = (ModernBertForMaskedLM.from_pretrained(folder, patcher=one).eval() for one in (None, SPLIT))
+
+    assert torch.equal(logits(model), logits(stock))
 
 
 def test_what_is_trained_of_a_part_is_saved_in_its_rows(tmp_path: Path) -> None:
