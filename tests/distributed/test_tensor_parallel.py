@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     MiniMaxConfig,
     Olmo2Config,
+    Phi3Config,
     modeling_utils,
 )
 from transformers.core_model_loading import Transpose, WeightConverter
@@ -62,6 +63,7 @@ CONFIGS = {
     "tied": tiny_llama_config(tie_word_embeddings=True),
     "norms of heads": tiny_qwen3_config(),
     "gathered": Olmo2Config(**tiny_llama_config().to_diff_dict() | {"model_type": "olmo2"}),
+    "packed": Phi3Config(**tiny_llama_config().to_diff_dict() | {"model_type": "phi3"}),
     "mixtral": tiny_mixtral_config(),
     "shared expert": tiny_qwen2_moe_config(),
 }
@@ -102,6 +104,7 @@ CASES = {
     "tied": Case("tied", BOTH, TENSORS, 4),
     "norms of heads": Case("norms of heads", BOTH, TENSORS, 4),
     "outputs that are gathered": Case("gathered", BOTH, TENSORS, 2),
+    "parts of a packed layer": Case("packed", Patcher(fusions="split"), TENSORS),
     "some layers": Case("llama", Patcher(fusions=[QKV("model.layers.1.self_attn"), "gate_up"]), TENSORS, 3),
     "auto": Case("llama", BOTH, {"tp_plan": "auto"}, 4),
     "a plan by the names of the fused": Case(

@@ -28,7 +28,16 @@ from transformers import (
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 
-from patcher import InvalidPatcherError, PatchConflictError, Patcher, UnmatchedPatchError, checkpoint_weights, report
+from patcher import (
+    InvalidPatcherError,
+    PatchConflictError,
+    Patcher,
+    UnmatchedPatchError,
+    checkpoint_weights,
+    original_optimizer_state_dict,
+    original_state_dict,
+    report,
+)
 from patcher.fusions import NotUnderstoodError, PackedRows, Split, packed_rows
 from patcher.fusions.split import SplitLinear
 from tests.support import shared
@@ -428,3 +437,31 @@ def test_reading_is_by_module_and_leaves_it_as_it_is() -> None:
     packed_rows(attention, "query_key_value", ["q_proj", "k_proj", "v_proj"])
 
     assert ({**vars(attention)}, [*attention.named_modules()]) == before
+
+
+@pytest.mark.parametrize("config", [NEOX, GPT2], ids=lambda config: config.model_type)
+def test_the_state_of_an_optimizer_is_that_of_the_packed_weight(config: Any) -> None:
+    states = []
+    for patcher in (None, SPLIT):
+        model = load(config, patcher)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(**tiny_inputs(config)).logits.square().mean().backward()
+            optimizer.step()
+        states.append(original_optimizer_state_dict(model, optimizer))
+
+    expected, found = (state["state"] for state in states)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name]["exp_avg"], values["exp_avg"], msg=name)
+
+
+def test_the_state_dict_of_the_packed_model_is_read_and_given() -> None:
+    stock, model = shared.stock(CODEGEN), load(CODEGEN)
+    with torch.no_grad():
+        model.transformer.h[0].attn.qkv_proj.v_proj.weight.zero_()
+    model.load_state_dict(stock.state_dict())
+
+    assert torch.equal(logits(model), logits(stock))
+    found = original_state_dict(model)
+    assert all(torch.equal(found[name], value) for name, value in stock.state_dict().items())
