@@ -49,6 +49,7 @@ SPLIT = Patcher(fusions="split")
 SIZES: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NEOX = GPTNeoXConfig(**SIZES, intermediate_size=96)
 PHI3 = Phi3Config(**SIZES, intermediate_size=96, num_key_value_heads=2, pad_token_id=0)
+GPT2 = tiny_gpt2_config()
 CODEGEN = CodeGenConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, tie_word_embeddings=False)
 #: config, the packed layer, and the rows of queries, keys and values (gates and what they gate) by hand
 Rows = tuple[list[int], ...]
@@ -79,7 +80,7 @@ PACKED: dict[str, tuple[Any, str, Rows]] = {
     "blocks": (PHI3, "model.layers.1.self_attn.qkv_proj", ([*range(64)], [*range(64, 96)], [*range(96, 128)])),
     "gate and up": (PHI3, "model.layers.1.mlp.gate_up_proj", ([*range(96)], [*range(96, 192)])),
     "transposed": (
-        tiny_gpt2_config(),
+        GPT2,
         "transformer.h.0.attn.c_attn",
         tuple([*range(n, n + 64)] for n in (0, 64, 128)),
     ),
@@ -150,7 +151,7 @@ def test_a_split_model_is_copied_and_pickled(change: Callable[[Any], Any], tmp_p
     assert_saved_alike(model, shared.stock(CODEGEN), tmp_path)
 
 
-@pytest.mark.parametrize("config", [NEOX, PHI3, tiny_gpt2_config()], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [NEOX, PHI3, GPT2], ids=lambda config: config.model_type)
 def test_a_model_in_memory_is_split_and_packed_again(config: Any, tmp_path: Path) -> None:
     stock = copy.deepcopy(shared.stock(config))
     split = SPLIT.apply(stock)
@@ -164,7 +165,7 @@ def test_a_model_in_memory_is_split_and_packed_again(config: Any, tmp_path: Path
     assert_saved_alike(packed, stock, tmp_path)
 
 
-@pytest.mark.parametrize("config", [NEOX, PHI3, tiny_gpt2_config()], ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", [NEOX, PHI3, GPT2], ids=lambda config: config.model_type)
 def test_a_new_model_starts_as_the_packed_one_would_from_the_same_seed(config: Any) -> None:
     model_class = type(shared.stock(config))
     torch.manual_seed(3)
