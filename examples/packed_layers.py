@@ -2,8 +2,8 @@
 
 python examples/packed_layers.py
 
-Which rows of `query_key_value` are whose is read from the forward: in GPT-NeoX they lie head by head. The model computes
-what it did, trains, and saves the packed weights.
+Which rows of `query_key_value` are whose is read from the forward: in GPT-NeoX they lie head by head. The model
+computes what it did, trains, and saves the packed weights.
 """
 
 import tempfile
