@@ -11,13 +11,11 @@ encoder its gate behind what it gates, GPT-NeoX a part of each for every head.
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -116,19 +114,20 @@ class _Run:
         self.count: int = weight.shape[0]
         given = torch.zeros(*shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
         self.outputs: list[torch.Tensor] = []
-        self.assigned: set[str] = set()
+        self.rows: dict[str, torch.Tensor] = {}  # of what has been assigned: whether it depends on each
         self.known: dict[str, Any] = {**method.function.__globals__, _OUTPUT: self._output}
         for each in inspect.signature(method.function).parameters.values():
             default = None if each.default is each.empty else each.default
             absent: dict[Any, Any] = {each.VAR_POSITIONAL: (), each.VAR_KEYWORD: {}}
             self.known[each.name] = given if each.name in inputs else absent.get(each.kind, default)
         self.known[self_of(method.node)] = owner
-        method = replace(method, node=copy.deepcopy(method.node))
+        tree: Any = ast.parse(method.source).body[0]  # of its own, to be changed
+        method = replace(method, node=tree)
         for call in _calls(method, packed):
             call.func = ast.copy_location(ast.Name(_OUTPUT, ast.Load()), call.func)
         self.body = method.node.body
 
-    def first(self, look: Callable[[int, Mapping[str, frozenset[int]]], PackedRows | None]) -> PackedRows | None:
+    def first(self, look: Callable[[Mapping[str, torch.Tensor]], PackedRows | None]) -> PackedRows | None:
         """What is first found in the variables and the rows that they depend on, after any of the assignments."""
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             return self._first(self.body, look)
@@ -142,19 +141,21 @@ class _Run:
                 found = self._first(statement.body, look)
             elif names := _assigned(statement):
                 self._assign(statement, names)
-                found = look(self.count, {name: self._rows(self.known[name]) for name in self.assigned})
+                found = look(self.rows)
             if found is not None:
                 return found
         return None
 
     def _assign(self, statement: ast.stmt, names: Collection[str]) -> None:
+        for name in names:
+            self.rows.pop(name, None)
         try:
             exec(compile(ast.Module([statement], []), _NAME, "exec"), self.known)
-            self.assigned.update(names)
         except Exception:
             for name in names:
                 self.known.pop(name, None)
-            self.assigned.difference_update(names)
+        else:
+            self.rows |= {name: rows for name in names if (rows := self._rows(self.known[name])) is not None}
 
     def _output(self, features: torch.Tensor) -> torch.Tensor:
         shape = torch.Size((*features.shape[:-1], self.count))
@@ -170,16 +171,16 @@ class _Run:
         except Exception:  # it depends on what isn't known: what either does is looked at
             return [*statement.body, *statement.orelse]
 
-    def _rows(self, value: Any) -> frozenset[int]:
+    def _rows(self, value: Any) -> torch.Tensor | None:
         if not isinstance(value, torch.Tensor) or not value.requires_grad or not self.outputs:
-            return frozenset()
+            return None
         weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype, device=value.device).view(value.shape)
         try:
             gradients = torch.autograd.grad(value, self.outputs, weights, retain_graph=True, allow_unused=True)
         except RuntimeError:  # something was written into what it is made of
-            return frozenset()
-        used = [each.flatten(0, -2).count_nonzero(0) for each in gradients if each is not None]  # type: ignore[redundant-expr]
-        return frozenset(row for counts in used for row in counts.nonzero().flatten().tolist())
+            return None
+        used = [each.flatten(0, -2).any(0) for each in gradients if each is not None]  # type: ignore[redundant-expr]
+        return torch.stack(used).any(0) if used else None
 
 
 def _assigned(statement: ast.stmt) -> set[str]:
@@ -197,19 +198,20 @@ def _words(name: str) -> frozenset[str]:
     return words - _GENERIC or words
 
 
-def _packed(parts: Sequence[str], count: int, owned: Mapping[str, frozenset[int]]) -> PackedRows | None:
+def _packed(parts: Sequence[str], owned: Mapping[str, torch.Tensor]) -> PackedRows | None:
     """How the rows lie, where variables named like the parts have all rows among them, and each row once."""
-    owners: dict[int, str] = {}
+    chosen = []
     for part in parts:
-        named = {rows for name, rows in owned.items() if _words(part) <= _words(name) and 0 < len(rows) < count}
-        rows = next(iter(named)) if len(named) == 1 else frozenset[int]()
-        if not rows or not owners.keys().isdisjoint(rows):
+        named = [rows for name, rows in owned.items() if _words(part) <= _words(name) and not rows.all()]
+        if not named or any(not torch.equal(named[0], other) for other in named):
             return None
-        owners.update(dict.fromkeys(rows, part))
-    if len(owners) < count:
+        chosen.append(named[0])
+    each = torch.stack(chosen)
+    if not (each.sum(0) == 1).all():
         return None
-    runs = [(part, len(list(rows))) for part, rows in groupby(owners[row] for row in range(count))]
+    numbers, lengths = torch.unique_consecutive(each.int().argmax(0), return_counts=True)  # type: ignore[no-untyped-call]
+    runs = list(zip(numbers.tolist(), lengths.tolist(), strict=True))
     block, blocks = runs[: len(parts)], len(runs) // len(parts)
     if runs != block * blocks or len(dict(block)) < len(parts):
         return None
-    return PackedRows({part: rows * blocks for part, rows in block}, blocks)
+    return PackedRows({parts[number]: rows * blocks for number, rows in block}, blocks)
