@@ -209,7 +209,7 @@ def _packed(parts: Sequence[str], owned: Mapping[str, torch.Tensor]) -> PackedRo
     each = torch.stack(chosen)
     if not (each.sum(0) == 1).all():
         return None
-    numbers, lengths = torch.unique_consecutive(each.int().argmax(0), return_counts=True)  # type: ignore[no-untyped-call]
+    numbers, lengths = torch.unique_consecutive(each.int().argmax(0), return_counts=True)
     runs = list(zip(numbers.tolist(), lengths.tolist(), strict=True))
     block, blocks = runs[: len(parts)], len(runs) // len(parts)
     if runs != block * blocks or len(dict(block)) < len(parts):
