@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig, LlamaForCausalLM, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -19,10 +26,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from patcher import Patcher
-from patcher.fusions import QKV, Fusion, Layout, Rows
+from patcher.fusions import QKV, Fusion, Layout, Rows, Split
 from tests.project.advice import Place, Steps, advice, load, same
 from tests.project.advice.loads import changed
 from tests.project.advice.models import command
+from tests.support.tiny import save_tiny, tiny_gpt2_config
 
 
 class Scaled(nn.Module):
@@ -224,3 +232,33 @@ def code_that_has_changed(at: Place) -> Steps:
     sys.path.remove(str(at.tmp))
     fixed = advised_pins.PATCHER.replace(**eval(f"dict({pins[pins.index('fingerprints=') :]})"))
     assert same(load(at.llama, fixed), at.llama)
+
+
+def split_gpt2(at: Place, fusion: Any = "split") -> Any:
+    folder = save_tiny(tiny_gpt2_config(), at.tmp / "gpt2")
+    return AutoModelForCausalLM.from_pretrained(folder, patcher=Patcher(fusions=[fusion]))
+
+
+@advice("{}. Set those, or take the split off with Patcher().apply(model).")
+def a_weight_for_a_layer_that_is_split(at: Place) -> Steps:
+    model = split_gpt2(at)
+    packed = model.transformer.h[0].attn.c_attn
+    said = yield lambda: setattr(packed, "bias", nn.Parameter(torch.ones(192)))
+    for name in re.findall(r"\w+\.bias", said):
+        packed.get_parameter(name).data.fill_(1)
+    stock = Patcher().apply(model)
+    assert (stock.transformer.h[0].attn.c_attn.bias == 1).all()
+    stock.transformer.h[0].attn.c_attn.bias = nn.Parameter(torch.zeros(192))
+
+
+@advice("Split: parts={} maps no packed layer to its parts; write Split({'qkv': ['q_proj', 'k_proj', 'v_proj']}).")
+def parts_of_no_layer(at: Place) -> Steps:
+    said = yield lambda: Split(["q_proj", "k_proj", "v_proj"])  # type: ignore[arg-type]
+    written = said.partition("write ")[2].rstrip(".").replace("'qkv'", "'c_attn'")
+    split_gpt2(at, eval(written, {"Split": Split}))
+
+
+@advice("Split: {} has the parts {}; write the names of two or more, each once, without dots.")
+def parts_without_names(at: Place) -> Steps:
+    yield lambda: Split({"c_attn": ["attn.q_proj", "attn.k_proj", "attn.v_proj"]})
+    split_gpt2(at, Split({"c_attn": ["q_proj", "k_proj", "v_proj"]}))
