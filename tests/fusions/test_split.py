@@ -188,11 +188,13 @@ def test_a_save_in_the_layout_of_the_parts_loads_by_its_config_alone(tmp_path: P
     assert torch.equal(logits(again), logits(shared.stock(PHI3)))
 
 
-def test_a_split_model_compiles_without_a_break() -> None:
-    model, inputs = load(NEOX), tiny_inputs(NEOX)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+@each
+def test_a_split_layer_compiles_without_a_break(kind: str) -> None:
+    config, path, _ = PACKED[kind]
+    packed, features = load(config).get_submodule(path), torch.randn(2, 5, 64)
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
 
-    torch.testing.assert_close(compiled(**inputs).logits, shared.stock(NEOX)(**inputs).logits)
+    torch.testing.assert_close(compiled(features), shared.stock(config).get_submodule(path)(features))
 
 
 # --- asked for by name ---------------------------------------------------------------------------------------------
