@@ -160,7 +160,7 @@ def new_weights(model: PreTrainedModel) -> dict[str, str]:
         return {}
     stock = skeleton(record.model_class, model.config)
     known = stock_revert(stock, dict(stock.state_dict())).keys()
-    made = plan_original_format(model).pieces(state_to_save(model))
+    made = plan_original_format(model).all_pieces(state_to_save(model))
     owners = {name: next(iter(piece.own)) for name, piece in made.items() if isinstance(piece, Piece)}
     return {
         name: own

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import (
@@ -25,7 +25,9 @@ from patcher import (
     checkpoint_weights,
     load_checkpoint_weights,
 )
-from patcher.layouts.pieces import Values
+from patcher.compat.models import state_tensors, without_tied
+from patcher.layouts.pieces import Values, traced
+from patcher.loading import saving
 from tests.compatibility.rows import ROWS, Row
 from tests.support.checkpoints import tensors
 from tests.support.computing import Twice, TwiceInPlace
@@ -111,6 +113,50 @@ def test_what_is_made_is_dropped_with_the_last_that_needs_it(monkeypatch: pytest
                 pass
             assert max(seen) <= 2, row.name
             assert seen[-1] == 0
+
+
+def test_the_first_tensor_waits_for_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine is given the first of thousands at once."""
+    seen: list[str] = []
+
+    def noted(convert: Any, tensors: Any, others: Any) -> Any:
+        seen.extend(tensors)
+        return traced(convert, tensors, others)
+
+    monkeypatch.setattr(saving, "traced", noted)
+    for row in MORE[:2]:
+        for model in (row.patched(), row.stock(), row.from_config(), row.from_config(patcher=row.patcher)):
+            seen.clear()
+            stream = checkpoint_weights(model)
+            layers = set()
+            for name, _ in stream:
+                assert seen, row.name
+                layers |= {each.split(".")[2] for each in seen if each.startswith("model.layers.")}
+                if name.startswith("model.layers."):
+                    assert layers == set(map(str, range(int(name.split(".")[2]) + 1))), (row.name, name)
+                else:
+                    assert len(layers) in (0, 2), (row.name, name)
+
+
+def test_the_order_is_that_of_a_save() -> None:
+    for row in (*ROWS, *MORE):
+        for model in (row.patched(), row.stock(), row.from_config(), row.from_config(patcher=row.patcher)):
+            expected = saving.saved_state_dict(model, {n: model.state_dict()[n] for n in _names_once(model)})
+            assert [name for name, _ in checkpoint_weights(model)] == list(expected), row.name
+
+
+def _names_once(model: Any) -> list[str]:
+    return without_tied(model, model.state_dict(), state_tensors(model))
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (0, 3)])
+def test_layers_that_a_conversion_joins_stay_together(layers: tuple[int, int], tmp_path: Path) -> None:
+    names = [f"layers.{number}.mlp.up_proj.weight" for number in layers]
+    model = build_tiny(tiny_llama_config(num_hidden_layers=4))
+    model._weight_conversions = [WeightConverter("both.weight", names, operations=[Chunk(dim=0)])]
+    model.save_pretrained(tmp_path)
+    assert "model.both.weight" in tensors(tmp_path)
+    assert streamed(model) == tensors(tmp_path)
 
 
 def test_in_inference_mode() -> None:

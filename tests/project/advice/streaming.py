@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig, QuantoConfig
 from transformers.core_model_loading import WeightConverter
@@ -91,6 +91,32 @@ def an_adapter_of_one_of_two_tied_weights(at: Place) -> Steps:
     load_checkpoint_weights(engine, checkpoint_weights(model, adapters="left out"))
     adapter = {name: value for name, value in model.state_dict().items() if "lora" in name}
     engine.load_state_dict(adapter, strict=False)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@advice(
+    'The adapter of {} can\'t be merged into weights: {}. Write adapters="left out", and give the engine the adapter.'
+)
+def an_adapter_that_is_a_prompt(at: Place) -> Steps:
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(load(at.llama), config)
+    yield lambda: checkpoint_weights(model, adapters="merged")
+    engine = get_peft_model(filled(at, checkpoint_weights(model, adapters="left out")), config)
+    engine.load_state_dict({name: each for name, each in model.state_dict().items() if "prompt" in name}, strict=False)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@advice("Stream the base model, loaded without this adapter, and give the engine the adapter.")
+def an_adapter_around_attention(at: Place) -> Steps:
+    config = AdaptionPromptConfig(adapter_len=2, adapter_layers=1, target_modules="self_attn", task_type="CAUSAL_LM")
+    model = get_peft_model(load(at.llama), config)
+    yield lambda: checkpoint_weights(model, adapters="left out")
+    engine = get_peft_model(filled(at, checkpoint_weights(load(at.llama))), config)
+    engine.load_state_dict(
+        {name: each for name, each in model.state_dict().items() if "adaption" in name}, strict=False
+    )
     ids = torch.arange(3, 12)[None]
     assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
 
