@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -141,12 +142,17 @@ class _Checkpoint:
         model: the one of transformers.
         merging: what merges an adapter into a tensor of the model, by the name of that.
         own: the tensors of the state dict, without adapters, each under the name that is saved.
-        tied: the names that aren't saved, as their tensors are under others.
+        tied: name that isn't saved -> the one under which its tensor is.
         blocks: name in the checkpoint -> where its values lie, or what is saved as it is; layer by layer.
     """
 
     def __init__(self, model: nn.Module, adapters: Adapters | None) -> None:
         self.model = _model_of_transformers(model)
+        if any(isinstance(part, FullyShardedDataParallel) for _, part in named_modules(model)):
+            raise InvalidPatcherError(
+                f"{type(self.model).__name__} is split by FullyShardedDataParallel, whose parameters are pieces of no "
+                "shape. Split it by fully_shard (FSDP2) instead."
+            )
         quantizer: Any = getattr(self.model, "hf_quantizer", None)
         if quantizer is not None and not quantizer.is_serializable():
             raise PatchedWeightsError(
@@ -158,7 +164,8 @@ class _Checkpoint:
         state = self._without_adapters(state_to_save(self.model), adapters, model)
         objects = {**state, **(held := state_tensors(self.model))}
         self.own = {name: state[name] for name in without_tied(self.model, state, held)}
-        self.tied = state.keys() - self.own.keys()
+        saved = {id(objects[name]): name for name in self.own}
+        self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.own}
         tied = {id(objects[name]) for name in self.tied}
         blocks = plan_original_format(self.model).pieces(self.own)
         self.blocks = chain([next(blocks, {})], blocks)  # what can't be told is often seen in the first
@@ -272,17 +279,21 @@ class _Loading:
     @torch.no_grad()
     def run(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
         """Write them, and judge them at the end."""
-        problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": []}
+        problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
+        came: dict[str, str] = {}  # the name of what is tied -> the first of its names that has come
         for name, tensor in weights:
-            if name not in self.left:
+            saved = self.tied.get(name, name)
+            if saved not in self.pieces or (name not in self.left and name not in self.tied):
                 problems["left over"] += [name] * (name not in self.tied)
                 continue
             self.left.discard(name)
-            piece = self.pieces[name]
+            piece, first = self.pieces[saved], came.setdefault(saved, name)
             if tensor.shape != piece.shape:
                 problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {piece.shape}")
-            else:
+            elif first == name:
                 piece.write(whole(tensor), self._target)
+            elif not self._holds(piece, whole(tensor)):
+                problems["not as tied"].append(f"{name}: it is one with {first}, of which other values have come")
             for own in piece.own:
                 self.pending[own].discard(name)
                 if not self.pending[own]:
@@ -304,6 +315,10 @@ class _Loading:
         if strict:
             raise PatchedWeightsError(text)
         warn(text)
+
+    def _holds(self, piece: Piece, values: torch.Tensor) -> bool:
+        held = Values([piece], self._target).take(piece)
+        return torch.equal(held, values.to(held))
 
     def _target(self, name: str) -> torch.Tensor:
         own: torch.Tensor = self.own[name]

@@ -293,6 +293,34 @@ def test_a_checkpoint_may_have_what_is_tied_twice() -> None:
     assert streamed(model) == streamed(source)
 
 
+@pytest.mark.parametrize("first", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_what_is_tied_here_and_was_not_there_is_told(first: str) -> None:
+    """Of what has two values where it came from, a tied model would keep one, and compute otherwise."""
+    source = build_tiny(tiny_llama_config())
+    weights = dict(checkpoint_weights(source))
+    weights = {first: weights.pop(first)} | weights
+    for patcher in (None, Patcher(fusions="qkv")):
+        model = AutoModelForCausalLM.from_config(tiny_llama_config(tie_word_embeddings=True), patcher=patcher)
+        (second,) = {"lm_head.weight", "model.embed_tokens.weight"} - {first}
+        with pytest.raises(PatchedWeightsError, match=rf"not as tied: {second}: it is one with {first}, of which oth"):
+            load_checkpoint_weights(model, weights)
+        load_checkpoint_weights(model, weights | {second: weights[first]})
+        assert torch.equal(model.lm_head.weight, weights[first])
+
+
+def test_a_stream_that_breaks_off_is_no_whole_one() -> None:
+    model, source = build_tiny(tiny_llama_config(), seed=1), build_tiny(tiny_llama_config())
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(checkpoint_weights(source))
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError, match="the trainer is gone"):
+        load_checkpoint_weights(model, broken())
+    with pytest.raises(PatchedWeightsError, match=r"missing: model\.layers"):
+        load_checkpoint_weights(model, [next(checkpoint_weights(source))])
+
+
 @pytest.mark.parametrize("only_on", [1, -1, "0"])
 def test_a_process_that_there_is_not_is_given_nothing(only_on: Any) -> None:
     with pytest.raises(InvalidPatcherError, match=r"is none of the 1 processes.*only_on=0"):
@@ -334,6 +362,26 @@ def test_a_hundred_times_leave_nothing_behind() -> None:
     sync(3)
     before = sync(10)
     assert sync(100) - before < 100
+
+
+def test_compiled_graphs_go_on() -> None:
+    row = ROWS[2]
+    model, source = row.patched(), build_tiny(row.config(), seed=1)
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=compiler)
+    with torch.no_grad():
+        before = compiled(**row.inputs()).logits
+        count = len(graphs)
+        load_checkpoint_weights(compiled, checkpoint_weights(source))  # type: ignore[arg-type]
+        after = compiled(**row.inputs()).logits
+        assert len(graphs) == count > 0
+        assert torch.allclose(after, source(**row.inputs()).logits, atol=1e-5)
+    assert not torch.allclose(after, before)
 
 
 def test_optimizers_and_views_go_on() -> None:

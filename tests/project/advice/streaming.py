@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
-from torch import nn
+from torch import distributed as dist, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import BitsAndBytesConfig, QuantoConfig
 from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -16,6 +17,7 @@ import patcher
 from patcher import Patcher, checkpoint_weights, load_checkpoint_weights
 from tests.project.advice import Place, Steps, advice, load, same, written
 from tests.support.computing import Twice, TwiceInPlace
+from tests.support.processes import one_process
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -175,6 +177,19 @@ def weights_of_several_models(at: Place) -> Steps:
     both = nn.ModuleList([load(at.llama), load(at.llama, QKV)])
     yield lambda: checkpoint_weights(both)
     assert same(filled(at, checkpoint_weights(both[1])), at.llama)
+
+
+@advice(
+    "{} is split by FullyShardedDataParallel, whose parameters are pieces of no shape. Split it by fully_shard "
+    "(FSDP2) instead."
+)
+def weights_that_are_split_without_shapes(at: Place) -> Steps:
+    with one_process():
+        with warnings.catch_warnings(action="ignore"):  # that one process splits nothing
+            split = FullyShardedDataParallel(load(at.llama), device_id=torch.device("cpu"))
+        yield lambda: checkpoint_weights(split)
+        mesh = dist.init_device_mesh("cpu", (1,))
+        assert same(filled(at, checkpoint_weights(fully_shard(load(at.llama), mesh=mesh))), at.llama)
 
 
 @advice("Give it all tensors of one checkpoint, or write strict=False if it is to keep the rest.")
