@@ -197,8 +197,10 @@ def _merged(place: Piece, value: Piece) -> tuple[Piece, Piece]:
         else:
             merged.append((size, mine, others))
     shape, *strides = zip(*merged, strict=True) if merged else ((), (), ())
-    mine, others = strides
-    return Piece(place.storage, shape, mine, place.offset), Piece(value.storage, shape, others, value.offset)
+    return (
+        Piece(place.storage, shape, strides[0], place.offset),
+        Piece(value.storage, shape, strides[1], value.offset),
+    )
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
