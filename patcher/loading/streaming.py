@@ -187,6 +187,8 @@ class _Checkpoint:
                 f"{next(iter(adapted))} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
                 'Write adapters="merged" for weights that compute what the model does, or adapters="left out".'
             )
+        if not adapted:
+            return state
         result: dict[str, Any] = {}
         for name, value in state.items():
             path = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in adapted), None)
