@@ -136,6 +136,22 @@ def stock_revert(model: Any, state_dict: dict[str, Any], conversions: list[Any] 
     return dict(_stock_revert(model, state_dict))
 
 
+def reversed_together(conversions: Iterable[WeightTransform]) -> Callable[[str], str | None] | None:
+    """What tells which parameters are reversed together, by a name that is the same for these; None if none are."""
+    converters: Any = [each.reverse_transform() for each in conversions if isinstance(each, WeightConverter)][::-1]
+
+    def together(name: str) -> str | None:
+        renamed, pattern = rename_source_key(name, [], converters)
+        return None if pattern is None else renamed
+
+    return together if converters else None
+
+
+def depends_on_others(transform: WeightTransform) -> bool:
+    """Whether what a transform makes of a key depends on which keys it has met."""
+    return hasattr(transform, "_active")
+
+
 def stock_conversions_from_scratch(model: PreTrainedModel) -> list[WeightTransform]:
     """The conversions that transformers reverses when it saves a model that was not loaded."""
     return [each for each in stock_conversions(model, legacy=False) if not isinstance(each, PrefixChange)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -196,21 +197,31 @@ def state_to_save(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in state_dict.items() if name not in ignored}
 
 
-def without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> list[str]:
+def without_tied(model: PreTrainedModel, state_dict: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> list[str]:
     """The names of a state dict under which `save_pretrained` saves its tensors, each once.
 
     Args:
         state_dict: tensors; those on the meta device, and those that are split, are one if they are one parameter.
+        own: what the modules of the model hold.
     """
-    own = {**state_dict, **state_tensors(model)}
+
+    def place(value: Any) -> Any:
+        is_plain = type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta
+        return value.untyped_storage().data_ptr() if is_plain else None
+
+    places = {name: place(value) for name, value in state_dict.items()}
+    sharing = Counter(places.values())
+    # Transformers takes long over thousands, of which hardly any are meant.
     shown = {
         name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         if isinstance(value, DTensor)
         else value
         for name, value in state_dict.items()
+        if places[name] is None or sharing[places[name]] > 1
     }
-    view: Any = ModelView(model, get_parameter_or_buffer=own.__getitem__)
-    return list(remove_tied_weights_from_state_dict(shown, view))
+    view: Any = ModelView(model, get_parameter_or_buffer={**state_dict, **own}.__getitem__)
+    left = set(shown).difference(remove_tied_weights_from_state_dict(dict(shown), view)) if shown else set()
+    return [name for name in state_dict if name not in left]
 
 
 def settle_keys(model: PreTrainedModel, info: Any) -> None:

@@ -226,22 +226,37 @@ def _means_all_linear(config: Any) -> bool:
     return isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
 
 
-def adapted(model: nn.Module, merged: bool) -> Adapted:
+def adapted(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
     """The modules that adapters are around, for weights that stream.
 
     Raises:
-        InvalidPatcherError: an adapter is part of the weights that are meant without it.
+        InvalidPatcherError: an adapter is part of the weights that are meant without it, or can't be part of them.
     """
     if "peft" not in sys.modules:  # it may not be installed; whoever has put an adapter on has imported it
         return {}
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     found: dict[str, tuple[nn.Module, Callable[[], nn.Module] | None]] = {}
+    for _, module in named_modules(around):
+        config = module.active_peft_config if isinstance(module, PeftModel) else None
+        kind = getattr(getattr(config, "peft_type", ""), "value", "")
+        is_prompt = config is not None and config.is_prompt_learning
+        if merged and (is_prompt or kind == "XLORA"):  # that weighs its adapters anew for each token
+            raise _unmerged(f"{type(module).__name__} ({kind})", "it changes what the weights are given, not them")
+        if is_prompt:
+            found[type(module).__name__] = model, None
     for path, module in named_modules(model):
         is_around = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        if not is_around or path.startswith(tuple(map(inside, found))):
+        is_of_peft = type(module).__module__.startswith("peft.")
+        if not (is_around or is_of_peft) or path.startswith(tuple(map(inside, found))):
             continue
+        if not is_around:
+            raise InvalidPatcherError(
+                f"{path} is a {type(module).__name__} of PEFT, around a module of the model that it doesn't tell. "
+                "Stream the base model, loaded without this adapter, and give the engine the adapter."
+            )
         at: Any = module
         is_wanted = merged and not at.disable_adapters
         if not is_wanted and any(getattr(part, "merged", False) for part in module.modules()):
@@ -256,18 +271,32 @@ def adapted(model: nn.Module, merged: bool) -> Adapted:
             found[path] = at, None
         else:
             is_changed = is_wanted and not set(at.active_adapters) <= set(at.merged_adapters)
-            found[path] = at.get_base_layer(), functools.partial(_merged, at) if is_changed else None
+            found[path] = at.get_base_layer(), functools.partial(_merged, at, path) if is_changed else None
     return found
 
 
-def _merged(layer: Any) -> nn.Module:
-    """What PEFT makes of a layer and its adapters, of a copy."""
+def _merged(layer: Any, path: str) -> nn.Module:
+    """What PEFT makes of a layer and its adapters, of a copy.
+
+    Raises:
+        InvalidPatcherError: nothing, as it can't be merged.
+    """
     part = copy.deepcopy(layer)
     while hasattr(part, "base_layer"):  # of adapters for parameters there may be several around one module
-        part.merge()
+        try:
+            part.merge()
+        except Exception as error:
+            raise _unmerged(path, f"PEFT says {type(error).__name__}: {str(error)[:300]}") from error
         part = part.base_layer
     result: nn.Module = part
     return result
+
+
+def _unmerged(where: str, reason: str) -> InvalidPatcherError:
+    return InvalidPatcherError(
+        f'The adapter of {where} can\'t be merged into weights: {reason}. Write adapters="left out", and give the '
+        "engine the adapter."
+    )
 
 
 register(Integration("peft", seams_in(__name__), adapted=adapted))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -197,7 +197,10 @@ def _merged(place: Piece, value: Piece) -> tuple[Piece, Piece]:
         else:
             merged.append((size, mine, others))
     shape, *strides = zip(*merged, strict=True) if merged else ((), (), ())
-    return replace(place, shape=shape, stride=strides[0]), replace(value, shape=shape, stride=strides[1])
+    return (
+        Piece(place.storage, shape, strides[0], place.offset),
+        Piece(value.storage, shape, strides[1], value.offset),
+    )
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -240,6 +243,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if func.is_view and self.known(made):
+            return made
         new = [each for each in _tensors((made,)) if not self.known(each)]
         is_written = name.endswith("_") or "out" in kwargs
         if not (new or is_written) or name in _BLANK or not any(map(self.known, _tensors((*args, *kwargs.values())))):

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from patcher.compat.models import DisableTorchFunction
+from patcher.compat.models import DisableTorchFunction, named_modules
 from patcher.errors import PatchConflictError
 
 
@@ -78,7 +78,7 @@ class Whole(ReadOnly, torch.Tensor):
 
 def keep_pieces(model: nn.Module) -> None:
     """Have modules hold pieces that `fully_shard` has split: the last forward may have left them whole."""
-    for module in model.modules():
+    for _, module in named_modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
 

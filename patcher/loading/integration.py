@@ -32,7 +32,7 @@ def _no_context(*args: Any) -> AbstractContextManager[Any]:
 Adapted: TypeAlias = "Mapping[str, tuple[nn.Module, Callable[[], nn.Module] | None]]"
 
 
-def _none(model: nn.Module, merged: bool) -> Adapted:
+def _none(model: nn.Module, merged: bool, around: nn.Module) -> Adapted:
     return {}
 
 
@@ -46,7 +46,8 @@ class Integration:
         on_routed: the same when it is known what reads and converts the weights; the quantizer is given as well.
         on_saved: gives a context for a save; it is given the arguments of `save_pretrained`, which it may change.
         adapted: gives the modules that adapters are around, for weights that stream: without the adapters, or (True)
-            merged with them. The model stays what it is.
+            merged with them. The model stays what it is. The last argument is the module that was given, which the
+            model may be inside of.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Integration:
     on_constructed: Callable[[Constructed], object] = _nothing
     on_routed: Callable[[Selected, Any], object] = _nothing
     on_saved: Callable[[PreTrainedModel, dict[str, Any]], AbstractContextManager[Any]] = _no_context
-    adapted: Callable[[nn.Module, bool], Adapted] = _none
+    adapted: Callable[[nn.Module, bool, nn.Module], Adapted] = _none
 
 
 _registered: dict[str, Integration] = {}

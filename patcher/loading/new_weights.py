@@ -4,7 +4,8 @@
                     -->  save_new_weights(model, folder): new_weights.safetensors, patcher.json, README.md
 
 Transformers ignores what it finds in a checkpoint and the model doesn't have, with a line in a table: a model whose
-trained adapter is read by somebody without the patcher would compute as if it had none.
+trained adapter is read by somebody without the patcher would compute as if it had none. A file without metadata (a
+`.bin`, or what another tool has written) names nothing: there that table is all that is said.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from patcher.layouts.sharded import split_like, whole
 from patcher.loading.findings import ordered
 from patcher.loading.load import Loaded, Request
 from patcher.loading.record import record_of
-from patcher.loading.saving import plan_original_format
+from patcher.loading.saving import SavePlan, plan_original_format
 from patcher.patterns import compress
 from patcher.resolution.resolution import skeleton
 from patcher.spec import files
@@ -153,14 +154,18 @@ def _patcher_of(model: nn.Module) -> Patcher:
     return functools.reduce(operator.or_, own) if own else Patcher()
 
 
-def new_weights(model: PreTrainedModel) -> dict[str, str]:
-    """Name in the checkpoint -> parameter, of what patchers declare as new and the unpatched model doesn't have."""
+def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
+    """Name in the checkpoint -> parameter, of what patchers declare as new and the unpatched model doesn't have.
+
+    Args:
+        plan: how the model is saved in the original format, if that is known.
+    """
     record, expressions = record_of(model), _patcher_of(model).new_weights
     if record is None or not expressions:
         return {}
     stock = skeleton(record.model_class, model.config)
     known = stock_revert(stock, dict(stock.state_dict())).keys()
-    made = plan_original_format(model).pieces(state_to_save(model))
+    made = (plan or plan_original_format(model)).all_pieces(state_to_save(model))
     owners = {name: next(iter(piece.own)) for name, piece in made.items() if isinstance(piece, Piece)}
     return {
         name: own

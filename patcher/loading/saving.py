@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from patcher.compat.conversions import (
+    depends_on_others,
     dot_natural_key,
     has_used_conversions,
     is_prequantized,
+    reversed_together,
     stock_conversions_from_scratch,
     stock_revert,
     used_conversions,
@@ -31,7 +35,7 @@ from patcher.layouts.transforms import describe, identity
 from patcher.loading.expert_names import named_as_in_checkpoint, reverted_from_scratch
 from patcher.loading.record import PatchRecord, record_of
 from patcher.loading.stock_view import carriers_in, from_scratch
-from patcher.patterns import compress, inside
+from patcher.patterns import compress, in_state_dict, inside
 from patcher.resolution.resolution import skeleton
 
 
@@ -90,23 +94,74 @@ class SavePlan:
         return self._named(rest, restored) | {name: state_dict[key] for key, name in moved.items()}
 
     @torch.inference_mode(False)  # in which operations aren't shown as what they are made of
-    def pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def pieces(self, state_dict: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Where in the state dict the tensors of `saved_state_dict` lie, found without values; others as they are.
+
+        One layer after the other, each once it is wanted: there may be thousands of tensors.
 
         Raises:
             PatchedWeightsError: something in it can't be restored, or not one by one.
         """
-        others = {
-            n: each for n, each in state_dict.items() if type(one_piece(each)) not in (torch.Tensor, nn.Parameter)
-        }
-        tensors = {name: lying_as_read(each) for name, each in state_dict.items() if name not in others}
-        try:
-            return traced(self.saved_state_dict, tensors, others)
-        except UntracedError:
-            raise PatchedWeightsError(
-                f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, or reads them "
-                "as another type, so its weights can't be told one by one. Write its operations without that."
-            ) from None
+        for names, carrying in self._apart(state_dict):
+            part, block = replace(self, carrying=carrying), {name: state_dict[name] for name in names}
+            others = {
+                n: each for n, each in block.items() if type(one_piece(each)) not in (torch.Tensor, nn.Parameter)
+            }
+            tensors = {name: lying_as_read(each) for name, each in block.items() if name not in others}
+            try:
+                yield traced(part.saved_state_dict, tensors, others)
+            except UntracedError:
+                raise PatchedWeightsError(
+                    f"A conversion of {type(self.model).__name__} writes into the tensors that it is given, or reads "
+                    "them as another type, so its weights can't be told one by one. Write its operations without that."
+                ) from None
+
+    def all_pieces(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `pieces`, of all layers.
+
+        Raises:
+            PatchedWeightsError: as `pieces`.
+        """
+        return {name: each for block in self.pieces(state_dict) for name, each in block.items()}
+
+    def _apart(self, names: Iterable[str]) -> list[tuple[list[str], tuple[Carrier, ...]]]:
+        """A state dict in parts that are saved independently of each other, in the order of a save.
+
+        A part is a numbered layer, a module that carries layouts, or a tensor; or several, if they are converted
+        together.
+
+        Returns:
+            The names of each part, and the modules in it that carry layouts.
+        """
+        paths = {in_state_dict(each.path) for each in self.carrying}
+        if self.order or "" in paths or any(map(depends_on_others, self.conversions)):
+            return [(list(names), self.carrying)]
+
+        def head(name: str) -> str:
+            heads = accumulate(name.split("."), "{}.{}".format)
+            return next((each for each in heads if each in paths or each[-1].isdigit()), name)
+
+        parts: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            parts[head(name)].append(name)
+        carrying: dict[str, list[Carrier]] = defaultdict(list)
+        for each in self.carrying:
+            carrying[head(in_state_dict(each.path))].append(each)
+        is_sorted = self.conversions or (self.record is not None and self.record.read)
+        heads = sorted(parts, key=dot_natural_key) if is_sorted else list(parts)
+        ends, first = list(range(len(heads))), dict[str, int]()
+        if (together := reversed_together(self.conversions)) is not None:
+            for number, at in enumerate(heads):
+                stock = {n: layout.stock for each in carrying[at] for layout in each.all for n in layout.fused}
+                for name in dict.fromkeys(each for own in parts[at] for each in stock.get(own, (own,))):
+                    if (group := together(name)) is not None:
+                        ends[first.setdefault(group, number)] = number
+        result, end = list[tuple[list[str], tuple[Carrier, ...]]](), -1
+        for number, at in enumerate(heads):
+            given = result.pop() if number <= end else ([], ())
+            result.append(([*given[0], *parts[at]], (*given[1], *carrying[at])))
+            end = max(end, ends[number])
+        return result
 
     def in_runtime_layout(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The state dict as another load reads the fused layout, among however many processes: rows part by part."""
@@ -130,6 +185,8 @@ class SavePlan:
         if not (self.conversions or restored or (self.record is not None and self.record.read)):
             return rest  # as transformers leaves what it has made: it sorts only what it has loaded
         renamings = [each for each in self.conversions if isinstance(each, WeightRenaming)]
+        if not self.conversions and not restored:
+            return dict(sorted(rest.items(), key=lambda pair: dot_natural_key(pair[0])))
         view = self._view(rest)
         result = stock_revert(view, rest, list(self.conversions)) | stock_revert(view, restored, renamings)
         return self._sorted(result) if self.order or restored else result
@@ -249,7 +306,7 @@ class OffloadedCheckpoint(dict[str, Any]):
     """
 
     def __init__(self, plan: SavePlan, state_dict: Mapping[str, torch.Tensor]) -> None:
-        made = plan.pieces(state_dict)
+        made = plan.all_pieces(state_dict)
         self._pieces = {name: each for name, each in made.items() if isinstance(each, Piece)}
 
         def own(name: str) -> torch.Tensor:

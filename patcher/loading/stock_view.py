@@ -160,16 +160,16 @@ def from_scratch(
     Returns:
         The routes of conversions of patchers, and the conversions of transformers that have had a part.
     """
-    unpatched = stock() if stock is not None else skeleton(record.model_class, model.config)
-    conversions = stock_conversions_from_scratch(unpatched)
+    conversions = stock_conversions_from_scratch(model)
     fusions = record.fusion_transforms
-    if record.fused and not fusions:  # a part of a fused model: its names are others
+    if record.fused and record.is_part:  # its names are others than those of the whole
         fusions = resolve_in_force(record.in_force, record.model_class, model.config).fusion_plan.transforms
     selected = select_conversions(conversions, record.patchers, fusions, record.replacements())
     if record.is_part and not record.modules:  # what the patcher's conversions are for lies elsewhere
         selected = replace(selected, added=())
     if not selected.added and len(selected.kept) == len(conversions):
         return (), selected.kept
+    unpatched = stock() if stock is not None else skeleton(record.model_class, model.config)
     checkpoint = stock_revert(unpatched, dict(unpatched.state_dict()))
     routing = route(
         model, checkpoint, Conversions(selected.kept, selected.added, replaced=record.paths_of_replacements)

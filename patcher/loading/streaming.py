@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -72,7 +73,8 @@ def checkpoint_weights(
             `merge_and_unload` would do it, or are "left out". The model stays what it is.
 
     Raises:
-        PatchedWeightsError: something in it can't be restored, or a quantizer can't save it.
+        PatchedWeightsError: something in it can't be restored, or a quantizer can't save it. Layers are looked at when
+            their turn comes; `checkpoint_metadata` looks at all of them.
         InvalidPatcherError: what becomes of adapters isn't said, or can't be done.
     """
     return _Checkpoint(model, adapters).values(only_on)
@@ -97,7 +99,7 @@ def checkpoint_metadata(model: nn.Module, *, adapters: Adapters | None = None) -
     Raises:
         PatcherError: as in `checkpoint_weights`.
     """
-    made = _Checkpoint(model, adapters).made.items()
+    made = _Checkpoint(model, adapters).made().items()
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in made}
 
 
@@ -140,12 +142,17 @@ class _Checkpoint:
         model: the one of transformers.
         merging: what merges an adapter into a tensor of the model, by the name of that.
         own: the tensors of the state dict, without adapters, each under the name that is saved.
-        tied: the names that aren't saved, as their tensors are under others.
-        made: name in the checkpoint -> where its values lie, or what is saved as it is.
+        tied: name that isn't saved -> the one under which its tensor is.
+        blocks: name in the checkpoint -> where its values lie, or what is saved as it is; layer by layer.
     """
 
     def __init__(self, model: nn.Module, adapters: Adapters | None) -> None:
         self.model = _model_of_transformers(model)
+        if any(isinstance(part, FullyShardedDataParallel) for _, part in named_modules(model)):
+            raise InvalidPatcherError(
+                f"{type(self.model).__name__} is split by FullyShardedDataParallel, whose parameters are pieces of no "
+                "shape. Split it by fully_shard (FSDP2) instead."
+            )
         quantizer: Any = getattr(self.model, "hf_quantizer", None)
         if quantizer is not None and not quantizer.is_serializable():
             raise PatchedWeightsError(
@@ -154,12 +161,14 @@ class _Checkpoint:
             )
         keep_pieces(self.model)
         self.merging: dict[str, Callable[[], torch.Tensor]] = {}
-        state = self._without_adapters(state_to_save(self.model), adapters)
-        self.own = {name: state[name] for name in without_tied(self.model, state)}
-        objects = {**state, **state_tensors(self.model)}
-        self.tied = state.keys() - self.own.keys()
+        state = self._without_adapters(state_to_save(self.model), adapters, model)
+        objects = {**state, **(held := state_tensors(self.model))}
+        self.own = {name: state[name] for name in without_tied(self.model, state, held)}
+        saved = {id(objects[name]): name for name in self.own}
+        self.tied = {name: saved.get(id(objects[name]), "") for name in state if name not in self.own}
         tied = {id(objects[name]) for name in self.tied}
-        self.made = plan_original_format(self.model).pieces(self.own)
+        blocks = plan_original_format(self.model).pieces(self.own)
+        self.blocks = chain([next(blocks, {})], blocks)  # what can't be told is often seen in the first
         for name in sorted(self.merging):
             is_plain = type(one_piece(state[name])) in (torch.Tensor, nn.Parameter)
             if not is_plain or id(state[name]) in tied:
@@ -169,27 +178,33 @@ class _Checkpoint:
                     "engine the adapter."
                 )
 
-    def _without_adapters(self, state: dict[str, Any], adapters: Adapters | None) -> dict[str, Any]:
+    def _without_adapters(self, state: dict[str, Any], adapters: Adapters | None, around: nn.Module) -> dict[str, Any]:
         """The state dict with the modules that adapters are around in the place of both."""
-        given = (each.adapted(self.model, adapters == "merged") for each in integrations())
-        around = {path: found for each in given for path, found in each.items()}
-        if around and adapters not in get_args(Adapters):
+        given = (each.adapted(self.model, adapters == "merged", around) for each in integrations())
+        adapted = {path: found for each in given for path, found in each.items()}
+        if adapted and adapters not in get_args(Adapters):
             raise InvalidPatcherError(
-                f"{next(iter(around))} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
+                f"{next(iter(adapted))} has an adapter, and adapters={adapters!r} doesn't say what becomes of it. "
                 'Write adapters="merged" for weights that compute what the model does, or adapters="left out".'
             )
+        if not adapted:
+            return state
         result: dict[str, Any] = {}
         for name, value in state.items():
-            path = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in around), None)
+            path = next((path for path in accumulate(name.split("."), "{}.{}".format) if path in adapted), None)
             if path is None:
                 result[name] = value
                 continue
-            module, merge = around[path]
+            module, merge = adapted[path]
             for each, tensor in state_tensors(module).items():
                 result[f"{path}.{each}"] = tensor
                 if merge is not None:
                     self.merging[f"{path}.{each}"] = partial(_merged, merge, each)
         return result
+
+    def made(self) -> dict[str, Any]:
+        """All of the blocks."""
+        return {name: value for block in self.blocks for name, value in block.items()}
 
     def values(self, only_on: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, in the order in which a save has them."""
@@ -202,12 +217,13 @@ class _Checkpoint:
         is_given = only_on in (None, rank)
         if not is_given and not any(isinstance(value, DTensor) for value in self.own.values()):
             return  # there is nothing to take part in
-        values = Values((value for value in self.made.values() if isinstance(value, Piece)), self._read)
-        for name, value in self.made.items():
-            tensor = values.take(value).contiguous() if isinstance(value, Piece) else value
-            if is_given:
-                yield name, tensor
-            del tensor  # before the next one is made
+        for block in self.blocks:
+            values = Values((value for value in block.values() if isinstance(value, Piece)), self._read)
+            for name, value in block.items():
+                tensor = values.take(value).contiguous() if isinstance(value, Piece) else value
+                if is_given:
+                    yield name, tensor
+                del tensor  # before the next one is made
 
     def _read(self, name: str) -> torch.Tensor:
         value = self.merging[name]() if name in self.merging else self.own[name]
@@ -228,6 +244,8 @@ def _model_of_transformers(model: nn.Module) -> PreTrainedModel:
     Raises:
         InvalidPatcherError: there is none, or there are several.
     """
+    if isinstance(model, PreTrainedModel):
+        return model
     found: dict[str, PreTrainedModel] = {}
     for path, part in named_modules(model):
         if isinstance(part, PreTrainedModel) and not any(path.startswith(inside(around)) for around in found):
@@ -250,8 +268,8 @@ class _Loading:
     """
 
     def __init__(self, checkpoint: _Checkpoint) -> None:
-        self.own, self.pieces, self.tied = checkpoint.own, checkpoint.made, checkpoint.tied
-        _check_writable(checkpoint)
+        self.own, self.pieces, self.tied = checkpoint.own, checkpoint.made(), checkpoint.tied
+        _check_writable(checkpoint.model, self.own, self.pieces)
         self.left = set(self.pieces)
         self.whole: dict[str, torch.Tensor] = {}
         self.pending: dict[str, set[str]] = defaultdict(set)
@@ -263,17 +281,21 @@ class _Loading:
     @torch.no_grad()
     def run(self, weights: Iterable[tuple[str, torch.Tensor]], strict: bool) -> None:
         """Write them, and judge them at the end."""
-        problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": []}
+        problems: dict[str, list[str]] = {"missing": [], "left over": [], "of another shape": [], "not as tied": []}
+        came: dict[str, str] = {}  # the name of what is tied -> the first of its names that has come
         for name, tensor in weights:
-            if name not in self.left:
+            saved = self.tied.get(name, name)
+            if saved not in self.pieces or (name not in self.left and name not in self.tied):
                 problems["left over"] += [name] * (name not in self.tied)
                 continue
             self.left.discard(name)
-            piece = self.pieces[name]
+            piece, first = self.pieces[saved], came.setdefault(saved, name)
             if tensor.shape != piece.shape:
                 problems["of another shape"].append(f"{name}: found {tuple(tensor.shape)}, expected {piece.shape}")
-            else:
+            elif first == name:
                 piece.write(whole(tensor), self._target)
+            elif not self._holds(piece, whole(tensor)):
+                problems["not as tied"].append(f"{name}: it is one with {first}, of which other values have come")
             for own in piece.own:
                 self.pending[own].discard(name)
                 if not self.pending[own]:
@@ -296,6 +318,10 @@ class _Loading:
             raise PatchedWeightsError(text)
         warn(text)
 
+    def _holds(self, piece: Piece, values: torch.Tensor) -> bool:
+        held = Values([piece], self._target).take(piece)
+        return torch.equal(held, values.to(held))
+
     def _target(self, name: str) -> torch.Tensor:
         own: torch.Tensor = self.own[name]
         if not isinstance(own, DTensor):
@@ -309,16 +335,15 @@ class _Loading:
             self.own[name].copy_(split_like(self.whole.pop(name), self.own[name]))
 
 
-def _check_writable(checkpoint: _Checkpoint) -> None:
+def _check_writable(model: PreTrainedModel, own: Mapping[str, Any], pieces: Mapping[str, Any]) -> None:
     """Raise for a model that can't be written to in place.
 
     Raises:
         InvalidPatcherError: with the reason, and what can be done instead.
     """
-    model = checkpoint.model
     held = [one_piece(value) for value in state_tensors(model).values() if not is_quantized(value)]
     storages = {local.untyped_storage().data_ptr() for local in held}
-    for name, value in checkpoint.own.items():
+    for name, value in own.items():
         if not isinstance(value, torch.Tensor) or is_quantized(value):
             reason = "is quantized"
         elif (local := one_piece(value)).is_meta:
@@ -331,7 +356,7 @@ def _check_writable(checkpoint: _Checkpoint) -> None:
             f"{name} of {type(model).__name__} {reason}, so nothing can be written into it in place. Load the weights "
             "anew with from_pretrained, in full precision and in memory."
         )
-    for name, piece in checkpoint.made.items():
+    for name, piece in pieces.items():
         if not piece.is_moved:
             raise InvalidPatcherError(
                 f"{', '.join(sorted(piece.own))} of {type(model).__name__} is computed from {name} and others by a "

@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from patcher import Patcher, checkpoint_metadata, checkpoint_weights, load_checkpoint_weights
+from patcher import (
+    Patcher,
+    PatcherWarning,
+    checkpoint_metadata,
+    checkpoint_weights,
+    load_checkpoint_weights,
+    load_new_weights,
+    save_new_weights,
+)
 from tests.support.checkpoints import tensors
 from tests.support.processes import two_processes
 from tests.support.replacements import JOINED
@@ -101,6 +111,38 @@ def test_there_and_back(name: str, way: str, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         for patcher in patchers:
             _there_and_back(tmp_path, name, way, patcher, rank)
+
+    two_processes(work, tmp_path)
+
+
+class Shifted(LlamaRMSNorm):  # type: ignore[misc]
+    """A norm with a weight that no checkpoint of transformers has."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+        self.shift = nn.Parameter(torch.zeros(hidden_size))
+
+
+def test_new_weights_are_kept_of_what_is_split(tmp_path: Path) -> None:
+    save_tiny(CONFIGS["llama"], tmp_path / "llama")
+    patcher = Patcher({"LlamaRMSNorm": Shifted}, new_weights=r"norm\.shift$") | Patcher(fusions="qkv")
+
+    def work(rank: int) -> None:
+        for way in ("FSDP2", "FSDP2 by hand"):
+            model, other = (loaded(tmp_path / "llama", way, patcher) for _ in range(2))
+            assert isinstance(model.model.norm.shift, DTensor)
+            with torch.no_grad():
+                for number, (name, value) in enumerate(model.named_parameters()):
+                    value.fill_(number) if name.endswith("shift") else None
+            save_new_weights(model, tmp_path / way)
+            dist.barrier()
+            load_new_weights(other, tmp_path / way)
+            found, expected = (as_bytes(checkpoint_weights(each)) for each in (other, model))
+            assert found == expected
+            assert sum(name.endswith("shift") for name in found) == 5
+            stock = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+            with pytest.warns(PatcherWarning, match=r"left over: model\.layers\.\{0\.\.1\}\.input_layernorm\.shift"):
+                load_checkpoint_weights(stock, checkpoint_weights(model), strict=False)
 
     two_processes(work, tmp_path)
 

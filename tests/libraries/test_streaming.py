@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    XLoraConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from patcher import (
@@ -105,6 +115,64 @@ def test_an_adapter_of_one_of_two_tied_weights_is_not_merged() -> None:
         assert as_bytes(checkpoint_weights(model, adapters="left out")) == tensors(folder)
         with pytest.raises(InvalidPatcherError, match=r"can't be merged into .*tied to another that has no adapter"):
             checkpoint_weights(model, adapters="merged")
+
+
+PROMPTS: dict[str, Any] = {
+    "prompt tuning": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    "p-tuning": PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("patcher", [None, Patcher(fusions=["qkv"])], ids=str)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_is_put_before_the_tokens_is_in_no_weight(name: str, patcher: Patcher | None) -> None:
+    folder = shared.checkpoint(tiny_llama_config())
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, patcher=patcher), PROMPTS[name])
+    with pytest.raises(InvalidPatcherError, match=r"has an adapter, and adapters=None doesn't say what becomes of it"):
+        checkpoint_weights(model)
+    with pytest.raises(
+        InvalidPatcherError, match=r"can't be merged into weights: it changes what the weights are giv"
+    ):
+        checkpoint_weights(model, adapters="merged")
+    assert as_bytes(checkpoint_weights(model, adapters="left out")) == tensors(folder)
+    assert as_bytes(checkpoint_weights(model.base_model)) == tensors(folder)
+    load_checkpoint_weights(model, checkpoint_weights(AutoModelForCausalLM.from_pretrained(folder)))
+
+
+def _weighed_for_each_token(model: Any, folder: Path) -> Any:
+    get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
+    model.config.use_cache = False
+    return XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters={"0": str(folder)})
+
+
+UNMERGED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "X-LoRA": (_weighed_for_each_token, "it changes what the weights are given, not them"),
+    "Poly": (lambda *_: PolyConfig(target_modules=["q_proj"], r=2), "PEFT says NotImplementedError"),
+    "activated LoRA": (
+        lambda *_: LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM"),
+        "PEFT says NotImplementedError: aLoRA does not support",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGED)
+def test_what_peft_can_not_merge_is_refused(name: str, tmp_path: Path) -> None:
+    folder = shared.checkpoint(tiny_llama_config())
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    make, reason = UNMERGED[name]
+    model = get_peft_model(base, make(base, tmp_path))
+    with pytest.raises(InvalidPatcherError, match=rf"can't be merged into weights: {reason}"):
+        list(checkpoint_weights(model, adapters="merged"))
+    assert as_bytes(checkpoint_weights(model, adapters="left out")) == tensors(folder)
+
+
+def test_what_is_around_modules_of_the_model_is_refused() -> None:
+    config = AdaptionPromptConfig(adapter_len=2, adapter_layers=1, target_modules="self_attn", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(shared.checkpoint(tiny_llama_config())), config)
+    for adapters in (None, "merged", "left out"):
+        with pytest.raises(InvalidPatcherError, match=r"layers\.1\.self_attn is a AdaptedAttention of PEFT, around a"):
+            checkpoint_weights(model, adapters=adapters)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("patcher", [None, Patcher(fusions=["gate_up"])], ids=str)

@@ -165,6 +165,16 @@ def test_without_the_package_they_are_unexpected(saved: Path) -> None:
 # --- by themselves -------------------------------------------------------------------------------------------------
 
 
+def test_a_file_without_metadata_names_none(llama: Path, tmp_path: Path) -> None:
+    """It is read as it is by who has the patcher; nobody else can be told whose they are."""
+    model = trained(llama)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    model.config.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path, patcher=SHIFTED)), logits(model))
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {name.rpartition(".")[2] for name in info["unexpected_keys"]} == {"shift"}
+
+
 def test_two_of_them_take_turns_on_one_model(llama: Path, tmp_path: Path) -> None:
     first, second = trained(llama, seed=1), trained(llama, BOTH, seed=2)
     save_new_weights(first, tmp_path / "first")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralForCausalLM
-from transformers.core_model_loading import WeightConverter
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from patcher import (
@@ -25,7 +25,9 @@ from patcher import (
     checkpoint_weights,
     load_checkpoint_weights,
 )
-from patcher.layouts.pieces import Values
+from patcher.compat.models import state_tensors, without_tied
+from patcher.layouts.pieces import Values, traced
+from patcher.loading import saving
 from tests.compatibility.rows import ROWS, Row
 from tests.support.checkpoints import tensors
 from tests.support.computing import Twice, TwiceInPlace
@@ -111,6 +113,50 @@ def test_what_is_made_is_dropped_with_the_last_that_needs_it(monkeypatch: pytest
                 pass
             assert max(seen) <= 2, row.name
             assert seen[-1] == 0
+
+
+def test_the_first_tensor_waits_for_no_other_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine is given the first of thousands at once."""
+    seen: list[str] = []
+
+    def noted(convert: Any, tensors: Any, others: Any) -> Any:
+        seen.extend(tensors)
+        return traced(convert, tensors, others)
+
+    monkeypatch.setattr(saving, "traced", noted)
+    for row in MORE[:2]:
+        for model in (row.patched(), row.stock(), row.from_config(), row.from_config(patcher=row.patcher)):
+            seen.clear()
+            stream = checkpoint_weights(model)
+            layers = set()
+            for name, _ in stream:
+                assert seen, row.name
+                layers |= {each.split(".")[2] for each in seen if each.startswith("model.layers.")}
+                if name.startswith("model.layers."):
+                    assert layers == set(map(str, range(int(name.split(".")[2]) + 1))), (row.name, name)
+                else:
+                    assert len(layers) in (0, 2), (row.name, name)
+
+
+def test_the_order_is_that_of_a_save() -> None:
+    for row in (*ROWS, *MORE):
+        for model in (row.patched(), row.stock(), row.from_config(), row.from_config(patcher=row.patcher)):
+            expected = saving.saved_state_dict(model, {n: model.state_dict()[n] for n in _names_once(model)})
+            assert [name for name, _ in checkpoint_weights(model)] == list(expected), row.name
+
+
+def _names_once(model: Any) -> list[str]:
+    return without_tied(model, model.state_dict(), state_tensors(model))
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3), (0, 3)])
+def test_layers_that_a_conversion_joins_stay_together(layers: tuple[int, int], tmp_path: Path) -> None:
+    names = [f"layers.{number}.mlp.up_proj.weight" for number in layers]
+    model = build_tiny(tiny_llama_config(num_hidden_layers=4))
+    model._weight_conversions = [WeightConverter("both.weight", names, operations=[Chunk(dim=0)])]
+    model.save_pretrained(tmp_path)
+    assert "model.both.weight" in tensors(tmp_path)
+    assert streamed(model) == tensors(tmp_path)
 
 
 def test_in_inference_mode() -> None:
@@ -247,6 +293,34 @@ def test_a_checkpoint_may_have_what_is_tied_twice() -> None:
     assert streamed(model) == streamed(source)
 
 
+@pytest.mark.parametrize("first", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_what_is_tied_here_and_was_not_there_is_told(first: str) -> None:
+    """Of what has two values where it came from, a tied model would keep one, and compute otherwise."""
+    source = build_tiny(tiny_llama_config())
+    weights = dict(checkpoint_weights(source))
+    weights = {first: weights.pop(first)} | weights
+    for patcher in (None, Patcher(fusions="qkv")):
+        model = AutoModelForCausalLM.from_config(tiny_llama_config(tie_word_embeddings=True), patcher=patcher)
+        (second,) = {"lm_head.weight", "model.embed_tokens.weight"} - {first}
+        with pytest.raises(PatchedWeightsError, match=rf"not as tied: {second}: it is one with {first}, of which oth"):
+            load_checkpoint_weights(model, weights)
+        load_checkpoint_weights(model, weights | {second: weights[first]})
+        assert torch.equal(model.lm_head.weight, weights[first])
+
+
+def test_a_stream_that_breaks_off_is_no_whole_one() -> None:
+    model, source = build_tiny(tiny_llama_config(), seed=1), build_tiny(tiny_llama_config())
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(checkpoint_weights(source))
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError, match="the trainer is gone"):
+        load_checkpoint_weights(model, broken())
+    with pytest.raises(PatchedWeightsError, match=r"missing: model\.layers"):
+        load_checkpoint_weights(model, [next(checkpoint_weights(source))])
+
+
 @pytest.mark.parametrize("only_on", [1, -1, "0"])
 def test_a_process_that_there_is_not_is_given_nothing(only_on: Any) -> None:
     with pytest.raises(InvalidPatcherError, match=r"is none of the 1 processes.*only_on=0"):
@@ -288,6 +362,25 @@ def test_a_hundred_times_leave_nothing_behind() -> None:
     sync(3)
     before = sync(10)
     assert sync(100) - before < 100
+
+
+def test_compiled_graphs_go_on() -> None:
+    model = LlamaForCausalLM._from_config(tiny_llama_config(), patcher=Patcher(fusions="gate_up"))
+    source = build_tiny(tiny_llama_config())
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, x = torch.compile(model.model.layers[1].mlp, backend=compiler), torch.randn(1, 3, 64)
+    with torch.no_grad():
+        before = compiled(x)
+        load_checkpoint_weights(model, checkpoint_weights(source))
+        after = compiled(x)
+        assert len(graphs) == 1
+        assert torch.allclose(after, source.model.layers[1].mlp(x), atol=1e-6)
+    assert not torch.allclose(after, before)
 
 
 def test_optimizers_and_views_go_on() -> None:

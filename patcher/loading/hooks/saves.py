@@ -65,7 +65,8 @@ def save_pretrained(stock: Stock, self: PreTrainedModel, *args: Any, **kwargs: A
         )
     save = None
     if record is not None or names_fusions(self.config) or carriers(self):
-        plan, new = plan_saving(self, given["state_dict"], given["save_original_format"]), new_weights(self)
+        plan = plan_saving(self, given["state_dict"], given["save_original_format"])
+        new = new_weights(self, plan if plan.original_format else None)
         save = _Save(plan, new if plan.original_format else dict.fromkeys(new.values(), ""))
         given["save_original_format"] = False
     in_layout = save is not None and bool(save.plan.fusions)

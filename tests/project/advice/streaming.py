@@ -6,8 +6,9 @@ import warnings
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
+from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import distributed as dist, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import BitsAndBytesConfig, QuantoConfig
 from transformers.core_model_loading import WeightConverter
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -16,6 +17,7 @@ import patcher
 from patcher import Patcher, checkpoint_weights, load_checkpoint_weights
 from tests.project.advice import Place, Steps, advice, load, same, written
 from tests.support.computing import Twice, TwiceInPlace
+from tests.support.processes import one_process
 from tests.support.tiny import save_tiny, tiny_llama_config
 
 QKV = Patcher(fusions="qkv")
@@ -95,6 +97,32 @@ def an_adapter_of_one_of_two_tied_weights(at: Place) -> Steps:
     assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
 
 
+@advice(
+    'The adapter of {} can\'t be merged into weights: {}. Write adapters="left out", and give the engine the adapter.'
+)
+def an_adapter_that_is_a_prompt(at: Place) -> Steps:
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(load(at.llama), config)
+    yield lambda: checkpoint_weights(model, adapters="merged")
+    engine = get_peft_model(filled(at, checkpoint_weights(model, adapters="left out")), config)
+    engine.load_state_dict({name: each for name, each in model.state_dict().items() if "prompt" in name}, strict=False)
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@advice("Stream the base model, loaded without this adapter, and give the engine the adapter.")
+def an_adapter_around_attention(at: Place) -> Steps:
+    config = AdaptionPromptConfig(adapter_len=2, adapter_layers=1, target_modules="self_attn", task_type="CAUSAL_LM")
+    model = get_peft_model(load(at.llama), config)
+    yield lambda: checkpoint_weights(model, adapters="left out")
+    engine = get_peft_model(filled(at, checkpoint_weights(load(at.llama))), config)
+    engine.load_state_dict(
+        {name: each for name, each in model.state_dict().items() if "adaption" in name}, strict=False
+    )
+    ids = torch.arange(3, 12)[None]
+    assert torch.equal(engine.eval()(ids).logits, model.eval()(ids).logits)
+
+
 @advice("can't save them, so they have no checkpoint. Stream those of the model that isn't quantized.")
 def weights_that_a_quantizer_cannot_save(at: Place) -> Steps:
     model = load(at.llama, quantization_config=QuantoConfig(weights="int8"))
@@ -149,6 +177,19 @@ def weights_of_several_models(at: Place) -> Steps:
     both = nn.ModuleList([load(at.llama), load(at.llama, QKV)])
     yield lambda: checkpoint_weights(both)
     assert same(filled(at, checkpoint_weights(both[1])), at.llama)
+
+
+@advice(
+    "{} is split by FullyShardedDataParallel, whose parameters are pieces of no shape. Split it by fully_shard "
+    "(FSDP2) instead."
+)
+def weights_that_are_split_without_shapes(at: Place) -> Steps:
+    with one_process():
+        with warnings.catch_warnings(action="ignore"):  # that one process splits nothing
+            split = FullyShardedDataParallel(load(at.llama), device_id=torch.device("cpu"))
+        yield lambda: checkpoint_weights(split)
+        mesh = dist.init_device_mesh("cpu", (1,))
+        assert same(filled(at, checkpoint_weights(fully_shard(load(at.llama), mesh=mesh))), at.llama)
 
 
 @advice("Give it all tensors of one checkpoint, or write strict=False if it is to keep the rest.")
