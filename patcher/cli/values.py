@@ -37,7 +37,12 @@ MAPPINGS = {
 
 
 def combined(given: Mapping[str, Iterable[str]]) -> Patcher:
-    """All options that say what to load a model with, as one patcher.
+    """All options that say what to load a model with, as one patcher; see `each_of`."""
+    return functools.reduce(operator.or_, each_of(given))
+
+
+def each_of(given: Mapping[str, Iterable[str]]) -> list[Patcher]:
+    """All options that say what to load a model with, each as a patcher.
 
     Args:
         given: option, with its dashes -> what it was given, one or more times.
@@ -50,7 +55,7 @@ def combined(given: Mapping[str, Iterable[str]]) -> Patcher:
                 raise InvalidPatcherError(f"{option} takes one name, and may be repeated; for {text!r} write {single}")
     mapped = [mapping(option, text) for option in MAPPINGS for text in given.get(option, ())]
     named = [Patcher(fusions=fusions)] if fusions else []
-    return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants), *mapped])
+    return [*named, *map(preset, presets), *map(constant, constants), *mapped]
 
 
 def preset(name: str) -> Patcher:

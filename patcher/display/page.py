@@ -139,7 +139,7 @@ def _cell(cell: str | Cell) -> str:
 
 def _chart(chart: Chart) -> str:
     left = f'style="left:{chart.share(chart.allowed):.1%}"'
-    axis = f'<span class="axis"><span {left}>{chart.allowed:.2g} allowed</span></span>'
+    axis = f'<span class="axis"><span {left}>{chart.mark}</span></span>'
     rows = "".join(_bar(chart, bar, f'<i class="allowed" {left}></i>') for bar in chart.bars)
     heads = f"<tr><th></th><th>{axis}</th><th></th></tr>"
     return f'<table class="chart"><thead>{heads}</thead><tbody>{rows}</tbody></table>'
@@ -150,7 +150,7 @@ def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
     # The blocks are seen where styles are dropped.
     drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
     drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
-    number = _element("span", f"{bar.value:.2g}" if bar.value else "the same", "number", tone)
+    number = _element("span", chart.number(bar), "number", tone)
     note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
     title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
     name = f'<code class="{kind}" title="{title}">{title}</code>'

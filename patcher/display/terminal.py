@@ -73,7 +73,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
             first, *rest = visible(note).splitlines() or [""]
             yield Text("\n".join([f" - {first}", *(f"   {line}" for line in rest)]), _STYLES[part.tone])
     elif isinstance(part, Chart):
-        yield Text(visible(f"{part.title} ({_LIMIT} {part.allowed:.2g} allowed)"), "italic")
+        yield Text(visible(f"{part.title} ({_LIMIT} {part.mark})"), "italic")
         yield from _bars(part)
     else:
         yield unified([part])
@@ -144,14 +144,14 @@ def _bars(chart: Chart) -> Iterable[Text]:
         if line[allowed] == " ":
             line = f"{line[:allowed]}{_LIMIT}{line[allowed + 1 :]}"
         note = _text(f" <- {worst.note}" if worst.note else "", "bad")
-        number = "the same" if not worst.value else f"{worst.value:.2g}"
-        yield Text.assemble(f" {name:<{width}}  ", _text(line, chart.tone(worst)), f"{number:<8}", note)
+        yield Text.assemble(f" {name:<{width}}  ", _text(line, chart.tone(worst)), f"{chart.number(worst):<8}", note)
 
 
 def _seen(chart: Chart, bar: Bar) -> tuple[str, Tone, str, bool, str]:
     """What is seen of a bar, but for the number of its layer: those in a row that look alike are one."""
     drawn = blocks(round(chart.share(bar.value) * _BAR) / _BAR, _BAR)
-    return drawn, chart.tone(bar), without_numbers(bar.label), bar.inside, bar.note
+    label = bar.label if chart.is_share else without_numbers(bar.label)
+    return drawn, chart.tone(bar), label, bar.inside, bar.note
 
 
 def blocks(share: float, length: int) -> str:

@@ -26,7 +26,7 @@ from patcher.codegen import PatchConfig
 config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
 config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
 """
-COMMANDS = ["presets", "plan", "verify", "diff", "fingerprint", "codegen"]
+COMMANDS = ["presets", "plan", "verify", "bench", "diff", "fingerprint", "codegen"]
 
 
 def run(*arguments: Any) -> Any:
@@ -100,9 +100,10 @@ def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) 
 
     assert shown.exit_code == 0
     assert {command.split()[0] for command in commands} == set(COMMANDS) - {"fingerprint"}
-    assert 5 <= len(commands) <= 8
+    assert 5 <= len(commands) <= 9
     for command in commands:
-        done = run(*shlex.split(command.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))))
+        quicker = ["--seconds", "1"] if command.startswith("bench") else []
+        done = run(*shlex.split(command.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))), *quicker)
         assert done.exit_code == 0, f"{command}\n{done.output}"
 
 
@@ -233,6 +234,24 @@ def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: l
     assert done.exit_code == code, done.output
     if options[-1] != "my_patches:UNFIT":
         assert json.loads(done.stdout)["passed"] == (code == 0)
+
+
+@pytest.mark.usefixtures("mine")
+def test_bench_measures_what_the_options_name_and_their_subsets(folder: Path) -> None:
+    options = ["--fusion", "qkv", "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "4", "--measure", "forward"]
+    done = run("bench", folder, *options, "--measure", "prefill", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [each["patcher"] for each in found["measured"]] == ["Patcher(fusions=['qkv'])"]
+    assert "is not the same as stock" in found["left_out"][0]["why"]
+    assert {name.split(",")[0] for name in found["stock"]} == {"prefill"}
+
+    done = run("bench", folder, "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "2", "--no-verify")
+    assert done.exit_code == 0, done.output
+    assert "Time, or memory, as a share of stock's" in done.stdout
+    done = run("bench", folder, "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "1")
+    assert done.exit_code == 1
+    assert "Not measured" in done.stdout
 
 
 @pytest.mark.usefixtures("mine")
