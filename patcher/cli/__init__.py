@@ -10,6 +10,7 @@ import typer
 
 from patcher.cli import commands
 from patcher.cli.codegen import app as codegen
+from patcher.cli.quiet import hear_nothing_of_imports
 from patcher.source.from_text import imported_from_text
 
 __all__ = ["app", "main"]
@@ -61,5 +62,6 @@ def patcher(
 
 def main() -> None:
     """The entry point of the `patcher` command."""
+    hear_nothing_of_imports()
     with imported_from_text(Path.cwd()):  # what options name, and the modules that configs patch
         app(prog_name="patcher")

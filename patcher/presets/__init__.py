@@ -16,7 +16,6 @@ import difflib
 import importlib
 import inspect
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from patcher import errors
@@ -45,11 +44,11 @@ __all__ = sorted(_PRESETS)
 def __getattr__(name: str) -> Patcher:
     if name not in _PRESETS:
         raise errors.no_such_name("presets", name, __dir__(), "dir(presets)")
-    from patcher import Patcher
+    from patcher.presets.preset import Preset
 
     home, model = _family(name)
     # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
-    return Patcher(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
+    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
 
 
 def _family(name: str) -> tuple[Any, str]:
@@ -58,7 +57,7 @@ def _family(name: str) -> tuple[Any, str]:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "describe", "for_model"])
+    return sorted([*__all__, "best", "describe", "for_model"])
 
 
 def describe(name: str) -> str:
@@ -77,8 +76,33 @@ def describe(name: str) -> str:
     return f"{home.describe(model)}\n\n{inspect.cleandoc(home.__doc__)}"  # its own, and what all have
 
 
-def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Patcher, ...]:
-    """The presets that fit a model, the recommended first; none for a model that there is no preset for.
+class Fitting(tuple["Patcher", ...]):
+    """The presets that fit a model; where there are none, `reason` says why, as its `repr` does."""
+
+    reason: str = ""
+
+    def __repr__(self) -> str:
+        return f"()  # {self.reason}" if self.reason else super().__repr__()
+
+
+def best(config_or_id: str | PretrainedConfig, **options: Any) -> Patcher:
+    """The recommended preset for a model, the first of `for_model`.
+
+    >>> from transformers import LlamaConfig
+    >>> best(LlamaConfig())
+    presets.LLAMA_FUSED_PROJECTIONS
+
+    Raises:
+        InvalidPatcherError: none fits, and why; or what `for_model` raises.
+    """
+    found = for_model(config_or_id, **options)
+    if not found:
+        raise InvalidPatcherError(f"No preset fits: {found.reason}")
+    return found[0]
+
+
+def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> Fitting:
+    """The presets that fit a model, the recommended first; none, with the reason, where there is no preset for it.
 
     >>> from transformers import MixtralConfig
     >>> for_model(MixtralConfig())[0].name
@@ -112,7 +136,17 @@ def for_model(config_or_id: str | PretrainedConfig, **options: Any) -> tuple[Pat
     model_type = config_or_id.model_type
     names = [f"{_PARTS.get(model_type, model_type).upper()}_{what}" for what, _ in _FAMILIES.values()]
     found = [__getattr__(name) for name in filter(_PRESETS.__contains__, names)]
-    with suppress(InvalidPatcherError):  # it can't be used here
+    reason = "LIGER replaces nothing in it."
+    try:
         kernels = __getattr__("LIGER")
         found += [kernels] * _family("LIGER")[0].fits(config_or_id)
-    return tuple(found)
+    except InvalidPatcherError as error:  # it can't be used here
+        reason = str(error)
+    fitting = Fitting(found)
+    if not found:
+        known = sorted({model.lower() for _, models in _FAMILIES.values() for model in models.split()})
+        fitting.reason = (
+            f"no preset was verified on models of the type {model_type!r}, but on {', '.join(known)}; {reason} "
+            "Fusions need no preset: patcher.plan(model, Patcher(fusions=['qkv'])) says whether one applies."
+        )
+    return fitting

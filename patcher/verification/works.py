@@ -214,7 +214,7 @@ def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds:
               for place, each in enumerate(batches)]  # fmt: skip
     if inputs is None and len(chosen) > 1 and sum(taken for _, taken in chosen) > 2 * seconds:
         chosen = [_runnable(model, _work(batches[0], kinds, is_trained=True), is_given=False)]
-    return [work for work, _ in chosen if work.parts]
+    return [work for work, _ in chosen if work.parts or not kinds]  # a load alone runs it once too
 
 
 def _work(arguments: dict[str, Any], kinds: Sequence[str], *, is_trained: bool) -> Work:

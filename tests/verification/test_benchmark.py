@@ -150,6 +150,13 @@ def test_what_generates_no_text_is_run_forward(config: Any) -> None:
     assert found.measured, found
 
 
+def test_a_load_can_be_measured_alone(llama: Path) -> None:
+    found = measured(llama, NOTHING, measures=["load"], verify=False)
+    assert list(found.stock) == ["load"]
+    assert [list(each.gains) for each in found.measured] == [["load"]]
+    assert found.best is None
+
+
 def test_patchers_that_contradict_are_beside_one_another(llama: Path) -> None:
     found = measured(llama, NOTHING, JOINED, seconds=2.0)
     assert [each.patcher for each in found.measured] == [NOTHING, JOINED]
@@ -197,5 +204,7 @@ def test_on_a_real_model_the_choice_is_as_good_as_the_best_subset(smollm2: Path)
     found = benchmark(smollm2, given, seconds=60, progress=False, **options)
     assert time.perf_counter() - started <= 120
     again = benchmark(smollm2, given, seconds=240, seed=1, progress=False, **options)
-    ratios = {each.patcher: each.gains[ALL].ratio for each in again.measured} | {None: 1.0}
-    assert ratios[found.best] <= 1.02 * min(ratios.values())
+    # What longer rounds don't tell from stock isn't better than it.
+    ratios = {each.patcher: gain.ratio if gain.differs else 1.0 for each in again.measured if (gain := each.whole)}
+    ratios |= {None: 1.0}
+    assert ratios[found.best] <= 1.02 * min(ratios.values()), again
