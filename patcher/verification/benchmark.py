@@ -139,7 +139,7 @@ class Benchmark(Shown):
     def _too_few(self) -> str:
         needed = rounds_needed(max(1, len(self.measured)))
         if not self.rounds:
-            return "not even one was finished; give it more seconds"
+            return "not even one was finished in the time"
         if not self.measured or self.rounds >= needed:
             return ""
         longer = self.seconds * (needed + 1) / max(self.rounds, 1)
@@ -237,7 +237,9 @@ def benchmark(
         InvalidPatcherError: no patchers, no model that could be measured, or inputs that stock doesn't run.
     """
     if not patchers:
-        raise InvalidPatcherError("benchmark(model, *patchers) found no patcher; write benchmark(model, Patcher(...))")
+        raise InvalidPatcherError(
+            "benchmark(model, *patchers) found no patcher; write benchmark(model, Patcher(fusions=['qkv']))"
+        )
     for each in patchers:
         if not isinstance(each, Patcher):
             raise not_a_patcher("benchmark(model, {})", each)

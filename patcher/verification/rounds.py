@@ -211,8 +211,9 @@ class Rounds:
 
     def of_stock(self) -> dict[str, float]:
         """The medians of stock."""
-        names = dict.fromkeys(name for each in self.rounds for name in each[STOCK])
-        return {name: median(each[STOCK][name] for each in self.rounds if name in each[STOCK]) for name in names}
+        names = ["load", "memory", *self.names]
+        values = {name: [each[STOCK][name] for each in self.rounds if name in each[STOCK]] for name in names}
+        return {name: median(listed) for name, listed in values.items() if listed}
 
     def gains(self) -> dict[Patcher, dict[str, Gain]]:
         """Of each patcher what was run, and all of it together."""

@@ -123,7 +123,7 @@ def test_it_takes_the_time_that_it_is_given(llama: Path, seconds: float) -> None
 def test_in_no_time_nothing_is_said(llama: Path) -> None:
     found = measured(llama, NOTHING, seconds=1e-3)
     assert (found.best, found.measured) == (None, ())
-    assert "not even one was finished; give it more seconds" in str(found)
+    assert "not even one was finished in the time" in str(found)
 
 
 def test_what_is_wrong_is_not_measured(llama: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_patcher_as_python(given: Patcher) -> None:
 
 
 def test_arguments_are_checked(llama: Path) -> None:
-    with pytest.raises(InvalidPatcherError, match=r"found no patcher; write benchmark\(model, Patcher\(\.\.\.\)\)"):
+    with pytest.raises(InvalidPatcherError, match=r"found no patcher; write benchmark\(model, Patcher\("):
         benchmark(llama)
     with pytest.raises(InvalidPatcherError, match=r"benchmark takes a patcher\.Patcher, found \('qkv',\)"):
         benchmark(llama, ("qkv",))  # type: ignore[arg-type]
