@@ -123,7 +123,7 @@ def test_few_loads_tell(llama: Path, monkeypatch: pytest.MonkeyPatch, name: str)
     loads, load = [], Side.load
     monkeypatch.setattr(Side, "load", lambda self, *args, **more: loads.append(self) or load(self, *args, **more))
     assert verify(llama, patcher, quick=True).guilty is not None
-    assert len(loads) <= (2 + 5 if name == "a function" else 2 + 2)
+    assert len(loads) <= 2 + 2
 
 
 class Half(LlamaMLP):
