@@ -19,6 +19,8 @@ from patcher.patterns import inside
 
 #: A text of a table that isn't wrapped, in letters.
 _SHORT = 24
+#: How much further to the right than a line of code its rest begins, where it is wrapped.
+_WRAPPED = 4
 
 
 @cache
@@ -183,4 +185,7 @@ def _side(line: Line | None, tag: str, same: bool) -> str:
         return '<td class="none"></td>'
     pieces = [_element(tag, text) if changed and text.strip() else _escaped(text) for text, changed in line]
     kind = "" if same else f' class="{tag} {"whole" if len(line) == 1 else ""}"'
-    return f"<td{kind}><pre>{''.join(pieces) or ' '}</pre></td>"
+    text = "".join(text for text, _ in line)
+    wrapped = len(text) - len(text.lstrip()) + _WRAPPED
+    style = f' style="padding-left:{wrapped}ch;text-indent:-{wrapped}ch"'
+    return f"<td{kind}><pre{style}>{''.join(pieces) or ' '}</pre></td>"

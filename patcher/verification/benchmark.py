@@ -147,12 +147,14 @@ class Benchmark(Shown):
 
     def _headline(self) -> str:
         found = next((each for each in self.measured if each.patcher is self.best), None)
-        what = "no patcher pays" if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
+        none = "too few rounds to tell" if self._too_few else "no patcher pays"
+        what = none if found is None else f"{found.label} takes {found.gains[ALL].ratio:.2f} of the time"
         times = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
         return f"{self.model}: {what} ({self.dtype}, {self.checkpoint}, {times} in {self.seconds:.0f} s)"
 
     def _verdict(self) -> Cell:
-        return Cell("NO DIFFERENCE", "dim") if self.best is None else Cell("PAYS", "good")
+        none = Cell("UNDECIDED", "warning") if self._too_few else Cell("NO DIFFERENCE", "dim")
+        return none if self.best is None else Cell("PAYS", "good")
 
     def _parts(self) -> Iterator[Part]:
         yield Notes("Take", [self.python] if self.python else [], "good")

@@ -174,7 +174,7 @@ class Rounds:
         """Load all anew, so that it isn't luck where weights lie; where that takes too long, once."""
         keys = [key for key in keys if key not in self.left_out]
         is_first = any(key not in self.models for key in keys)
-        if not is_first and self.loading > _LOADING * self.deadline.passed:
+        if not is_first and self.names and self.loading > _LOADING * self.deadline.passed:
             return
         started, outputs = time.perf_counter(), {}
         for key in keys:

@@ -276,6 +276,7 @@ def test_presets_are_verified_on_real_models(smollm2_small: Path, minilm: Path, 
 def test_it_is_named_pinned_and_described(name: str) -> None:
     text = presets.describe(name)
 
+    assert f"patcher bench MODEL --preset {name}" in text
     assert len(text.splitlines()) >= 3
     assert text.splitlines()[1] == ""
     if name in CASES:
