@@ -28,10 +28,10 @@ from patcher.spec.forward_of import ForwardOf
 from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
-from patcher.verification.gains import Gain, rounds_needed
+from patcher.verification.gains import LEAST, Gain, rounds_needed
 from patcher.verification.passes import seeded
 from patcher.verification.progress import progress as steps, quiet
-from patcher.verification.rounds import ALL, STOCK, Deadline, Rounds, candidates_of, joined, members_of, unique
+from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, joined, members_of, unique
 from patcher.verification.sides import Side
 from patcher.verification.verify import random_checkpoint
 from patcher.verification.works import device_of, parts_to_measure
@@ -99,9 +99,11 @@ class Benchmark(Shown):
 
     @property
     def best(self) -> Patcher | None:
-        """The patcher to take: of those that pay the one that is the fastest in all that is run."""
-        paying = [each for each in self.measured if each.pays]
-        return min(paying, key=lambda each: each.gains[ALL].ratio).patcher if paying else None
+        """The patcher to take: of those that pay the one that is the fastest in all that is run, or one of fewer
+        members that takes no more than a hundredth longer."""
+        ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
+        fastest = [each for each in ratios if ratios[each] <= min(ratios.values()) * (1 + LEAST)]
+        return min(fastest, key=lambda each: (len(members_of(each)), ratios[each]), default=None)
 
     @property
     def python(self) -> str:
@@ -270,12 +272,12 @@ def benchmark(
         if verify:
             run.verify(patchers)
         run.prepare(inputs, len(candidates))
-        are_all = len(candidates) >= 2 ** len(members) - 1
+        are_all = len(members) <= FEW
         run.measure([each for each in candidates if each not in run.left_out], 1.0 if are_all else 0.5)
         if not are_all:  # those that are faster by themselves, together, beside what was given
-            gains = run.gains()
-            faster = joined(each for each in members if each in gains and gains[each][ALL].ratio < 1)
-            run.measure(unique([*patchers, *filter(None, [faster])]), 1.0)
+            whole = {key: gains[ALL].ratio for key, gains in run.gains().items() if key in members and ALL in gains}
+            faster = sorted((each for each in whole if whole[each] < 1 - LEAST), key=whole.__getitem__)
+            run.measure(unique([*patchers, *filter(None, [joined(faster), *faster[:1]])]), 1.0)
         stock = run.models.get(STOCK)
         return Benchmark(
             model=cls.__name__ if stock is None else type(stock).__name__,

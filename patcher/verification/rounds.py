@@ -31,7 +31,7 @@ STOCK, AGAIN = "stock", "stock again"
 #: The mean of prompts, decoding and training.
 ALL = "all that is run"
 #: Of more members not every subset is measured.
-_FEW = 3
+FEW = 3
 #: So many rounds are to fit into the time, and more are not needed; loads take no more than this part of it.
 _WANTED, _ENOUGH, _LOADING = 12, 40, 0.5
 #: A model that is made anew computes what stock does within so many tolerances of its type.
@@ -51,15 +51,15 @@ def members_of(patcher: Patcher) -> list[Patcher]:
 
 
 def joined(patchers: Iterable[Patcher]) -> Patcher | None:
-    """All in one; None where they contradict one another."""
+    """All in one; None where they contradict one another, or there are none."""
     with suppress(PatchConflictError):
-        return functools.reduce(operator.or_, patchers)
+        return functools.reduce(operator.or_, [*patchers] or [None])
     return None
 
 
 def candidates_of(patchers: Sequence[Patcher], members: Sequence[Patcher]) -> list[Patcher]:
     """What is measured: what was given, and the subsets of its members; of many each by itself, and all."""
-    sizes = range(1, len(members) + 1) if len(members) <= _FEW else (1, len(members))
+    sizes = range(1, len(members) + 1) if len(members) <= FEW else (1, len(members))
     subsets = (joined(some) for size in sizes for some in combinations(members, size))
     return unique([*patchers, *filter(None, subsets)])
 

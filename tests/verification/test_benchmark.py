@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 import patcher
 from patcher import Benchmark, InvalidPatcherError, Patcher, benchmark, forward_of, presets
 from patcher.verification.benchmark import as_python
-from patcher.verification.rounds import ALL, candidates_of, members_of
+from patcher.verification.rounds import ALL, candidates_of, joined, members_of
 from tests.support import shared
 from tests.support.replacements import JOINED
 from tests.support.tiny import tiny_bert_config, tiny_llama_config
@@ -33,6 +33,12 @@ class Slow(LlamaRMSNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         time.sleep(0.001)
+        return super().forward(hidden_states)
+
+
+class Slower(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
         return super().forward(hidden_states)
 
 
@@ -162,7 +168,17 @@ def test_patchers_that_contradict_are_beside_one_another(llama: Path) -> None:
     assert [each.patcher for each in found.measured] == [NOTHING, JOINED]
 
 
+@pytest.mark.nightly
+def test_of_many_members_those_that_gain_are_joined_in_the_end(wide: Path) -> None:
+    slow = Patcher(module_mapping={f"model.layers.{number}.input_layernorm": Slower for number in range(3)})
+    found = measured(wide, FAST | slow, verify=False, measures=["prefill"], seconds=16.0)
+    assert found.best == FAST, found
+    found = measured(wide, slow | SLOW, verify=False, measures=["prefill"], seconds=4.0)
+    assert found.best is None
+
+
 def test_members_and_their_subsets() -> None:
+    assert joined([]) is None
     three = Patcher({"LlamaMLP": Same, "LlamaRMSNorm": Slow}, fusions=["qkv"], name="three")
     members = members_of(three)
     assert members == [NOTHING, SLOW, Patcher(fusions=["qkv"])]
