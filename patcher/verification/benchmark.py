@@ -204,7 +204,7 @@ def benchmark(
     >>> from patcher import Patcher
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
-    >>> found = patcher.benchmark(config, Patcher(fusions=["qkv", "gate_up"]), seconds=2)
+    >>> found = patcher.benchmark(config, Patcher(fusions=["qkv", "gate_up"]), seconds=8, measures=["prefill"])
     >>> [each.label for each in found.measured]  # found.best is the one to take, print(found) shows all
     ["Patcher(fusions=['qkv', 'gate_up'])", "Patcher(fusions=['qkv'])", "Patcher(fusions=['gate_up'])"]
 
