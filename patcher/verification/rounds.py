@@ -52,8 +52,9 @@ def members_of(patcher: Patcher) -> list[Patcher]:
 
 def joined(patchers: Iterable[Patcher]) -> Patcher | None:
     """All in one; None where they contradict one another, or there are none."""
+    several = list(patchers)
     with suppress(PatchConflictError):
-        return functools.reduce(operator.or_, [*patchers] or [None])
+        return functools.reduce(operator.or_, several) if several else None
     return None
 
 
