@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         original_optimizer_state_dict as original_optimizer_state_dict,
     )
     from patcher.training.parts import Part as Part, fused_parameters as fused_parameters
+    from patcher.verification.benchmark import Benchmark as Benchmark, benchmark as benchmark
     from patcher.verification.comparing import Stage as Stage
     from patcher.verification.verify import (
         Verification as Verification,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 #: public name -> the module that has it
 _HOMES = {
+    "Benchmark": "patcher.verification.benchmark",
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
     "ForwardOf": "patcher.spec.forward_of",
@@ -65,6 +67,7 @@ _HOMES = {
     "Resolution": "patcher.resolution.resolution",
     "Stage": "patcher.verification.comparing",
     "Verification": "patcher.verification.verify",
+    "benchmark": "patcher.verification.benchmark",
     "checkpoint_metadata": "patcher.loading.streaming",
     "checkpoint_weights": "patcher.loading.streaming",
     "compare": "patcher.verification.verify",

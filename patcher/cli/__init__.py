@@ -10,6 +10,7 @@ import typer
 
 from patcher.cli import commands
 from patcher.cli.codegen import app as codegen
+from patcher.cli.quiet import hear_nothing_of_imports
 from patcher.source.from_text import imported_from_text
 
 __all__ = ["app", "main"]
@@ -26,6 +27,8 @@ Change the module classes of a Hugging Face model for one load, and save the ori
   patcher diff HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
 # whether it computes, trains and saves as without; exits with 1 if not
   patcher verify HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
+# whether it pays on this machine, and which part of it
+  patcher bench HuggingFaceTB/SmolLM2-135M-Instruct --preset LLAMA_FUSED_PROJECTIONS
 # the same commands for a patcher, or a class, of your own my_patches.py
   patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --patcher my_patches:PATCHER
   patcher plan HuggingFaceTB/SmolLM2-135M-Instruct --class "like:LlamaRMSNorm=my_patches:MyNorm"
@@ -40,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich takes as long to import as all the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (commands.presets, commands.plan, commands.verify, commands.diff, commands.fingerprint):
+for command in (commands.presets, commands.plan, commands.verify, commands.bench, commands.diff, commands.fingerprint):
     app.command()(command)
 app.add_typer(codegen, name="codegen")
 
@@ -59,5 +62,6 @@ def patcher(
 
 def main() -> None:
     """The entry point of the `patcher` command."""
+    hear_nothing_of_imports()
     with imported_from_text(Path.cwd()):  # what options name, and the modules that configs patch
         app(prog_name="patcher")

@@ -1,4 +1,4 @@
-"""The commands around a patcher: `presets`, `plan`, `verify`, `diff`, `fingerprint`.
+"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `fingerprint`.
 
 Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
 answer is all that goes to stdout.
@@ -26,7 +26,7 @@ def _repeated(option: str, metavar: str, what: str) -> Any:
     return Annotated[list[str] | None, typer.Option(option, metavar=metavar, help=f"{what}; may be repeated.")]
 
 
-#: What to load a model with: the parameters of `plan`, `verify` and `diff`.
+#: What to load a model with: the parameters of `plan`, `verify`, `bench` and `diff`.
 _WHAT = {
     "preset": _repeated("--preset", "NAME", "A preset"),
     "fusion": _repeated("--fusion", "NAME", "A fusion, such as qkv or gate_up"),
@@ -93,8 +93,10 @@ def presets(
     return listing(model, _options(revision, remote)), True
 
 
-def _with_patcher(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None]:
-    """Give a command of (model, patcher, options) the parameters that say what to load which model with."""
+def _with_patcher(answer: Callable[..., tuple[Any, bool]], *, several: bool = False) -> Callable[..., None]:
+    """Give a command of (model, patcher, options) the parameters that say what to load which model with: as one
+    patcher, or as several.
+    """
 
     @functools.wraps(answer)
     def command(model: str, revision: str | None, remote: bool, unpinned: bool, **arguments: Any) -> tuple[Any, bool]:
@@ -106,11 +108,12 @@ def _with_patcher(answer: Callable[..., tuple[Any, bool]]) -> Callable[..., None
                 "--function NAME=MODULE:FUNCTION. `patcher presets MODEL` lists the presets that fit."
             )
         from patcher.checkpoints.model_classes import config_of
-        from patcher.cli.values import combined, without_pins
+        from patcher.cli.values import combined, each_of, without_pins
 
-        patcher, options = combined(given), _options(revision, remote)
+        patchers, options = each_of(given) if several else [combined(given)], _options(revision, remote)
+        patchers = [without_pins(each) for each in patchers] if unpinned else patchers
         config_of(model, options)
-        return answer(model, without_pins(patcher) if unpinned else patcher, options, **arguments)
+        return answer(model, patchers if several else patchers[0], options, **arguments)
 
     own = list(inspect.signature(answer, eval_str=True).parameters.values())[3:]
     parameters = [
@@ -160,6 +163,32 @@ def verify(
 
     verified = verify(model, patcher, stages=stage, quick=quick, dtype=getattr(torch, dtype), **options)
     return verified, verified.passed
+
+
+@functools.partial(_with_patcher, several=True)
+def bench(
+    model: str,
+    patchers: Any,
+    options: Any,
+    seconds: Annotated[float, typer.Option("--seconds", help="How long it may take.")] = 60.0,
+    measure: Annotated[
+        list[str] | None, typer.Option("--measure", metavar="NAME", help="Measure only this; may be repeated.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option("--dtype", help="What to compute in.")
+    ] = "auto",
+    unverified: Annotated[bool, typer.Option("--no-verify", help="Measure what isn't the same as stock too.")] = False,
+) -> tuple[Any, bool]:
+    """Measure whether patchers pay on this machine.
+
+    Each of them, and each subset of their members, takes turns with stock. Exits with 1 if nothing could be measured.
+    """
+    from patcher.verification.benchmark import benchmark
+
+    found = benchmark(
+        model, *patchers, seconds=seconds, measures=measure, verify=not unverified, dtype=dtype, **options
+    )
+    return found, bool(found.measured)
 
 
 @_with_patcher

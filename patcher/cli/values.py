@@ -19,7 +19,7 @@ from typing import Any
 import transformers
 
 from patcher.checkpoints.model_classes import config_of
-from patcher.display.parts import Table
+from patcher.display.parts import Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import InvalidPatcherError, PatcherError
 from patcher.patterns import nearest
@@ -37,7 +37,12 @@ MAPPINGS = {
 
 
 def combined(given: Mapping[str, Iterable[str]]) -> Patcher:
-    """All options that say what to load a model with, as one patcher.
+    """All options that say what to load a model with, as one patcher; see `each_of`."""
+    return functools.reduce(operator.or_, each_of(given))
+
+
+def each_of(given: Mapping[str, Iterable[str]]) -> list[Patcher]:
+    """All options that say what to load a model with, each as a patcher.
 
     Args:
         given: option, with its dashes -> what it was given, one or more times.
@@ -50,7 +55,7 @@ def combined(given: Mapping[str, Iterable[str]]) -> Patcher:
                 raise InvalidPatcherError(f"{option} takes one name, and may be repeated; for {text!r} write {single}")
     mapped = [mapping(option, text) for option in MAPPINGS for text in given.get(option, ())]
     named = [Patcher(fusions=fusions)] if fusions else []
-    return functools.reduce(operator.or_, [*named, *map(preset, presets), *map(constant, constants), *mapped])
+    return [*named, *map(preset, presets), *map(constant, constants), *mapped]
 
 
 def preset(name: str) -> Patcher:
@@ -127,17 +132,20 @@ def _as_module(file: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Listing(Shown):
-    """The presets: name, description, the transformers that it was verified on, and why it can't be used here."""
+    """The presets: name, description, the transformers that it was verified on, and why it can't be used here; where
+    none fits a model, the reason."""
 
     model: str
     presets: tuple[Mapping[str, str], ...]
+    reason: str = ""
 
     def _headline(self) -> str:
         count = len(self.presets)
         text = f"{count} preset{'' if count == 1 else 's'}{f' for {self.model}' if self.model else ''}"
         return f"{text}, the recommended first" if self.model and count > 1 else text
 
-    def _parts(self) -> Iterable[Table]:
+    def _parts(self) -> Iterable[Part]:
+        yield Notes("Why", [self.reason] if self.reason else [], "")
         rows = [
             (row["name"], row["description"].partition("\n")[0], row["transformers"], row["missing"])
             for row in self.presets
@@ -163,7 +171,8 @@ def listing(model: str | None, options: Mapping[str, Any]) -> Listing:
         rows[found] = row | {"description": home.describe(name)}
     if model is None:
         return Listing("", tuple(rows.values()))
-    return Listing(model, tuple(rows[found] for found in home.for_model(config_of(model, options))))
+    fitting = home.for_model(config_of(model, options))
+    return Listing(model, tuple(rows[found] for found in fitting), getattr(fitting, "reason", ""))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from patcher.patterns import inside
 
 #: A text of a table that isn't wrapped, in letters.
 _SHORT = 24
+#: How much further to the right than a line of code its rest begins, where it is wrapped.
+_WRAPPED = 4
 
 
 @cache
@@ -139,7 +141,7 @@ def _cell(cell: str | Cell) -> str:
 
 def _chart(chart: Chart) -> str:
     left = f'style="left:{chart.share(chart.allowed):.1%}"'
-    axis = f'<span class="axis"><span {left}>{chart.allowed:.2g} allowed</span></span>'
+    axis = f'<span class="axis"><span {left}>{chart.mark}</span></span>'
     rows = "".join(_bar(chart, bar, f'<i class="allowed" {left}></i>') for bar in chart.bars)
     heads = f"<tr><th></th><th>{axis}</th><th></th></tr>"
     return f'<table class="chart"><thead>{heads}</thead><tbody>{rows}</tbody></table>'
@@ -150,7 +152,7 @@ def _bar(chart: Chart, bar: Bar, allowed: str) -> str:
     # The blocks are seen where styles are dropped.
     drawn = f'<span class="blocks" aria-hidden="true">{blocks(share, 20)}</span>'
     drawn += f'<span class="track"><i class="bar {tone}" style="width:{share:.1%}"></i>{allowed}</span>'
-    number = _element("span", f"{bar.value:.2g}" if bar.value else "the same", "number", tone)
+    number = _element("span", chart.number(bar), "number", tone)
     note = f" {_element('b', f'← {bar.note}', 'bad')}" if bar.note else ""
     title, kind = _escaped(bar.label), "inside" if bar.inside else "layer"
     name = f'<code class="{kind}" title="{title}">{title}</code>'
@@ -183,4 +185,7 @@ def _side(line: Line | None, tag: str, same: bool) -> str:
         return '<td class="none"></td>'
     pieces = [_element(tag, text) if changed and text.strip() else _escaped(text) for text, changed in line]
     kind = "" if same else f' class="{tag} {"whole" if len(line) == 1 else ""}"'
-    return f"<td{kind}><pre>{''.join(pieces) or ' '}</pre></td>"
+    text = "".join(text for text, _ in line)
+    wrapped = len(text) - len(text.lstrip()) + _WRAPPED
+    style = f' style="padding-left:{wrapped}ch;text-indent:-{wrapped}ch"'
+    return f"<td{kind}><pre{style}>{''.join(pieces) or ' '}</pre></td>"

@@ -37,16 +37,22 @@ class Notes(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One number of a chart: what it is of, and what is said of it; `inside` of the one before it that isn't."""
+    """One number of a chart: what it is of, and what is said of it; `inside` of the one before it that isn't.
+
+    Where it is a share, `text` says the number, and `tone` what it means.
+    """
 
     label: str
     value: float
     inside: bool = False
     note: str = ""
+    text: str = ""
+    tone: Tone = ""
 
 
 class Chart(NamedTuple):
-    """Numbers as bars, on a scale of powers of ten: from a ten-thousandth of what is allowed.
+    """Numbers as bars, on a scale of powers of ten: from a ten-thousandth of what is allowed. Or shares of something,
+    from zero on.
 
     >>> chart = Chart("", [Bar("a", 1e-7), Bar("b", 0.1)], allowed=1e-5)
     >>> [round(chart.share(bar.value), 2) for bar in chart.bars], round(chart.share(chart.allowed), 2)
@@ -56,9 +62,21 @@ class Chart(NamedTuple):
     title: str
     bars: Sequence[Bar]
     allowed: float
+    is_share: bool = False
+
+    @property
+    def mark(self) -> str:
+        """What is said where the mark is."""
+        return "stock" if self.is_share else f"{self.allowed:.2g} allowed"
+
+    def number(self, bar: Bar) -> str:
+        """A value as it is said."""
+        return bar.text or (f"{bar.value:.2g}" if bar.value else "the same")
 
     def share(self, value: float) -> float:
         """How much of the whole length the bar of a value has."""
+        if self.is_share:
+            return min(1.0, value / max(2 * self.allowed, *(bar.value for bar in self.bars)))
         low, high = math.log10(self.allowed) - 4, max(0.0, math.log10(self.allowed) + 2)
         if not math.isfinite(value):
             return 1.0
@@ -66,6 +84,8 @@ class Chart(NamedTuple):
 
     def tone(self, bar: Bar) -> Tone:
         """Whether that much is allowed."""
+        if self.is_share:
+            return bar.tone
         return "good" if bar.value <= self.allowed else "bad"  # nan is not
 
 

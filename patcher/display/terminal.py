@@ -73,7 +73,7 @@ def _part(part: Part) -> Iterable[RenderableType]:
             first, *rest = visible(note).splitlines() or [""]
             yield Text("\n".join([f" - {first}", *(f"   {line}" for line in rest)]), _STYLES[part.tone])
     elif isinstance(part, Chart):
-        yield Text(visible(f"{part.title} ({_LIMIT} {part.allowed:.2g} allowed)"), "italic")
+        yield Text(visible(f"{part.title} ({_LIMIT} {part.mark})"), "italic")
         yield from _bars(part)
     else:
         yield unified([part])
@@ -137,21 +137,27 @@ def _bars(chart: Chart) -> Iterable[Text]:
     runs = [(list(run), key) for key, run in groupby(chart.bars, partial(_seen, chart))]
     names = [visible(("  " if run[0].inside else "") + compress(bar.label for bar in run)[0]) for run, _ in runs]
     width = max(map(len, names))
-    allowed = round(chart.share(chart.allowed) * _BAR)
+    length = _length(chart)
+    allowed = round(chart.share(chart.allowed) * length)
     for name, (run, (drawn, *_)) in zip(names, runs, strict=True):
         worst = max(run, key=lambda bar: bar.value)
-        line = drawn.ljust(_BAR + 1)
+        line = drawn.ljust(length + 1)
         if line[allowed] == " ":
             line = f"{line[:allowed]}{_LIMIT}{line[allowed + 1 :]}"
         note = _text(f" <- {worst.note}" if worst.note else "", "bad")
-        number = "the same" if not worst.value else f"{worst.value:.2g}"
-        yield Text.assemble(f" {name:<{width}}  ", _text(line, chart.tone(worst)), f"{number:<8}", note)
+        yield Text.assemble(f" {name:<{width}}  ", _text(line, chart.tone(worst)), f"{chart.number(worst):<8}", note)
+
+
+def _length(chart: Chart) -> int:
+    return _BAR // 2 if chart.is_share else _BAR  # beside shares there is more to say
 
 
 def _seen(chart: Chart, bar: Bar) -> tuple[str, Tone, str, bool, str]:
     """What is seen of a bar, but for the number of its layer: those in a row that look alike are one."""
-    drawn = blocks(round(chart.share(bar.value) * _BAR) / _BAR, _BAR)
-    return drawn, chart.tone(bar), without_numbers(bar.label), bar.inside, bar.note
+    length = _length(chart)
+    drawn = blocks(round(chart.share(bar.value) * length) / length, length)
+    label = bar.label if chart.is_share else without_numbers(bar.label)
+    return drawn, chart.tone(bar), label, bar.inside, bar.note
 
 
 def blocks(share: float, length: int) -> str:

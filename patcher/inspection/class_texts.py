@@ -25,6 +25,8 @@ from patcher.source.reading import Location, read_source, unwrap
 # How an object is pickled is no part of what it computes.
 _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})
 _DOCSTRING = "__doc__"
+#: How a fused module is built, written to and saved: that is the same in all, and nothing of what one computes.
+_MACHINERY = frozenset({"patcher.fusions.fused_module", "patcher.fusions.joined", "patcher.fusions.old_names"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +83,9 @@ def composed(original: type[nn.Module], replacement: type[nn.Module]) -> tuple[s
     """
     before, inherits = _body_of(original), issubclass(replacement, original)
     # A base of a library is none that anybody wrote for this model.
-    library = {"torch", "transformers", *sys.stdlib_module_names} - {"__main__"}
+    library = {"torch", "transformers", *_MACHINERY, *sys.stdlib_module_names} - {"__main__"}
     layers = [cls for cls in replacement.__mro__ if cls not in original.__mro__]
-    layers = [cls for cls in layers if cls is replacement or _root(cls) not in library]
+    layers = [cls for cls in layers if cls is replacement or not library & {_root(cls), cls.__module__}]
     if inherits:
         patched = replace(before, members=list(before.members))
     else:

@@ -159,6 +159,8 @@ def _meant(value: Any) -> str:
         kind = "from_fusion_config" if value and not any(isinstance(each, type) for each in value.values()) else ""
         shown = ", ".join(f"{key!r}: {getattr(each, '__name__', each)}" for key, each in value.items())
         return f"Patcher{kind and f'.{kind}'}({{{shown}}})"
+    if isinstance(value, tuple | list) and value and all(hasattr(each, "applied") for each in value):
+        return repr(value[0]) if hasattr(value, "reason") else " | ".join(map(repr, value))
     takers: dict[str, Callable[[str, Any], Any]] = {"fusions": fusions, "extra_weight_conversions": transforms}
     for field, takes in takers.items() if value else ():
         with suppress(InvalidPatcherError, PatchConflictError):

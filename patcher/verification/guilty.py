@@ -119,6 +119,11 @@ def _owners(run: Run, patcher: Patcher, layer: str | None) -> Iterator[Member]:
                     if replacement is item.replacement:
                         yield Member(field, key)
             break
+    kinds = {cls.__name__ for cls in type(run.pair.ours.get_submodule(str(layer))).__mro__}
+    called = {name.rpartition(":")[2] for name, _, callers in record.functions if kinds & {*callers}}
+    for key in patcher.function_mapping:
+        if key.rpartition(":")[2] in called:
+            yield Member("function_mapping", key)
     for fusion in record.fusions:
         if any(f"{layer}.".startswith(inside(each.path)) for each in record.modules if each.fusion == fusion):
             yield Member("fusions", fusion)

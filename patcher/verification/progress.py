@@ -17,8 +17,9 @@ MOMENT = 2.0
 
 
 @contextmanager
-def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while stages run that are told by name, with what is left; gone when they are done.
+def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while stages run that are told by name, with what is left; gone when they are done. With a stage
+    it can be told how much of the whole is done.
 
     It is one of transformers' bars, so `transformers.logging.disable_progress_bar()` puts it off, and a notebook gets
     that of notebooks. Elsewhere each stage is a line of transformers' log: of its `info`, or of its warnings where
@@ -42,12 +43,14 @@ def progress(doing: str, shares: Mapping[str, float], shown: bool | None = None)
     started = before = time.perf_counter()
     names = list(shares)
 
-    def step(stage: str) -> None:
+    def step(stage: str, done: float | None = None) -> None:
         nonlocal before
         number = f" ({names.index(stage) + 1} of {len(names)})" if stage in shares else ""
         if bar is not None:
             bar.set_description_str(f"{doing}: {stage}{number}", refresh=False)
-            bar.update(sum(shares[name] for name in names[: names.index(stage)]) - bar.n if number else 0)
+            if number:
+                done = sum(shares[name] for name in names[: names.index(stage)]) / bar.total
+            bar.update(0 if done is None else min(1.0, done) * bar.total - bar.n)
             if time.perf_counter() - started >= MOMENT:
                 bar.refresh()
         elif logger is not None:

@@ -47,11 +47,11 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
     short = text("a short row", first[:, :SHORT])
     yield short
     yield text("a long row", first)
-    batches = {count: _batch(rows, [SHORT if count <= 8 else 2] * count) for count in _BATCHES}
+    batches = {count: batch(rows, [SHORT if count <= 8 else 2] * count) for count in _BATCHES}
     in_a_row = [short, text("another row", batches[2][:1, :SHORT]), text("a batch", batches[2][:, :SHORT]), short]
     if masked:
         sizes = [min(size, limit) for size in _PADDED]
-        ids = _batch(rows, sizes)
+        ids = batch(rows, sizes)
         left = model.can_generate() and not decoder
         sides = {side: _padded(ids, sizes, model.config, left=side == "left") for side in ("left", "right")}
         for side, named in (("left", left), ("right", not left)):
@@ -76,11 +76,11 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
     if "past_key_values" in taken and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
-        ids, mask = _padded(_batch(rows, sizes), sizes, model.config, left=True)
+        ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)
         yield text(CHUNKS, ids, mask if masked and not decoder else None, chunks=_within(_CHUNKS, limit))
 
 
-def _batch(rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
+def batch(rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
     """A batch of as many rows as there are sizes, as long as the largest of them: no two rows are the same."""
     long = max(sizes)
     joined = [token for row in rows for token in row]

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ from patcher.codegen import PatchConfig
 config = PatchConfig("transformers.models.llama.modeling_llama", "patched.py")
 config.replace_function("rotate_half", "def rotate_half(x):\\n    return x\\n")
 """
-COMMANDS = ["presets", "plan", "verify", "diff", "fingerprint", "codegen"]
+COMMANDS = ["presets", "plan", "verify", "bench", "diff", "fingerprint", "codegen"]
 
 
 def run(*arguments: Any) -> Any:
@@ -100,9 +101,10 @@ def test_the_first_screen_is_of_commands_that_run(folder: Path, tmp_path: Path) 
 
     assert shown.exit_code == 0
     assert {command.split()[0] for command in commands} == set(COMMANDS) - {"fingerprint"}
-    assert 5 <= len(commands) <= 8
+    assert 5 <= len(commands) <= 9
     for command in commands:
-        done = run(*shlex.split(command.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))))
+        quicker = ["--seconds", "5", "--measure", "load"] if command.startswith("bench") else []
+        done = run(*shlex.split(command.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))), *quicker)
         assert done.exit_code == 0, f"{command}\n{done.output}"
 
 
@@ -236,6 +238,24 @@ def test_verify_exits_with_whether_it_computes_the_same(folder: Path, options: l
 
 
 @pytest.mark.usefixtures("mine")
+def test_bench_measures_what_the_options_name_and_their_subsets(folder: Path) -> None:
+    options = ["--fusion", "qkv", "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "4", "--measure", "forward"]
+    done = run("bench", folder, *options, "--measure", "prefill", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [each["patcher"] for each in found["measured"]] == ["Patcher(fusions=['qkv'])"]
+    assert "is not the same as stock" in found["left_out"][0]["why"]
+    assert {name.split(",")[0] for name in found["stock"]} == {"prefill"}
+
+    done = run("bench", folder, "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "2", "--no-verify")
+    assert done.exit_code == 0, done.output
+    assert "Time, or memory, as a share of stock's" in done.stdout
+    done = run("bench", folder, "--class", "LlamaMLP=my_patches:Doubled", "--seconds", "1")
+    assert done.exit_code == 1
+    assert "Not measured" in done.stdout
+
+
+@pytest.mark.usefixtures("mine")
 def test_a_preset_that_drifted_is_tried_without_its_pins(folder: Path) -> None:
     for command in ("plan", "verify"):
         told = json.loads(run(command, folder, "--patcher", "my_patches:DRIFTED", "--json").stdout)
@@ -364,6 +384,36 @@ def test_presets_are_listed_and_those_that_fit_a_model(folder: Path) -> None:
     }
     assert run("presets", folder).stdout.startswith(f"1 preset for {folder}\n")
     assert run("presets", folder / "none").exit_code == 2
+
+
+def test_where_no_preset_fits_the_reason_is_said(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config().save_pretrained(tmp_path)
+    done = run("presets", tmp_path)
+    assert done.exit_code == 0
+    assert "no preset was verified on models of the type 'gpt2'" in done.stdout
+    assert "'gpt2'" in json.loads(run("presets", tmp_path, "--json").stdout)["reason"]
+
+
+@pytest.mark.process
+def test_what_libraries_say_while_they_are_imported_is_not_said() -> None:
+    code = (
+        "import logging, sys, types, warnings\n"
+        "from pathlib import Path\n"
+        "from patcher.cli.quiet import hear_nothing_of_imports\n"
+        "hear_nothing_of_imports()\n"
+        'said = \'import logging, warnings; logging.getLogger("a").{}("{}"); warnings.warn("{}")\'\n'
+        "Path('noisy.py').write_text(said.format('warning', 'never', 'never'))\n"
+        "Path('failing.py').write_text('import logging; logging.getLogger(\"b\").error(\"always\")')\n"
+        "sys.path.insert(0, '.')\n"
+        "import noisy, failing\n"
+        "logging.getLogger('a').warning('later'); warnings.warn('afterwards')\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder)
+    assert "never" not in done.stderr
+    assert all(word in done.stderr for word in ("always", "later", "afterwards"))
 
 
 def test_the_presets_of_the_package_are_listed_planned_and_pinned(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from patcher import Patcher, diff, plan, report, verify
+from patcher import Patcher, benchmark, diff, plan, report, verify
 from tests.support import shared
 from tests.support.browser import Seen, look_at, needs_chromium
 from tests.support.replacements import JOINED, Both
@@ -91,6 +91,7 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "wrong": verify(folder, Patcher(module_mapping={"model.layers.2.self_attn": Scaled})),
         "right": verify(folder, JOINED),
         "diff": diff(folder, Patcher(fusions=["qkv", "gate_up"])),
+        "benchmark": benchmark(folder, Patcher(fusions=["qkv"]), seconds=2, progress=False),
     }
     return {name: value._repr_html_() for name, value in shown.items()}
 

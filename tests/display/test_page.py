@@ -17,8 +17,11 @@ from patcher.display.shown import Shown
 from patcher.display.tree import Weights, module_tree
 from patcher.inspection.diff import ClassDiff, Diff
 from patcher.inspection.plan import Plan
+from patcher.verification.benchmark import Benchmark, Measured
 from patcher.verification.comparing import Stage
+from patcher.verification.gains import Gain
 from patcher.verification.layer_errors import LayerErrors
+from patcher.verification.rounds import ALL
 from patcher.verification.verify import Verification
 
 STYLE = (Path(patcher.display.__file__).parent / "style.css").read_text(encoding="utf-8")
@@ -75,6 +78,17 @@ VALUES: dict[str, Shown] = {
                 (HOSTILE,), HOSTILE, HOSTILE, f"--- a\n+++ b\n@@ {HOSTILE} @@\n {HOSTILE}\n-{HOSTILE}1\n+{HOSTILE}2"
             ),
         ),
+    ),
+    "benchmark": Benchmark(
+        HOSTILE,
+        HOSTILE,
+        HOSTILE,
+        HOSTILE,
+        {HOSTILE: HOSTILE},
+        HOSTILE,
+        {HOSTILE: 1.0},
+        (Measured(Patcher(name=HOSTILE), {ALL: Gain(0.5, 1.0, 0.0, 9, True), HOSTILE: Gain(2.0, 1.0, 0.0, 9, True)}),),
+        ((Patcher(name=HOSTILE), HOSTILE),),
     ),
     "listing": Listing(HOSTILE, ({"name": HOSTILE, "description": HOSTILE, "transformers": HOSTILE, "missing": ""},)),
 }

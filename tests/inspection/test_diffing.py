@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import linecache
+import re
 import textwrap
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -465,3 +466,12 @@ def test_jupyter_has_both_side_by_side(shown: Diff) -> None:
         code = [text for text in page.cells[side::2] if text.strip()]
         assert code == [line[1:] for line in lines if line[:1] in (sign, " ") and line[1:].strip()]
     assert any(text.startswith("ins ") and "return x if 1 < 2" in text for text in page.changed)
+
+
+@pytest.mark.parametrize("fusion", ["qkv", "gate_up"])
+def test_a_fused_class_is_shown_without_what_all_fused_classes_have(fusion: str) -> None:
+    text = str(diff(tiny_llama_config(), Patcher(fusions=[fusion])))
+
+    assert ".split(self." in text
+    assert "text-indent:-8ch" in diff(tiny_llama_config(), Patcher(fusions=[fusion]))._repr_html_()  # of a method
+    assert not re.findall(r"^\+.*(?:_made_by|__setattr__|_joined|fuse_in_place|def are_values)", text, re.MULTILINE)

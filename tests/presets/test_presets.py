@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +276,7 @@ def test_presets_are_verified_on_real_models(smollm2_small: Path, minilm: Path, 
 def test_it_is_named_pinned_and_described(name: str) -> None:
     text = presets.describe(name)
 
+    assert f"patcher bench MODEL --preset {name}" in text
     assert len(text.splitlines()) >= 3
     assert text.splitlines()[1] == ""
     if name in CASES:
@@ -404,8 +407,40 @@ def test_they_are_found_by_its_folder() -> None:
     assert presets.for_model(str(shared.checkpoint(tiny_bert_config()))) == (presets.BERT_FUSED_PROJECTIONS,)
 
 
-def test_a_model_without_presets_has_none() -> None:
-    assert presets.for_model(transformers.GPT2Config()) == ()
+def test_a_model_without_presets_has_none_and_is_told_why() -> None:
+    found = presets.for_model(transformers.GPT2Config())
+
+    assert found == ()
+    assert repr(found) == f"()  # {found.reason}"
+    assert "no preset was verified on models of the type 'gpt2', but on bert, clip," in found.reason
+    assert "LIGER" in found.reason
+    with pytest.raises(
+        InvalidPatcherError, match="No preset fits: no preset was verified on models of the type 'gpt2'"
+    ):
+        presets.best(transformers.GPT2Config())
+
+
+def test_the_best_one_is_the_first() -> None:
+    assert presets.best(MixtralConfig()) == presets.for_model(MixtralConfig())[0] == presets.MIXTRAL_LINEAR_EXPERTS
+
+
+def test_a_preset_is_shown_by_its_name_and_what_is_made_of_it_is_not() -> None:
+    preset = presets.LLAMA_FUSED_PROJECTIONS
+    assert eval(repr(preset)) == preset == pickle.loads(pickle.dumps(preset))
+    assert repr(preset.replace(strict=False)).startswith("Patcher(fusions=")
+    assert repr(preset | Patcher(new_weights="x")).startswith("Patcher(fusions=")
+
+
+def test_a_tuple_of_patchers_is_told_in_one_line_what_to_write() -> None:
+    load = partial(LlamaForCausalLM._from_config, LlamaConfig(**TEXT))
+    several = (Patcher(fusions="qkv"), Patcher(fusions="gate_up"))
+    with pytest.raises(InvalidPatcherError, match=r"write patcher=presets\.LLAMA_FUSED_PROJECTIONS\.$") as raised:
+        load(patcher=presets.for_model(LlamaConfig()))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(InvalidPatcherError, match=r"\(tuple\); write patcher=(.*)\.$") as raised:
+        load(patcher=several)
+    written = str(raised.value).partition("write patcher=")[2].removesuffix(".")
+    assert len(report(load(patcher=eval(written))).fused) == 4
 
 
 @pytest.mark.parametrize("value", [None, 3, presets])

@@ -138,6 +138,7 @@ NOT_HERE = {
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
+    "write benchmark(..., inputs={...})": "no model is known for which nothing is found that it runs on",
     "Push to a repo without them, or delete them first: ": "needs a hub: tests/loading/test_layout_on_disk",
 }
 

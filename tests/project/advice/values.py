@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.core_model_loading import WeightRenaming
@@ -48,6 +50,25 @@ def names_of_patchers_where_one_is_asked_about(at: Place) -> Steps:
     for call in (patcher.plan, patcher.diff):
         said = yield lambda call=call: call(at.llama, ["qkv"])  # type: ignore[misc]
         assert written(said, r"write (.*)\.$", model=at.llama, plan=patcher.plan, diff=patcher.diff)
+
+
+@advice("found no patcher; write benchmark(model, Patcher(fusions=['qkv']))")
+def nothing_to_measure(at: Place) -> Steps:
+    short = partial(patcher.benchmark, seconds=1.0, measures=["load"], verify=False)
+    said = yield lambda: patcher.benchmark(at.llama)
+    assert written(said, r"write (.*)$", model=at.llama, benchmark=short)
+
+
+@advice('inputs=tokenizer(texts, return_tensors="pt").')
+def inputs_that_are_texts(at: Place) -> Steps:
+    def short(inputs: Any) -> Any:
+        return patcher.benchmark(at.llama, OWN, inputs=inputs, seconds=1.0, measures=["load"], verify=False)
+
+    def tokenizer(texts: Any, return_tensors: str) -> Any:
+        return {"input_ids": torch.tensor([[1, 2, 3]])}
+
+    said = yield lambda: short("a text")
+    assert short(written(said, r"write inputs=(.*)\.$", texts=["a text"], tokenizer=tokenizer))
 
 
 @advice("a Patcher is no block by itself; write `with patcher.applied():`.")
