@@ -73,9 +73,7 @@ def test_one_part_of_a_packed_layer_is_quantized_by_itself(quantizer: Quantizer,
     weight = plain.gpt_neox.layers[0].attention.query_key_value.weight
     assert torch.equal(packed.q_proj.weight, weight.view(4, 3, 16, 64)[:, 0].flatten(0, 1))
     assert torch.nn.functional.cosine_similarity(logits(model), logits(plain), dim=-1).min() > 0.99
-    with pytest.raises(
-        PatchedWeightsError, match=r"k_proj.weight can.t be saved in the original format"
-    ):
+    with pytest.raises(PatchedWeightsError, match=r"k_proj.weight can.t be saved in the original format"):
         model.save_pretrained(tmp_path)
 
 
