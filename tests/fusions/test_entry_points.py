@@ -168,7 +168,7 @@ def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(tmp
 def test_the_names_that_are_known_are_told(here: Path) -> None:
     with pytest.raises(InvalidPatcherError, match=r"'turned_dwon' is no fusion; did you mean 'turned_down'\?"):
         Patcher(fusions="turned_dwon")
-    with pytest.raises(InvalidPatcherError, match=r"known names: .*'siblings', 'broken', 'no_family'"):
+    with pytest.raises(InvalidPatcherError, match=r"known names: .*'split', 'broken', 'no_family'"):
         Patcher(fusions="something else entirely".replace(" ", ""))
     assert repr(Patcher(fusions="turned_down")) == "Patcher(fusions=['turned_down'])"
 
