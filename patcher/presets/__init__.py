@@ -39,12 +39,12 @@ _WHERE = "with one thread of an AMD EPYC that other programs used as well, in fl
 #: preset -> what `benchmark` has measured of it, and where
 _MEASURED = {
     "LLAMA_FUSED_PROJECTIONS": f"on SmolLM2-135M {_WHERE}: in 11 rounds no difference of prompts and decoding, of the "
-    "whole and of its parts; load 1.33 and memory 1.12 of stock's, which only maps the file.",
+    "whole and of its parts; loading 1.33 and memory 1.12 of stock's, which only maps the file.",
     "BERT_FUSED_PROJECTIONS": f"on all-MiniLM-L6-v2 {_WHERE}: in 31 rounds no difference of inference and training "
-    "together (one row of 32 tokens 1.05 of stock's time); load 1.17 and memory 1.15 of stock's.",
+    "together (one row of 32 tokens 1.05 of stock's time); loading 1.17 and memory 1.15 of stock's.",
     "MIXTRAL_LINEAR_EXPERTS": f"on a Mixtral of four layers and four experts, made of SmolLM2's weights, {_WHERE}: in "
-    "6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's time); load 0.51 "
-    "and memory 0.56 of stock's.",
+    "6 rounds no difference of prompts and decoding together (decoding eight rows 1.07 of stock's time); loading "
+    "0.51 and memory 0.56 of stock's.",
 }
 #: models that are a part of another
 _PARTS = {"clip_vision_model": "clip", "gemma3_text": "gemma3", "siglip_vision_model": "siglip"}

@@ -52,7 +52,12 @@ REPRESENTATIVES: dict[str, tuple[str, ...]] = {
     "ConvNextForImageClassification": ("patch_embeddings",),  # several in one model
     "CodeGenForCausalLM": ("split",),  # values before keys, in four blocks
     "GPT2LMHeadModel": ("split",),  # transposed
-    "Phi4MultimodalForCausalLM": ("split",),  # the gate behind what is gated
+    "Phi4MultimodalForCausalLM": (  # the gate behind what is gated
+        "qkv",
+        "patch_embeddings",
+        "siblings",
+        "split",
+    ),
 }
 
 
