@@ -5,7 +5,7 @@
 ...     Patcher(fusions="qkw")
 ... except PatcherError as error:
 ...     print(f"{type(error).__name__}: {error}")
-InvalidPatcherError: fusions: 'qkw' is no fusion; did you mean 'qkv'? Known names: ...
+InvalidPatcherError: fusions: 'qkw' isn't a fusion; did you mean 'qkv'? Known names: ...
 
 ```
 PatcherError

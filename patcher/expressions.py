@@ -50,7 +50,7 @@ def checked_expression(what: str, expression: str) -> str:
         re.compile(expression)
     except re.error as error:
         raise InvalidPatcherError(
-            f"{what} is no regular expression: {error}. For a literal text write {re.escape(expression)!r}."
+            f"{what} isn't a regular expression: {error}. For a literal text write {re.escape(expression)!r}."
         ) from error
     except (RecursionError, OverflowError, MemoryError) as error:
         raise InvalidPatcherError(f"{cut(what)}: the expression is too large to be compiled ({error}).") from error

@@ -64,7 +64,7 @@ def register_patch_mapping(mapping: Mapping[str, Any], overwrite: bool = False) 
         overwrite: whether a key that is registered already may be replaced.
 
     Raises:
-        TypeError: a replacement that is no subclass of `nn.Module`.
+        TypeError: a replacement that isn't a subclass of `nn.Module`.
         ValueError: a key that is registered already, or that isn't a regular expression, or a replacement whose
             `conversion_mapping` isn't made of weight transforms.
 

@@ -145,7 +145,7 @@ def check_path(pattern: object) -> str:
     """
     if not isinstance(pattern, str):
         raise InvalidPatcherError(
-            f"{pattern!r} ({type(pattern).__name__}) is no path of a module; write for instance "
+            f"{pattern!r} ({type(pattern).__name__}) isn't a path of a module; write for instance "
             "'model.layers.{0..3}.mlp'."
         )
     _segments(pattern)
@@ -221,7 +221,7 @@ def _segment(pattern: str, text: str) -> _Segment:
         problem, instead = f"in {text}, braces are a part of a segment", "{0..3} between two dots"
     else:
         return text
-    raise InvalidPatcherError(f"{pattern!r} is no path of modules: {problem}. Write {instead}.")
+    raise InvalidPatcherError(f"{pattern!r} isn't a path of modules: {problem}. Write {instead}.")
 
 
 def compress(keys: Iterable[str]) -> list[str]:

@@ -118,11 +118,15 @@ def test_nothing_is_checked_strictly(llama: Path) -> None:
         ({"LlamaMLP": "MyMLP"}, TypeError, "'LlamaMLP' must be a class, got str"),
         ({3: MyMLP}, TypeError, "A key must be the name of a class or an expression, got int"),
         ([("LlamaMLP", MyMLP)], TypeError, "must map class names to classes, got list"),
-        ({"Llama(MLP": MyMLP}, ValueError, r"'Llama\(MLP' is no regular expression"),
+        ({"Llama(MLP": MyMLP}, ValueError, r"'Llama\(MLP' isn't a regular expression"),
         ({"": MyMLP}, ValueError, r"a key is the name of a class, an expression, or like\(\.\.\.\), found ''"),
         ({"(a{999}){999}": MyMLP}, ValueError, "the expression repeats more than 1,000 times"),
         ({"a{99999999999999999999}": MyMLP}, ValueError, "the expression is too large to be compiled"),
-        ({"LlamaMLP": type("M", (MyMLP,), {"conversion_mapping": [3]})}, ValueError, "3 .int. is no weight transform"),
+        (
+            {"LlamaMLP": type("M", (MyMLP,), {"conversion_mapping": [3]})},
+            ValueError,
+            "3 .int. isn't a weight transform",
+        ),
     ],
 )
 def test_errors_are_clear_and_register_nothing(mapping: object, error: type[Exception], text: str) -> None:

@@ -48,9 +48,9 @@ def test_a_pattern_means(pattern: str, means: list[str], not_this: list[str]) ->
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (3, r"3 \(int\) is no path of a module; write for instance 'model\.layers\.\{0\.\.3\}\.mlp'"),
+        (3, r"3 \(int\) isn't a path of a module; write for instance 'model\.layers\.\{0\.\.3\}\.mlp'"),
         ("", r"the empty path is ambiguous; write '\(root\)' for the model itself, '\*\*' for all"),
-        ("a..b", r"'a\.\.b' is no path of modules: it has an empty segment\. Write names with one dot"),
+        ("a..b", r"'a\.\.b' isn't a path of modules: it has an empty segment\. Write names with one dot"),
         ("a.", "it has an empty segment"),
         (r"\.mlp$", r"it looks like a regular expression\. Write model\.layers\.\*\.mlp, or \*\*\.mlp"),
         ("layers.(0|1)", "it looks like a regular expression"),

@@ -104,7 +104,7 @@ def headers_of_mapping(tensors: Mapping[str, Any]) -> Headers:
     frozenset({'bias'})
 
     Raises:
-        InvalidPatcherError: a value is no shape.
+        InvalidPatcherError: a value isn't a shape.
     """
     shapes = {key: getattr(value, "shape", value) for key, value in tensors.items()}
     found: dict[str, torch.Tensor] = {}
@@ -159,10 +159,12 @@ def _shards(index: Path) -> dict[str, list[str]]:
             raise ValueError("it names no file")
         outside = [name for name in shards if not _is_below(name)]
     except Exception as error:
-        raise InvalidPatcherError(f"{index} is no index of a checkpoint: {_reason(error)}. Fetch it again.") from error
+        raise InvalidPatcherError(
+            f"{index} isn't an index of a checkpoint: {_reason(error)}. Fetch it again."
+        ) from error
     if outside:
         raise InvalidPatcherError(
-            f"{index} is no index of a checkpoint: it names files outside of its folder, {', '.join(outside[:3])}. "
+            f"{index} isn't an index of a checkpoint: it names files outside of its folder, {', '.join(outside[:3])}. "
             "Fetch it again, from a source that you trust."
         )
     return shards
@@ -176,7 +178,7 @@ def _is_below(name: Any) -> bool:
 def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
     if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
         raise InvalidPatcherError(
-            f"{path} is no checkpoint that can be read by name and shape; "
+            f"{path} isn't a checkpoint that can be read by name and shape; "
             "pass a .safetensors or .bin file, or an index."
         )
     if not path.exists():
@@ -203,7 +205,7 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
                     raise ValueError("a part of it is compressed, as torch writes none")
                 if any(item.file_size > _LARGEST for item in members if item.filename.endswith(".pkl")):
                     raise ValueError("its pickle is larger than any model needs")
-        # What was written before torch 1.6 is no archive, and can't be mapped. What can is mapped: on the meta device
+        # What torch < 1.6 has written isn't an archive, and can't be mapped. What can is mapped: on the meta device
         # a tensor that goes beyond the data which the file has for it would pass.
         held = torch.load(path, map_location="cpu" if zipped else "meta", mmap=zipped, weights_only=True)
         if others := [key for key, value in held.items() if not isinstance(key, str) or not torch.is_tensor(value)]:
@@ -211,7 +213,7 @@ def _tensors_of_file(path: Path, hint: str = "") -> dict[str, torch.Tensor]:
         return {key: value.to("meta") for key, value in held.items()}
     except Exception as error:
         raise InvalidPatcherError(
-            f"{path} is no state dict that a load could read: {_reason(error)}. Fetch it again, from a source that "
+            f"{path} isn't a state dict that a load could read: {_reason(error)}. Fetch it again, from a source that "
             "you trust."
         ) from error
 
@@ -226,7 +228,7 @@ def _check_file(path: Path, largest: int | None = _LARGEST) -> None:
 
 def _no_file(path: Path) -> InvalidPatcherError:
     return InvalidPatcherError(
-        f"{path} is no regular file, but a folder, a pipe, a device or a link that leads nowhere. Fetch it again."
+        f"{path} isn't a regular file, but a folder, a pipe, a device or a link that leads nowhere. Fetch it again."
     )
 
 
@@ -269,7 +271,7 @@ def _headers_of_repo(repo: str, subfolder: str, names: list[str], hub: Mapping[s
             if isinstance(found, str):
                 return _headers_of_file(Path(found))
         raise InvalidPatcherError(
-            f"{repo} is no folder, its checkpoint isn't in the cache, and nothing may be fetched (offline). "
+            f"{repo} isn't a folder, its checkpoint isn't in the cache, and nothing may be fetched (offline). "
             "Pass a folder, or a config."
         )
     token, api = hub.get("token"), HfApi()

@@ -47,12 +47,12 @@ def config_of(model: Any, options: Mapping[str, Any]) -> PretrainedConfig:
     places = {name: value for name, value in options.items() if name in PLACES - {"variant"}}
     file = Path(model, options.get("subfolder") or "", "config.json")
     if file.exists() and not file.is_file():  # whoever opens a pipe waits
-        raise InvalidPatcherError(f"{file} is no regular file, but a folder, a pipe or a device. Fetch it again.")
+        raise InvalidPatcherError(f"{file} isn't a regular file, but a folder, a pipe or a device. Fetch it again.")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(model, **places)
     except OSError as error:
         if file.is_file():
-            raise InvalidPatcherError(f"{file} is no config of a model ({_line(error)}). Fetch it again.") from error
+            raise InvalidPatcherError(f"{file} isn't a config of a model ({_line(error)}). Fetch it again.") from error
         raise _no_model(model, error) from error
     except ValueError as error:
         raise _no_model(model, error) from error
@@ -72,7 +72,7 @@ def _no_model(model: str | os.PathLike[str], error: Exception) -> InvalidPatcher
         hint = "It has no config.json: write the folder that save_pretrained has written. "
     elif not folder.exists() and isinstance(error, OSError):
         hint = "There is no such folder: write the path of one that is there, or a repo that can be reached. "
-    return InvalidPatcherError(f"{str(model)!r} is no model that can be used here. {hint}({_line(error)})")
+    return InvalidPatcherError(f"{str(model)!r} isn't a model that can be used here. {hint}({_line(error)})")
 
 
 def _base_of_adapter(folder: Path) -> str | None:

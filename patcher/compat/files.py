@@ -26,7 +26,7 @@ def shards_of_index(index: Path) -> dict[str, list[str]]:
     """The files that an index names, in the order in which a load reads them, and the keys in each.
 
     Raises:
-        Exception: what a load raises where it is no index.
+        Exception: what a load raises where it isn't an index.
     """
     _, found = get_checkpoint_shard_files(str(index.parent), str(index))  # type: ignore[no-untyped-call]
     shards: dict[str, list[str]] = {name: [] for name in sorted(set(found["weight_map"].values()))}

@@ -2,7 +2,7 @@
 
 Followed are functions that code finds by a global name, in a closure, as a default or as a member of a class, if
 `with_functions` can put another one there; then those that these refer to. What refers to a function in another way (a
-table, a class that is no module, an attribute of an imported module, an object) can't be given another one: its use
+table, a class that isn't a module, an attribute of an imported module, an object) can't be given another one: its use
 says what it goes `through`, and is refused if the function is replaced, or calls one that is. Registries of
 transformers, which all models share (`ALL_ATTENTION_FUNCTIONS`), are not followed.
 """

@@ -32,7 +32,7 @@ def split_fusion_config(config: Any) -> tuple[list[str], Any]:
     """Our names in a `fusion_config`, and the rest of it, which is transformers' own.
 
     Raises:
-        InvalidPatcherError: it is no mapping, or has something under our key that is no list of names that are known.
+        InvalidPatcherError: it isn't a mapping, or what it has under our key isn't a list of known names.
     """
     if config and not isinstance(config, Mapping):  # what is empty transformers takes for none
         raise InvalidPatcherError(
@@ -59,7 +59,7 @@ def names_in_file(path: Any, options: Mapping[str, Any]) -> list[str]:
         options: its keyword arguments, some of which say where on the hub the file is.
 
     Raises:
-        InvalidPatcherError: something under our key that is no list of names that are known.
+        InvalidPatcherError: something under our key that isn't a list of names that are known.
     """
     if path is None:
         return []

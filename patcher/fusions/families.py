@@ -136,7 +136,7 @@ def _family(name: Any) -> type[Fusion]:
             f"known names: {known}; a family of your own is passed as an object of a Fusion subclass, and one of a "
             "package has its name once that is installed"
         )
-    raise InvalidPatcherError(f"fusions: {name!r} is no fusion; {hint}.")
+    raise InvalidPatcherError(f"fusions: {name!r} isn't a fusion; {hint}.")
 
 
 # --- of packages -----------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _loaded(entry: EntryPoint) -> type[Fusion]:
         ) from error
     if not (isinstance(family, type) and issubclass(family, Fusion)):
         raise InvalidPatcherError(
-            f"fusions: {name!r} is registered by {_told(entry)}, which is no subclass of patcher.fusions.Fusion but "
+            f"fusions: {name!r} is registered by {_told(entry)}, which isn't a subclass of patcher.fusions.Fusion but "
             f"{family!r}. Its package has to register the class of a family."
         )
     if family.name != name:

@@ -162,7 +162,7 @@ class PatchEmbeddings(Fusion):
 
     def refusal(self, module: nn.Module) -> str:
         if not isinstance(module, nn.Conv2d | nn.Conv3d):
-            return "it is no nn.Conv2d or nn.Conv3d"
+            return "it isn't an nn.Conv2d or nn.Conv3d"
         if type(module) not in (nn.Conv2d, nn.Conv3d):
             return f"it is a {type(module).__qualname__}, whose forward may be another"
         if any(stride < size for stride, size in zip(module.stride, module.kernel_size, strict=True)):

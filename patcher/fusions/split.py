@@ -218,7 +218,7 @@ def _checked(parts: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier()
+    return isinstance(name, str) and name.isidentifier() and not hasattr(SplitLinear, name)
 
 
 def _other_than_linear(module: nn.Module) -> str:

@@ -22,7 +22,7 @@ from patcher.source.edits import Place, Text, start_line
 from patcher.source.indentation import moved
 from patcher.source.reading import Location, read_source, unwrap
 
-# How an object is pickled is no part of what it computes.
+# How an object is pickled isn't a part of what it computes.
 _PLUMBING = frozenset({"__reduce__", "__reduce_ex__"})
 _DOCSTRING = "__doc__"
 #: How a fused module is built, written to and saved: that is the same in all, and nothing of what one computes.

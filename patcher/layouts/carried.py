@@ -133,8 +133,8 @@ class ModuleLayouts:
             if value is not None and (name not in tensors or is_quantized(value)):
                 raise _cannot(
                     f"{prefix}{name}",
-                    f"it is quantized ({type(value).__name__} of {value.dtype}), its companions "
-                    "can't be split (if only fusions made this layout, save_original_format=False saves it as it is)",
+                    f"it is quantized ({type(value).__name__} of {value.dtype}), and scales of joined rows aren't "
+                    "those of each (if only fusions made this layout, save_original_format=False saves it as it is)",
                 )
         for layout in self.layouts:
             if set(layout.fused).isdisjoint(tensors):

@@ -197,6 +197,6 @@ def _check_fingerprints(patcher: Patcher, homes: Iterable[str], *, all_there: bo
             f"{f' (transformers {patcher.transformers})' if patcher.transformers else ''} is not the code of the "
             f"installed transformers {transformers.__version__}:\n{listed}\n"
             f"`patcher fingerprint {patcher.name or 'MODULE:CONSTANT'} --verify MODEL` verifies it on this code and "
-            "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: "
+            "prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that isn't a preset); give it: "
             "patcher.replace(fingerprints={...})."
         )

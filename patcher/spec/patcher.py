@@ -165,7 +165,7 @@ class Patcher:
     @property
     def __enter__(self) -> NoReturn:
         """`with` looks for it before anything else. A Patcher isn't a context manager."""
-        raise NoSuchNameError("a Patcher is no block by itself; write `with patcher.applied():`.")
+        raise NoSuchNameError("a Patcher isn't a block by itself; write `with patcher.applied():`.")
 
     __aenter__ = __enter__
 
@@ -216,7 +216,7 @@ class Patcher:
         Patcher(fusions=['qkv', 'gate_up'], name='mine')
 
         Raises:
-            InvalidPatcherError: a name that is no parameter of `Patcher`, or a value that it doesn't take.
+            InvalidPatcherError: a name that isn't a parameter of `Patcher`, or a value that it doesn't take.
         """
         return Patcher(**{**self._given(), **changes})
 

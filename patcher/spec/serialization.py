@@ -37,7 +37,7 @@ FORWARD_OF = "forward_of:"
 #: Raised by one when a dict that is written now would be misread by the release before.
 SCHEMA = 1
 
-# More of anything than this is no patcher. Expressions are the costly ones: compiling takes time and memory.
+# More of anything than this isn't a patcher. Expressions are the costly ones: compiling takes time and memory.
 _LONGEST_TEXT = 10_000
 _MOST_ITEMS = 10_000
 
@@ -92,7 +92,7 @@ def _fusion_data(field: str, fusion: Fusion) -> dict[str, Any]:
         if _fusion(field, data) == fusion:
             return data
     raise InvalidPatcherError(
-        f"{field}: {fusion!r} can't be written as data, it is no family that has a name ({', '.join(FAMILIES)}). "
+        f"{field}: {fusion!r} can't be written as data, it isn't a family that has a name ({', '.join(FAMILIES)}). "
         "Pickle the patcher, or take the fusion out and pass it in code."
     )
 

@@ -119,7 +119,7 @@ def _check_replacement(what: str, cls: Any) -> None:
 
 
 def _class_instead(value: Any) -> str:
-    """What to write in place of what is no class."""
+    """What to write in place of what isn't a class."""
     if isinstance(value, nn.Module):
         return f"write the class itself, {type(value).__name__}, not an object"
     if isinstance(value, str):
@@ -173,7 +173,9 @@ def expressions(field: str, values: str | Iterable[str]) -> tuple[str, ...]:
     listed = _listed(field, values, "an expression", str)
     for value in listed:
         if not isinstance(value, str):
-            raise InvalidPatcherError(f"{field}: {value!r} ({type(value).__name__}) is no expression; write a string.")
+            raise InvalidPatcherError(
+                f"{field}: {value!r} ({type(value).__name__}) isn't an expression; write a string."
+            )
         if not value:
             raise InvalidPatcherError(f"{field}: the empty expression is found everywhere; name what is meant.")
         checked_expression(f"{field}: {value!r}", value)
@@ -199,7 +201,7 @@ def transforms(field: str, values: WeightTransform | Iterable[WeightTransform]) 
     for value in listed:
         if not isinstance(value, WeightTransform):
             raise InvalidPatcherError(
-                f"{field}: {value!r} ({type(value).__name__}) is no weight transform; write a WeightConverter or a "
+                f"{field}: {value!r} ({type(value).__name__}) isn't a weight transform; write a WeightConverter or a "
                 "WeightRenaming of transformers.core_model_loading."
             )
         checked_expression(f"{field}: {describe(value)}", value.compiled_sources.pattern)
@@ -223,7 +225,7 @@ def specifier(field: str, value: Any) -> str:
         return str(SpecifierSet(typed(str)(field, value)))
     except InvalidSpecifier as error:
         raise InvalidPatcherError(
-            f"{field}={value!r} is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
+            f"{field}={value!r} isn't a version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'."
         ) from error
 
 
@@ -258,7 +260,7 @@ def groups_of(mapping: Mapping[str, Any], groups: tuple[tuple[str, ...], ...]) -
     """
     for key in (key for group in groups for key in group if key not in mapping):
         hint = did_you_mean(str(key), mapping, f"it has {', '.join(map(repr, mapping)) or 'none'}.")
-        raise InvalidPatcherError(f"alternatives: {key!r} is no key of the class_mapping; {hint}")
+        raise InvalidPatcherError(f"alternatives: {key!r} isn't a key of the class_mapping; {hint}")
     return tuple(group for group in groups if len(group) > 1 or sum(group[0] in each for each in groups) > 1)
 
 

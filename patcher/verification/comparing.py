@@ -81,7 +81,7 @@ class Comparison:
         message = self.message
         if self.others:
             shown = ", ".join(self.others[:3]) + (", ..." if len(self.others) > 3 else "")
-            message += f"; so it is on {len(self.others)} of the {len(self.gaps) - 1} other inputs: {shown}"
+            message += f"; {len(self.others)} of the {len(self.gaps) - 1} other inputs differ too: {shown}"
         allowed = self.tolerance * max(1.0, worst.scale)
         return Stage(name, not message, tuple(figures), allowed, message, layers=self.layers)
 

@@ -225,11 +225,13 @@ def _ratios(
             worst = max(worst, _ratio(_error(found, correct), max(*errors, _error(least, correct))))
         lost = sorted((done.half - done_by_stock.half) & _DELICATE)
         if scale == 1 and lost and strict > PRECISION:
-            told = f"it does {', '.join(lost)} in {dtype}, which stock doesn't, and is {strict:.2g} times as inexact"
+            told = (
+                f"it does {', '.join(lost)} in {dtype}, which stock doesn't: its error is {strict:.2g} times stock's"
+            )
             yield strict, told
             return
         large = "" if scale == 1 else f" on inputs {scale:g} times as large"
-        yield worst, "" if worst <= EXACTNESS else f"it is {worst:.2g} times as inexact as stock{large}"
+        yield worst, "" if worst <= EXACTNESS else f"its error is {worst:.2g} times that of stock{large}"
 
 
 def _ratio(mistake: float, error: float) -> float:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from patcher.verification.passes import Pass, Row, parameters_of
 
-#: In tokens. The long row is no multiple of a block of 16, the other one of 128 is.
+#: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200
 #: The titles of what is run on all layers, and on further models as well: what the others differ in isn't what is
 #: compared there.

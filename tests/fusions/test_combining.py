@@ -288,10 +288,10 @@ def test_a_fusion_config_becomes_a_patcher(config: dict[str, Any], expected: Pat
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"qkvs": True}, r"'qkvs' is no fusion; did you mean 'qkv'\?"),
-        ({"qkvs": False}, r"'qkvs' is no fusion; did you mean 'qkv'\?"),
-        ({"patcher": ["qkv"]}, r"'patcher' is no fusion; "),
-        ({3: True}, r"3 is no fusion; write a name \('gate_up'"),
+        ({"qkvs": True}, r"'qkvs' isn't a fusion; did you mean 'qkv'\?"),
+        ({"qkvs": False}, r"'qkvs' isn't a fusion; did you mean 'qkv'\?"),
+        ({"patcher": ["qkv"]}, r"'patcher' isn't a fusion; "),
+        ({3: True}, r"3 isn't a fusion; write a name \('gate_up'"),
         ({"qkv": "yes"}, r"'qkv' takes True, False or a mapping of options, found 'yes'"),
         ({"qkv": None}, r"'qkv' takes True, False or a mapping of options, found None"),
         ({"qkv": 1}, r"'qkv' takes True, False or a mapping of options, found 1"),

@@ -166,7 +166,7 @@ def test_it_is_used_by_its_name_and_its_layout_is_read_where_it_is_installed(tmp
 
 
 def test_the_names_that_are_known_are_told(here: Path) -> None:
-    with pytest.raises(InvalidPatcherError, match=r"'turned_dwon' is no fusion; did you mean 'turned_down'\?"):
+    with pytest.raises(InvalidPatcherError, match=r"'turned_dwon' isn't a fusion; did you mean 'turned_down'\?"):
         Patcher(fusions="turned_dwon")
     with pytest.raises(InvalidPatcherError, match=r"known names: .*'split', 'broken', 'no_family'"):
         Patcher(fusions="something else entirely".replace(" ", ""))
@@ -177,7 +177,7 @@ def test_a_package_that_is_installed_meanwhile_is_found(tmp_path: Path) -> None:
     folder = str(tmp_path)
     sys.path.insert(0, folder)
     try:
-        with pytest.raises(InvalidPatcherError, match="'turned_down' is no fusion"):
+        with pytest.raises(InvalidPatcherError, match="'turned_down' isn't a fusion"):
             Patcher(fusions="turned_down")
         lay_out("acme-fusions", *PACKAGES["acme-fusions"], tmp_path)
         assert Patcher(fusions="turned_down").fusions == ("turned_down",)
@@ -190,7 +190,7 @@ def test_a_package_that_is_installed_meanwhile_is_found(tmp_path: Path) -> None:
 WRONG = {
     "broken": r"'broken' is registered by broken-fusions \(broken_fusions:Broken\), and importing that failed with "
     r"ModuleNotFoundError: No module named 'not_there'\. Update the package or what it lacks",
-    "no_family": r"registered by broken-fusions \(no_fusion:number\), which is no subclass of .*Fusion but 3\.",
+    "no_family": r"registered by broken-fusions \(no_fusion:number\), which isn't a subclass of .*Fusion but 3\.",
     "other": r"registered by broken-fusions \(no_fusion:Renamed\), whose name is 'renamed'\. Its package has to reg",
 }
 
@@ -236,9 +236,9 @@ def test_a_name_of_ours_that_a_package_registers_is_refused(here: Path) -> None:
     [
         ("second/turned_down", r"is a family of the package 'second' there, and here it is one of 'acme-fusions'"),
         ("second/missing", r"'missing' is a family of fusions of the package 'second', which is not installed here"),
-        ("acme-fusions/qkv", r"'acme-fusions/qkv' is no fusion"),
-        ("../turned_down", r"'../turned_down' is no fusion"),
-        ("a b/turned_down", r"'a b/turned_down' is no fusion"),
+        ("acme-fusions/qkv", r"'acme-fusions/qkv' isn't a fusion"),
+        ("../turned_down", r"'../turned_down' isn't a fusion"),
+        ("a b/turned_down", r"'a b/turned_down' isn't a fusion"),
     ],
 )
 def test_a_config_that_names_another_package_is_refused(said: str, message: str, here: Path, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def test_nothing_in_a_config_can_make_code_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["qvk"], r"'qvk' is no fusion; did you mean 'qkv'\?"),
-        (["os.system"], r"'os.system' is no fusion"),
+        (["qvk"], r"'qvk' isn't a fusion; did you mean 'qkv'\?"),
+        (["os.system"], r"'os.system' isn't a fusion"),
         ("qkv", r"holds a list of names of fusions, found 'qkv'"),
         (None, r"holds a list of names of fusions, found None"),
         (True, r"holds a list of names of fusions, found True"),

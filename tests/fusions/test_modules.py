@@ -195,10 +195,10 @@ def test_it_is_a_value() -> None:
         ("", r"QKV: modules: the empty path is ambiguous"),
         (
             r"\.self_attn$",
-            r"QKV: modules: '\\\\.self_attn\$' is no path of modules: it looks like a regular expression",
+            r"QKV: modules: '\\\\.self_attn\$' isn't a path of modules: it looks like a regular expression",
         ),
-        (3, r"QKV: modules: 3 \(int\) is no path of a module"),
-        (["a", None], r"QKV: modules: None \(NoneType\) is no path of a module"),
+        (3, r"QKV: modules: 3 \(int\) isn't a path of a module"),
+        (["a", None], r"QKV: modules: None \(NoneType\) isn't a path of a module"),
     ],
 )
 def test_what_is_no_path_is_refused_at_once(modules: Any, message: str) -> None:

@@ -399,7 +399,7 @@ def test_the_form_of_fusion_config(config: dict[str, Any], expected: Patcher) ->
         ({"patch_embedings": True}, "did you mean 'patch_embeddings'"),
         ({"patch_embeddings": 1}, "takes True, False or a mapping of options, found 1"),
         ({"patch_embeddings": {"module": "visual"}}, "doesn't take the options"),
-        ({"patch_embeddings": {"modules": [3]}}, r"PatchEmbeddings: modules: 3 \(int\) is no path of a module"),
+        ({"patch_embeddings": {"modules": [3]}}, r"PatchEmbeddings: modules: 3 \(int\) isn't a path of a module"),
     ],
 )
 def test_what_it_can_not_mean_is_an_error(config: dict[str, Any], message: str) -> None:

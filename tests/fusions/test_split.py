@@ -228,6 +228,7 @@ def test_options_are_data() -> None:
         ({"qkv": "qkv"}, "'qkv' has the parts 'qkv'; write the names of two or more"),
         ({"qkv": ["q", "k", "q"]}, "write the names of two or more, each once"),
         ({"attn.qkv": ["q", "k"]}, "'attn.qkv' has the parts"),
+        ({"qkv": ["weight", "bias"]}, "'qkv' has the parts ['weight', 'bias']"),
     ],
 )
 def test_options_that_say_nothing_are_refused(parts: Any, message: str) -> None:

@@ -589,7 +589,11 @@ def test_a_plan_is_read_in_a_terminal_in_a_notebook_and_as_json(folders: Callabl
             r"checkpoint= maps keys to shapes, found 'y' for 'x'",
         ),
         ((tiny_llama_config(), OWN), {"gguf_file": "x.gguf"}, "plan can't read GGUF files"),
-        ((tiny_llama_config(), OWN), {"checkpoint": __file__}, "is no checkpoint that can be read by name and shape"),
+        (
+            (tiny_llama_config(), OWN),
+            {"checkpoint": __file__},
+            "isn't a checkpoint that can be read by name and shape",
+        ),
         ((tiny_llama_config(), OWN), {"checkpoint": Path(__file__).parent}, "has no checkpoint: none of model.safe"),
         ((tiny_llama_config(), OWN), {"checkpoint": "no/such"}, "isn't in the cache, and nothing may be fetched"),
     ],
@@ -611,7 +615,9 @@ def test_what_cannot_be_planned_is_said(arguments: Any, options: dict[str, Any],
 )
 def test_a_broken_header_is_said(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InvalidPatcherError, match=r"has no header of a safetensors file|is no index of a checkpoint"):
+    with pytest.raises(
+        InvalidPatcherError, match=r"has no header of a safetensors file|isn't an index of a checkpoint"
+    ):
         plan(tiny_llama_config(), OWN, checkpoint=tmp_path)
 
 

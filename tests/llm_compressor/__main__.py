@@ -4,7 +4,7 @@
     /tmp/llm-compressor/bin/pip install torch==2.13.0 "llmcompressor==0.14.*" "transformers==5.17.*" -e .
     /tmp/llm-compressor/bin/python -m tests.llm_compressor
 
-It needs an environment of its own, as llm-compressor pins transformers, so it is no part of the other tests. Tiny
+It needs an environment of its own, as llm-compressor pins transformers, so it isn't a part of the other tests. Tiny
 models with random weights, on the CPU, in about a minute. For each model and recipe:
 
 - names: beside what isn't quantized, the file has `weight_packed`, `weight_scale`, `weight_shape` and, where there are

@@ -94,7 +94,7 @@ def test_it_is_part_of_the_value() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([["LlamaMPL"]], "alternatives: 'LlamaMPL' is no key of the class_mapping; did you mean 'LlamaMLP'?"),
+        ([["LlamaMPL"]], "alternatives: 'LlamaMPL' isn't a key of the class_mapping; did you mean 'LlamaMLP'?"),
         (
             ["LlamaMLP"],
             r"alternatives takes groups of .*, found the text 'LlamaMLP'; write alternatives=\[\['LlamaMLP'",

@@ -216,7 +216,7 @@ def a_name_for_a_quantizer_that_nobody_knows(at: Place) -> Steps:
         del AUTO_QUANTIZER_MAPPING["names"], AUTO_QUANTIZATION_CONFIG_MAPPING["names"]
 
 
-@advice("prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that is no preset); give it: ")
+@advice("prints the new pin (MODULE:CONSTANT in place of the name, for a patcher that isn't a preset); give it: ")
 def code_that_has_changed(at: Place) -> Steps:
     source = "from patcher import Patcher\nPATCHER = Patcher(fusions='gate_up', fingerprints={'LlamaMLP': '0'})\n"
     (at.tmp / "advised_pins.py").write_text(source)

@@ -103,7 +103,7 @@ def a_folder_without_weights(at: Place) -> Steps:
     assert patcher.plan(load(at.llama).config, QKV).ok
 
 
-@advice("is no checkpoint that can be read by name and shape; pass a .safetensors or .bin file, or an index.")
+@advice("isn't a checkpoint that can be read by name and shape; pass a .safetensors or .bin file, or an index.")
 def a_file_of_another_kind(at: Place) -> Steps:
     yield lambda: patcher.plan(at.llama, QKV, checkpoint=at.llama / "config.json")
     assert patcher.plan(at.llama, QKV, checkpoint=at.llama / "model.safetensors").ok

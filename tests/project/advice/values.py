@@ -71,7 +71,7 @@ def inputs_that_are_texts(at: Place) -> Steps:
     assert short(written(said, r"write inputs=(.*)\.$", texts=["a text"], tokenizer=tokenizer))
 
 
-@advice("a Patcher is no block by itself; write `with patcher.applied():`.")
+@advice("a Patcher isn't a block by itself; write `with patcher.applied():`.")
 def a_patcher_as_a_block(at: Place) -> Steps:
     def wrong() -> None:
         with OWN:  # type: ignore[attr-defined]
@@ -198,13 +198,13 @@ def a_class_that_is_no_module(at: Place) -> Steps:
     assert Patcher({"LlamaMLP": names["int"]}).class_mapping
 
 
-@advice("{} is no regular expression: {}. For a literal text write {}.")
+@advice("{} isn't a regular expression: {}. For a literal text write {}.")
 def no_expression(at: Place) -> Steps:
     said = yield lambda: Patcher(new_weights="scales[")
     assert Patcher(new_weights=written(said, r"literal text write (.*)\.$"))
 
 
-@advice("is no expression; write a string.")
+@advice("isn't an expression; write a string.")
 def a_number_as_an_expression(at: Place) -> Steps:
     yield lambda: Patcher(new_weights=[3])  # type: ignore[list-item]
     assert Patcher(new_weights="3")
@@ -216,7 +216,7 @@ def an_empty_expression(at: Place) -> Steps:
     assert Patcher(filtered_weight_conversion_patterns="experts")
 
 
-@advice("is no weight transform; write a WeightConverter or a WeightRenaming of transformers.core_model_loading.")
+@advice("isn't a weight transform; write a WeightConverter or a WeightRenaming of transformers.core_model_loading.")
 def a_mapping_for_a_conversion(at: Place) -> Steps:
     yield lambda: Patcher(extra_weight_conversions={"a": "b"}.items())  # type: ignore[arg-type]
     assert Patcher(extra_weight_conversions=WeightRenaming("a", "b"))
@@ -229,7 +229,7 @@ def two_conversions_of_one_tensor(at: Place) -> Steps:
     assert Patcher(extra_weight_conversions=[one])
 
 
-@advice("is no version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'.")
+@advice("isn't a version specifier; write for instance '>=5.20,<5.24' or '==5.23.0'.")
 def no_specifier(at: Place) -> Steps:
     said = yield lambda: Patcher(transformers="five")
     assert Patcher(transformers=written(said, "for instance ('.*?')"))
@@ -266,7 +266,7 @@ def no_paths(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=QKV())), at.llama)
 
 
-@advice("{} ({}) is no path of a module; write for instance 'model.layers.{0..3}.mlp'.")
+@advice("{} ({}) isn't a path of a module; write for instance 'model.layers.{0..3}.mlp'.")
 def no_text_as_a_path(at: Place) -> Steps:
     said = yield lambda: GateUp(modules=[3])  # type: ignore[list-item]
     path = written(said, "for instance ('.*?')").replace("0..3", "0..1")
@@ -279,7 +279,7 @@ def an_empty_path(at: Place) -> Steps:
     assert same(load(at.llama, Patcher(fusions=GateUp(modules="**"))), at.llama)
 
 
-@advice("{} is no path of modules: {}. Write {}.")
+@advice("{} isn't a path of modules: {}. Write {}.")
 def what_looks_like_a_path(at: Place) -> Steps:
     wrong = {
         r"model\.layers\.\d+\.mlp": "model.layers.*.mlp",
