@@ -274,6 +274,11 @@ REFUSED: dict[str, tuple[Patcher, str, str]] = {
         "LlamaForCausalLM",
         r"forward_of\(InferenceLayer\), has a layer with has_backward = False, which a file can't refuse",
     ),
+    "a class that is made for each shape": (
+        Patcher(fusions="split"),
+        "GPTNeoXForCausalLM",
+        r"Split\(\) gives gpt_neox.layers.0.attention.query_key_value a class that is made for its shape",
+    ),
     "one of a list, beside others": (
         Patcher(fusions="patch_embeddings"),
         "PvtV2ForImageClassification",

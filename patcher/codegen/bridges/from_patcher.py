@@ -31,6 +31,7 @@ from patcher.compat.models import named_modules
 from patcher.functions.models import full_name
 from patcher.fusions.families import fusion_named
 from patcher.fusions.fused_module import FusedModule
+from patcher.fusions.methods import is_importable
 from patcher.layouts.transforms import conversions_of
 from patcher.patterns import find_key, hits, nearest
 from patcher.resolution.resolution import Resolution, resolve, skeleton
@@ -202,6 +203,11 @@ class _Description(NamedTuple):
             if issubclass(cls, FusedModule):
                 by_class.setdefault(resolution.original_classes[path], {})[path] = cls
                 continue
+            if not is_importable(cls):
+                raise self.described.error(
+                    f"{fusions[path]!r} gives {path} a class that is made for its shape, and a file imports classes. "
+                    "Load with the patcher itself."
+                )
             bring(cls)
             owner, part = owners.part(path, resolution.fused)
             statement = f"{part} = {fusing[path].format(part).removesuffix(')')}, into={cls.__name__})"
