@@ -136,7 +136,7 @@ NOT_HERE = {
     "out of kernel_config=, or its classes and functions out of the patcher.": "done in tests/libraries/use_kernels",
     "Run the forward again for each, or load without the preset LIGER.": "done in tests/libraries/liger_on_cpu",
     "which a file can't refuse. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
-    "is made for its shape, and a file imports classes. Load with the patcher itself.": "done in tests/fusions/test_split",
+    "and a file imports classes. Load with the patcher itself.": "done in tests/codegen/test_from_patcher",
     "; give model_config= (--model-config FOLDER)": "done in tests/verification/test_generated_files",
     "for a config, write verify(config, patcher).": "done in tests/verification/test_verification",
     "write benchmark(..., inputs={...})": "no model is known for which nothing is found that it runs on",
