@@ -268,6 +268,13 @@ class Lost(Attention):
         return q + k + v.repeat(1, 1, 2)
 
 
+class Shared(Attention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.qkv(x)
+        q, k, v = rows[..., :8], rows[..., 8:16], rows[..., 12:]
+        return q + k + v[..., 4:]
+
+
 class Unnamed(Attention):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(x).chunk(3, -1)
@@ -314,7 +321,7 @@ def test_rows_are_read_from_what_runs(owner: type[Attention]) -> None:
     assert packed_rows(owner(), "qkv", ["q_proj", "k_proj", "v_proj"]) == READ[owner]
 
 
-@pytest.mark.parametrize("owner", [Mixed, Lost, Unnamed, Irregular], ids=lambda owner: owner.__name__)
+@pytest.mark.parametrize("owner", [Mixed, Lost, Shared, Unnamed, Irregular], ids=lambda owner: owner.__name__)
 def test_rows_that_the_forward_doesnt_tell_are_refused_with_the_line(owner: type[Attention]) -> None:
     message = r"isn't taken apart into variables named like q_proj, k_proj, v_proj \(test_split.py:\d+\)"
     with pytest.raises(NotUnderstoodError, match=message):
