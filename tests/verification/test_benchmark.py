@@ -116,7 +116,8 @@ def test_a_patch_that_does_nothing_pays_once_in_twenty_runs(llama: Path) -> None
     assert sum(nothing_pays(llama, seed) for seed in range(40)) >= 35
 
 
-@pytest.mark.parametrize("seconds", [1.0, 3.0])
+# One second is over before a busy machine has done anything.
+@pytest.mark.parametrize("seconds", [pytest.param(1.0, marks=pytest.mark.nightly), 3.0])
 def test_it_takes_the_time_that_it_is_given(llama: Path, seconds: float) -> None:
     measured(llama, NOTHING, seconds=0.1)  # what is imported by it
     started = time.perf_counter()
