@@ -332,7 +332,7 @@ REFUSED = [
     (nn.Conv2d(3, 8, 1, 1), "one pixel"),
     (nn.Conv2d(3, 8, 4, 4, dilation=2), "dilated"),
     (nn.Conv2d(4, 8, 4, 4, groups=2), "2 groups"),
-    (nn.Conv1d(3, 8, 4, 4), r"no nn\.Conv2d"),
+    (nn.Conv1d(3, 8, 4, 4), r"an nn\.Conv2d"),
     (nn.LazyConv2d(8, 4, 4), "LazyConv2d"),
     (nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 4, 4)), "ParametrizedConv2d"),
 ]
