@@ -31,10 +31,10 @@ from patcher.fusions.methods import (
     read_function,
     self_of,
 )
+from patcher.fusions.qkv import ROLES
 
 #: What modeling code calls the same thing.
-_SYNONYMS = {word: role for role in ("query", "key", "value") for word in (role[0], f"{role}s", f"w{role[0]}")}
-_SYNONYMS["queries"] = "query"
+_SYNONYMS = {word: role for words in ROLES for word, role in zip(words, ROLES[0], strict=True)}
 #: What is said of any tensor or layer.
 _GENERIC = frozenset("proj projection layer layers states state linear lin to weight".split())
 #: The function that the output of the packed layer comes from, and what the code that runs is called.

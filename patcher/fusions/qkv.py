@@ -10,7 +10,7 @@ from torch import nn
 from patcher.fusions import Projections
 
 #: What a part of a name says of the role; the rest of the names must agree.
-_ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
+ROLES = (("q", "k", "v"), ("query", "key", "value"), ("queries", "keys", "values"), ("wq", "wk", "wv"))
 #: Where attention keeps the size of a head.
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_per_head")
 
@@ -31,7 +31,7 @@ class QKV(Projections):
         known = set(names)
         for name in sorted(known):
             words = name.split("_")
-            for role in _ROLES:
+            for role in ROLES:
                 for place, word in enumerate(words):
                     if word.lower() != role[0]:
                         continue

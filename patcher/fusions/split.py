@@ -194,10 +194,8 @@ class Split(Fusion):
 
     def make_class(self, original_cls: type[nn.Module], recipe: Any) -> type[nn.Module]:
         sizes, blocks = recipe
-        members = {"_original": original_cls, "_rows": PackedRows(dict(sizes), blocks)}
-        return type(
-            SplitLinear.__name__, (SplitLinear,), {"__module__": __name__, "__doc__": SplitLinear.__doc__} | members
-        )
+        members = {"__module__": __name__, "__doc__": SplitLinear.__doc__, "_original": original_cls}
+        return type("SplitLinear", (SplitLinear,), members | {"_rows": PackedRows(dict(sizes), blocks)})
 
 
 def _checked(parts: Any) -> dict[str, tuple[str, ...]]:

@@ -170,9 +170,13 @@ def dtype_of(source: Any) -> str:
 
 def in_blocks(layout: Rows, source: Any) -> Any:
     """What stands for joined rows that lie part by part, where they are to lie in blocks."""
-    starts = itertools.accumulate(layout.sizes, initial=0)
-    parts = [RowsOf(source, start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
-    return JoinedRows(parts, layout.blocks)
+    return JoinedRows(_one_by_one(source, layout.sizes), layout.blocks)
+
+
+def _one_by_one(source: Any, sizes: Sequence[int]) -> list[Any]:
+    """What stands for parts whose rows lie one behind the other."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [RowsOf(source, start, rows) for start, rows in zip(starts, sizes, strict=False)]
 
 
 def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
@@ -180,8 +184,7 @@ def fused_sources(layout: Layout, sources: Sequence[Any]) -> list[Any]:
     if type(layout) is Rows:
         return [sources[0] if len(sources) == 1 else JoinedRows(sources, layout.blocks)]
     if type(layout) is Cut and layout.blocks == 1 and not layout.transposed:
-        starts = itertools.accumulate(layout.sizes, initial=0)
-        return [RowsOf(sources[0], start, rows) for start, rows in zip(starts, layout.sizes, strict=False)]
+        return _one_by_one(sources[0], layout.sizes)
 
     @torch.no_grad()
     def fuse(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

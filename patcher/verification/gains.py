@@ -2,7 +2,7 @@
 
 In a round everything is run once, in an order that is drawn. Where a patch does nothing, the two runs of stock and
 that of the patch are three runs of one thing, and which of them bears the name of the patch is chance: so the mean of
-its differences is compared with what comes out when the names are dealt anew in each round (a randomization test,
+its differences is compared with what comes out when the names are drawn anew in each round (a randomization test,
 Fisher 1935; it assumes no distribution). With several comparisons the probability that one of them says something of
 nothing is that of a single one (Holm 1979).
 """
@@ -60,8 +60,8 @@ def gain(rounds: Sequence[Sequence[float]]) -> Gain:
     centred = values - values.mean(1, keepdim=True)
     most = _CUT * float(centred.abs().median()) or float(centred.abs().max())
     centred = centred.clamp(-most, most)
-    dealt = torch.randint(0, 3, (len(rounds), _DRAWS), generator=torch.Generator().manual_seed(0))
-    by_chance, found = centred.gather(1, dealt).sum(0).abs(), float(centred[:, 2].sum().abs())
+    drawn = torch.randint(0, 3, (len(rounds), _DRAWS), generator=torch.Generator().manual_seed(0))
+    by_chance, found = centred.gather(1, drawn).sum(0).abs(), float(centred[:, 2].sum().abs())
     chance = (1 + int((by_chance >= found * (1 - 1e-9)).sum())) / (1 + _DRAWS)
     beside, again = ((values[:, 2] - values[:, :2].mean(1)), values[:, 1] - values[:, 0])
     ratios = [float(torch.tensor(statistics.median(each.tolist())).exp()) for each in (beside, again)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ __all__ = ["Calls", "calls_of", "modules_with_tied_weights", "packed_layers", "p
 
 #: module -> projection -> its calls, each (which call of the module, which tensor)
 Calls = dict[str, dict[str, list[tuple[int, int]]]]
+
+
+def _run(run: Callable[[], Any], hooks: Iterable[Any]) -> None:
+    """Run a model that has these hooks, and take them off."""
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def calls_of(model: nn.Module, run: Callable[[], Any]) -> Calls:
@@ -55,12 +65,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> Calls:
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 handles.append(child.register_forward_pre_hook(projecting(path, name), with_kwargs=True))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run(run, handles)
     return calls
 
 
@@ -158,12 +163,7 @@ def packed_layers(model: nn.Module, run: Callable[[], Any]) -> set[str]:
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and _PACKED.fullmatch(path)
     ]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run(run, handles)
     return called
 
 
@@ -217,10 +217,5 @@ def _computed(
     handles = [owner.register_forward_hook(keep)]
     if part:
         handles.append(model.get_submodule(f"{packed}.{part}").register_forward_hook(change))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run(run, handles)
     return found[0]
