@@ -271,9 +271,15 @@ def _idle(where: str, transform: WeightTransform, keys: Iterable[str], parameter
     made = folded({name for name, pattern in map(renaming.rename_source_key, keys) if pattern is not None})
     if not made:
         return idle_source(where, transform, source_patterns(transform)[0], keys, of_several=False)
+    known = folded(parameters)
+    if where.endswith(".conversion_mapping") and made[0] in known:
+        return (
+            f"{where}: {describe(transform)} took no tensor: names in the conversion_mapping of a class begin inside "
+            "of the module that it replaces, without the name of that module"
+        )
     return (
         f"{where}: {describe(transform)} makes {', '.join(map(cut, made[:3]))}, which the model doesn't have; "
-        f"{suggest(made[0], folded(parameters), 'parameters')}"
+        f"{suggest(made[0], known, 'parameters')}"
     )
 
 
