@@ -125,7 +125,9 @@ def _family(name: Any) -> type[Fusion]:
     if isinstance(name, str) and (entry := _entry(name)) is not None:
         return _loaded(entry)
     known = ", ".join(repr(known) for known in (*FAMILIES, *sorted(_registered().keys() - FAMILIES.keys())))
-    if not isinstance(name, str):
+    if isinstance(name, type) and issubclass(name, Fusion):
+        hint = f"write an object of it, {name.__name__}()"
+    elif not isinstance(name, str):
         hint = f"write a name ({known}) or an object of a Fusion subclass"
     elif len(names := re.split(r"[\s,|+]+", name.strip())) > 1:
         hint = f"write fusions={names!r}"
