@@ -31,8 +31,8 @@ class Projections(Fusion):
     >>> UpAndGate().is_fusable(nn.Linear(2, 2))
     False
 
-    Whether they are is asked when they are called, so what is looked at beforehand is only whether something between
-    the calls writes into that tensor: see `patcher.fusions.sharing`.
+    Whether they are given the same tensor is known when they are called: a projection that is given another one
+    computes its own rows. What is read beforehand is only whether something between the calls writes into that tensor.
     """
 
     #: the name of the joined projection
