@@ -112,7 +112,7 @@ class UnmatchedPatchError(PatcherError):
     ...     model = LlamaModel(config)
     Traceback (most recent call last):
         ...
-    patcher.errors.UnmatchedPatchError: The patcher asks for what it can't do:
+    patcher.errors.UnmatchedPatchError: These parts of the patcher have no effect:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, ...
     Correct it or take it out; with strict=False this is a warning.
 

@@ -152,7 +152,7 @@ def plan(
     >>> plan.fused[0]
     ('model.layers.0.self_attn', 'LlamaAttention', 'FusedLlamaAttention')
     >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
-    The patcher asks for what it can't do in LlamaForCausalLM:
+    These parts of the patcher have no effect in LlamaForCausalLM:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
     Correct it or take it out; with strict=False this is a warning.
 

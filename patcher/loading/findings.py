@@ -98,7 +98,7 @@ def _error(entry: InForce, outcome: Outcome, model_name: str) -> UnmatchedPatchE
         (f" in {model_name}" if model_name else ""),
     )
     return UnmatchedPatchError(
-        f"The patcher{name} asks for what it can't do{where}:\n"
+        f"These parts of the patcher{name} have no effect{where}:\n"
         + "".join(f"  {problem}\n" for problem in problems)
         + "Correct it or take it out; with strict=False this is a warning."
     )

@@ -392,7 +392,7 @@ def test_where_no_preset_fits_the_reason_is_said(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path)
     done = run("presets", tmp_path)
     assert done.exit_code == 0
-    assert "no preset was verified on models of the type 'gpt2'" in done.stdout
+    assert "No preset was verified on models of the type 'gpt2'" in done.stdout
     assert "'gpt2'" in json.loads(run("presets", tmp_path, "--json").stdout)["reason"]
 
 
