@@ -139,7 +139,7 @@ class PatchConstructionError(PatcherError):
         ...
     patcher.errors.PatchConstructionError: MyMLP could not be built in place of LlamaMLP, in __init__ of
     LlamaDecoderLayer (modeling_llama.py:...): TypeError: MyMLP.__init__() takes 1 positional argument but 2 were given
-    It was called as MyMLP(<LlamaConfig>). A replacement is built from the very arguments of LlamaMLP.__init__: take
+    It was called as MyMLP(<LlamaConfig>). A replacement is constructed with the arguments of LlamaMLP.__init__: take
     them all, or accept **kwargs.
     """
 

@@ -165,7 +165,7 @@ def _registered_as(name: str) -> tuple[EntryPoint, ...]:
 
 
 def _entry(name: str) -> EntryPoint | None:
-    """What a name stands for, if it stands for something; it isn't imported."""
+    """The entry of a name, if there is one; it isn't imported."""
     if name in FAMILIES:
         if others := _registered().get(name):
             packages = " and ".join(map(_told, others))

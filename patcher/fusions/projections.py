@@ -43,7 +43,7 @@ class Projections(Fusion):
         return iter(())
 
     def group_in(self, module: nn.Module) -> tuple[str, ...] | None:
-        """The children that play them: those that are all linear layers, before those of which one is."""
+        """The children that play the roles: a group in which all are linear layers, before one in which some are."""
         linear = {name: isinstance(child, nn.Linear) for name, child in module._modules.items()}
         groups = list(self.groups(linear)) if any(linear.values()) else []
         for enough in (all, any):

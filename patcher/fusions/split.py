@@ -159,7 +159,7 @@ class Split(Fusion):
     parts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(self, parts: Mapping[str, Iterable[str]] | None = None, modules: str | Iterable[str] = ()) -> None:
-        """Ask for other names than the common ones.
+        """Split layers of other names than the common ones.
 
         Args:
             parts: name of a packed layer -> those of its parts, in words of the variables of the forward.

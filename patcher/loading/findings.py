@@ -194,7 +194,7 @@ def _no_module(where: str, pattern: str, places: Places) -> str:
 def _not_fused(fusion: str | Fusion, pattern: str, refused: Mapping[str, str], places: Places) -> str:
     named = {path for path, _ in places if matches_path(pattern, path)}
     if not named and pattern != "**":
-        return _no_module(f"fusions: {fusion!r} is asked for at", pattern, places)
+        return _no_module(f"fusions: {fusion!r} is requested at", pattern, places)
     reasons: dict[str, list[str]] = {}
     for path in named & refused.keys():
         reasons.setdefault(refused[path], []).append(path)

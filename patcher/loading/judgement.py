@@ -36,7 +36,7 @@ def judge(
 
     Args:
         info: what transformers knows of the load, or would know.
-        stock_routing: gives what the unpatched load would do with the checkpoint.
+        stock_routing: gives what the stock load would do with the checkpoint.
 
     Raises:
         UnmatchedPatchError: a filter or a conversion had no effect.
@@ -75,7 +75,7 @@ def joined_wrong(routing: Routing, stock: Routing, new: Sequence[str]) -> Patche
     """The error for what conversions of patchers join of parts that are missing, or that don't fit one by one.
 
     Args:
-        stock: what the unpatched model makes of the checkpoint: the parts may add up to the shape of the whole.
+        stock: what the stock model makes of the checkpoint: the parts may add up to the shape of the whole.
         new: names what is declared new.
     """
     made_of = [parts for name, parts in routing.made_of.items() if not any(search(each, name) for each in new)]
@@ -134,7 +134,7 @@ class _Weights:
         return ordered(key for key in keys if any(search(text, key) for text in expressions))
 
     def error(self, stock_routing: Callable[[], Routing]) -> PatchedWeightsError | None:
-        """The error for them: what the unpatched load would miss or ignore as well doesn't count."""
+        """The error for them: what the stock load would miss or ignore as well doesn't count."""
         if torn := self._torn():
             return torn
         if self.absent or self.left_over:

@@ -156,7 +156,7 @@ def _patcher_of(model: nn.Module) -> Patcher:
 
 
 def new_weights(model: PreTrainedModel, plan: SavePlan | None = None) -> dict[str, str]:
-    """Name in the checkpoint -> parameter, of what patchers declare as new and the unpatched model doesn't have.
+    """Name in the checkpoint -> parameter, of what patchers declare as new and the stock model doesn't have.
 
     Args:
         plan: how the model is saved in the original format, if that is known.

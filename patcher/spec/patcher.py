@@ -284,7 +284,7 @@ class Patcher:
         >>> Patcher(fusions="qkv", strict=False).to_dict()
         {'schema': 1, 'fusions': ['qkv'], 'strict': False}
 
-        Classes and functions are said as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
+        Classes and functions are written as `module:qualname`. `Patcher.from_dict(p.to_dict(), allowed=...) == p`.
 
         Raises:
             InvalidPatcherError: something of it has no name: a class that can't be imported, a fusion of your own, or
