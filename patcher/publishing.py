@@ -223,8 +223,8 @@ def _written(source: Path, target: Path, generated: Generated, auto_map: dict[st
         shutil.copyfile(each, target / each.name)
     written = json.loads((source / "config.json").read_text("utf-8")) | {"auto_map": auto_map}
     (target / "config.json").write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    # Whoever trains the model and saves it then has the file in that folder too.
-    own = {reference.rpartition(".")[2]: name for name, reference in auto_map.items()}
+    # Whoever trains the model and saves it then has the file in that folder too. Of several Auto classes the first.
+    own = {reference.rpartition(".")[2]: name for name, reference in reversed(auto_map.items())}
     registered = "".join(f'{cls}.register_for_auto_class("{name}")\n' for cls, name in own.items())
     text = generated.text.rstrip("\r\n") + "\n\n# A model that is saved brings this file with it.\n" + registered
     (target / generated.config.target_file).write_text(text, generated.source.encoding)
