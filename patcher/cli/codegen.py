@@ -29,7 +29,10 @@ app.command()(verify)
 
 @app.callback()
 def patched_files() -> None:
-    """Generate patched modeling files, check and verify them."""
+    """Generate patched modeling files, check and verify them.
+
+    `patcher codegen CONFIG --diff` is short for `patcher codegen generate CONFIG --diff`.
+    """
 
 
 @app.command(DEFAULT)
@@ -71,10 +74,9 @@ def codegen(
     formatted: Annotated[bool, typer.Option("--format", help="Run ruff over the files.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List the patches.")] = False,
 ) -> None:
-    """Generate modeling files with the patches of their configs in them.
+    """Generate modeling files with patches in them, from configs.
 
-    `patcher codegen CONFIG` writes a file, `patcher codegen --check` compares files with their configs, and `patcher
-    codegen verify CONFIG` runs small models of a file.
+    With --check, compare the files with what their configs say.
     """
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 

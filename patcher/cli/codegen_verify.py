@@ -18,7 +18,8 @@ class WithDefault(TyperGroup):
     """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
+        own = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in own else [DEFAULT, *args])
 
 
 def verify(
@@ -42,9 +43,9 @@ def verify(
     partly: Annotated[bool, typer.Option("--partly", help="Don't fail for patches that no model runs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
 ) -> None:
-    """Run small models of a file beside stock and beside the runtime patch.
+    """Check that the models of a file compute as stock.
 
-    Exits with 1 if they differ, or a patch never ran.
+    Small ones run beside stock and beside the runtime patch. Exits with 1 if they differ, or a patch never ran.
     """
     from patcher.codegen import verify
     from patcher.codegen.files.projects import load_configs
