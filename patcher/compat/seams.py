@@ -70,9 +70,10 @@ class Seam:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return self.function(function, *args, **kwargs)
 
-        known = inspect.signature(function)
-        for own in (self.function.__kwdefaults__ or {}).keys() - known.parameters.keys():
-            wrapped.__signature__ = with_keyword(known, self.function, own)  # type: ignore[attr-defined]
+        for keyword in self.function.__kwdefaults__ or {}:
+            known = inspect.signature(wrapped)
+            if keyword not in known.parameters:
+                wrapped.__signature__ = with_keyword(known, self.function, keyword)  # type: ignore[attr-defined]
         setattr(owner, name, wrapped if function is stock else type(stock)(wrapped))
         for each in list(sys.modules.values()) if self.follow else ():
             if getattr(each, "__dict__", {}).get(name) is stock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 import threading
@@ -333,3 +334,11 @@ def test_errors_are_no_builtin_errors_that_pipeline_would_swallow() -> None:
     drawn = re.findall(r"[├└]── (\w+)", __import__("patcher.errors", fromlist=["x"]).__doc__)
     assert names == {*drawn, "PatcherError"}
     assert not [error for error in errors if issubclass(error, OSError | ValueError | TypeError | RuntimeError)]
+
+
+def test_help_shows_what_the_parameters_take() -> None:
+    """Not private generics or aliases, which nobody can look up."""
+    shown = {name: each.annotation for name, each in inspect.signature(Patcher).parameters.items()}
+    assert shown["class_mapping"] == shown["module_mapping"] == "Mapping[str, type[nn.Module]]"
+    assert shown["fusions"] == "str | Fusion | Iterable[str | Fusion]"
+    assert not re.search(r"\b_\w", " ".join(shown.values()))
