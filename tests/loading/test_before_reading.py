@@ -38,12 +38,12 @@ WRONG = {
     "one part": (
         Patcher({"LlamaMLP": GateUpMLP}, extra_weight_conversions=joining("gate_proj.weight")),
         PatchedWeightsError,
-        "found",
+        ", the model has ",
     ),
     "other dimension": (
         Patcher({"LlamaMLP": GateUpMLP}, extra_weight_conversions=joining(*BOTH, dim=1)),
         PatchedWeightsError,
-        "found",
+        ", the model has ",
     ),
     "parts that don't fit": (
         Patcher(
@@ -141,7 +141,7 @@ def test_an_operation_that_looks_at_values_is_judged_when_it_has_run(tmp_path: P
     assert joined.equal(
         torch.cat([stock.model.layers[0].mlp.gate_proj.weight, stock.model.layers[0].mlp.up_proj.weight])
     )
-    with pytest.raises(PatcherError, match="found"):
+    with pytest.raises(PatcherError, match=", the model has "):
         LlamaForCausalLM.from_pretrained(folder, patcher=patcher("gate_proj.weight"))
 
 

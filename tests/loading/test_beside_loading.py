@@ -248,7 +248,7 @@ class WiderMLP(OwnMLP):
 
 def test_a_mismatch_in_a_replaced_module_is_an_error_even_with_ignore_mismatched_sizes(llama: Path) -> None:
     with pytest.raises(
-        PatchedWeightsError, match=r"(?s)layers\.\{0\.\.1\}\.mlp\.down_proj.*found \(64, 96\), expected \(128, 96\)"
+        PatchedWeightsError, match=r"(?s)layers\.\{0\.\.1\}\.mlp\.down_proj.*has \(64, 96\), the model has \(128, 96\)"
     ):
         LlamaForCausalLM.from_pretrained(llama, patcher=Patcher({"LlamaMLP": WiderMLP}), ignore_mismatched_sizes=True)
     declared = Patcher({"LlamaMLP": WiderMLP}, new_weights=r"mlp\.down_proj")
