@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -268,6 +269,12 @@ def class_in(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel]
     found: Any = mapping.get(type(config), None)
     listed: list[type[PreTrainedModel] | None] = list(found) if isinstance(found, tuple) else [found]
     return next((cls for cls in listed if cls and cls.__name__ in (config.architectures or ())), listed[0])
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """What a model calls the cache that it takes and returns, `cache` from 5.24 on; None if it takes none."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def is_of_experts_decorator(function: Any) -> bool:

@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import nn
 
+from patcher.compat.models import cache_argument
 from patcher.verification.numerics import named_tensors
 
 
@@ -92,15 +93,15 @@ class Pass:
             for name, output in named_tensors(call(**arguments)):
                 yield name, _counted(output, self.counted)
             return
-        memory, ids = None, _sequence(arguments)
+        memory, ids, cache = None, _sequence(arguments), str(cache_argument(part))
         for start, stop in pairwise(accumulate(self.chunks, initial=0)):
             here = {name: value for name, value in arguments.items() if name not in (ids, "position_ids")}
             for name in {ids, "position_ids"} & arguments.keys():
                 here[name] = arguments[name][:, start:stop]
             if ids == "input_ids" and "attention_mask" in here:
                 here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, past_key_values=memory)
-            memory = result.past_key_values
+            result = call(**here, **{cache: memory})
+            memory = getattr(result, cache)
             mask = None if self.counted is None else self.counted[:, start:stop]
             yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
 

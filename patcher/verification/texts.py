@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from patcher.compat.models import cache_argument
 from patcher.verification.passes import Pass, Row, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
@@ -73,7 +74,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
     yield Row(tuple(in_a_row))
-    if "past_key_values" in taken and model.can_generate():
+    if cache_argument(model) is not None and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
         ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from patcher.compat.models import cache_argument
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import did_you_mean
 from patcher.verification.inputs import chosen_passes
@@ -102,15 +103,16 @@ class Work:
     def _answer(self, model: Any, arguments: dict[str, Any], clock: Clock) -> None:
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(model) else {}
         with torch.no_grad():
+            cache = str(cache_argument(model))
             with clock.measuring(self.name("prefill")):
-                memory = model(**arguments, use_cache=True, **last).past_key_values
+                memory = getattr(model(**arguments, use_cache=True, **last), cache)
             ids, mask = arguments["input_ids"][:, -1:], arguments.get("attention_mask")
             with clock.measuring(self.name("decode")):
                 for _ in range(STEPS):
                     if mask is not None:
                         mask = torch.cat([mask, mask[:, -1:]], 1)
                     masked = {} if mask is None else {"attention_mask": mask}
-                    model(input_ids=ids, past_key_values=memory, use_cache=True, **masked)
+                    model(input_ids=ids, **{cache: memory}, use_cache=True, **masked)
 
     def _train(self, model: Any, arguments: dict[str, Any], clock: Clock) -> None:
         uncached = {"use_cache": False} if "use_cache" in parameters_of(model) else {}
@@ -204,7 +206,7 @@ def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds:
     Raises:
         InvalidPatcherError: inputs that stock doesn't run.
     """
-    is_decoder = model.can_generate() and "past_key_values" in parameters_of(model)
+    is_decoder = model.can_generate() and cache_argument(model) is not None
     is_decoder = is_decoder and not model.config.is_encoder_decoder
     kinds = [part for part in parts if part not in ("load", "memory")]
     kinds = [part for part in kinds if part not in (("forward",) if is_decoder else ("prefill", "decode"))]
