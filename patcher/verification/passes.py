@@ -15,7 +15,6 @@ import numpy
 import torch
 from torch import nn
 
-from patcher.compat.models import cache_argument
 from patcher.verification.numerics import named_tensors
 
 
@@ -52,6 +51,7 @@ class Pass:
         title: what to call it, where method and arguments don't say it.
         counted: (batch, length), True where a token stands; None where all positions of the outputs count.
         chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
+        cache: what the model calls that.
     """
 
     method: str
@@ -60,6 +60,7 @@ class Pass:
     title: str = ""
     counted: torch.Tensor | None = None
     chunks: tuple[int, ...] = ()
+    cache: str = ""
 
     @property
     def name(self) -> str:
@@ -93,15 +94,15 @@ class Pass:
             for name, output in named_tensors(call(**arguments)):
                 yield name, _counted(output, self.counted)
             return
-        memory, ids, cache = None, _sequence(arguments), str(cache_argument(part))
+        memory, ids = None, _sequence(arguments)
         for start, stop in pairwise(accumulate(self.chunks, initial=0)):
             here = {name: value for name, value in arguments.items() if name not in (ids, "position_ids")}
             for name in {ids, "position_ids"} & arguments.keys():
                 here[name] = arguments[name][:, start:stop]
             if ids == "input_ids" and "attention_mask" in here:
                 here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, **{cache: memory})
-            memory = getattr(result, cache)
+            result = call(**here, **{self.cache: memory})
+            memory = getattr(result, self.cache)
             mask = None if self.counted is None else self.counted[:, start:stop]
             yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
 

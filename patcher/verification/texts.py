@@ -32,7 +32,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
     taken = parameters_of(model)
     if "input_ids" not in taken:
         return
-    limit = len(rows[0])
+    limit, cache = len(rows[0]), cache_argument(model)
     decoder, positioned, masked = (name in taken for name in ("decoder_input_ids", "position_ids", "attention_mask"))
 
     def text(title: str, ids: torch.Tensor, mask: Any = None, chunks: tuple[int, ...] = (), **more: Any) -> Pass:
@@ -42,7 +42,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
         if "use_cache" in taken:
             arguments["use_cache"] = bool(chunks)
         counted = None if decoder or mask is None else mask.bool()
-        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks)
+        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks, cache=cache or "")
 
     first = torch.tensor(rows[:1])
     short = text("a short row", first[:, :SHORT])
@@ -74,7 +74,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
     yield Row(tuple(in_a_row))
-    if cache_argument(model) is not None and model.can_generate():
+    if cache is not None and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
         ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)

@@ -67,12 +67,14 @@ class Work:
         arguments: those of the forward.
         title: what the batch is called.
         parts: of `MEASURES` those that are done.
+        cache: what the model calls the cache that it takes.
         times: how often, each time.
     """
 
     arguments: Mapping[str, Any]
     title: str
     parts: Sequence[str]
+    cache: str = ""
     times: int = 1
 
     def name(self, part: str) -> str:
@@ -103,16 +105,15 @@ class Work:
     def _answer(self, model: Any, arguments: dict[str, Any], clock: Clock) -> None:
         last = {"logits_to_keep": 1} if "logits_to_keep" in parameters_of(model) else {}
         with torch.no_grad():
-            cache = str(cache_argument(model))
             with clock.measuring(self.name("prefill")):
-                memory = getattr(model(**arguments, use_cache=True, **last), cache)
+                memory = getattr(model(**arguments, use_cache=True, **last), self.cache)
             ids, mask = arguments["input_ids"][:, -1:], arguments.get("attention_mask")
             with clock.measuring(self.name("decode")):
                 for _ in range(STEPS):
                     if mask is not None:
                         mask = torch.cat([mask, mask[:, -1:]], 1)
                     masked = {} if mask is None else {"attention_mask": mask}
-                    model(input_ids=ids, **{cache: memory}, use_cache=True, **masked)
+                    model(input_ids=ids, **{self.cache: memory}, use_cache=True, **masked)
 
     def _train(self, model: Any, arguments: dict[str, Any], clock: Clock) -> None:
         uncached = {"use_cache": False} if "use_cache" in parameters_of(model) else {}
@@ -228,6 +229,7 @@ def _work(arguments: dict[str, Any], kinds: Sequence[str], *, is_trained: bool) 
 
 def _runnable(model: Any, work: Work, is_given: bool) -> tuple[Work, float]:
     """Of its parts those that stock runs, several times where they are short; and the seconds that they take."""
+    work = replace(work, cache=cache_argument(model) or "")
     try:
         taken = sum(work.run(model).values())
     except Exception as error:
