@@ -277,6 +277,20 @@ def cache_argument(model: nn.Module) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
+def renamed_parameters(function: Any) -> dict[str, str]:
+    """The parameters of a function that transformers has renamed, old name -> new one, as its decorator for that says
+    (`deprecate_kwarg`, which takes the old names too)."""
+    found: dict[str, str] = {}
+    while function is not None:
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if {"old_name", "new_name"} <= {*names}:
+            values = dict(zip(names, function.__closure__, strict=True))
+            if (new := values["new_name"].cell_contents) is not None:
+                found[values["old_name"].cell_contents] = new
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
 def is_of_experts_decorator(function: Any) -> bool:
     """Whether `use_experts_implementation` has put a function around `__init__` or `forward` of a class."""
     return getattr(function, "__globals__", None) is vars(moe)
