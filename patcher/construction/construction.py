@@ -136,7 +136,7 @@ class Construction:
         if is_model and not self._building and self.root is None:
             raise PatchConstructionError(
                 f"{match.replacement.__qualname__} is to be the model itself in place of {original.__qualname__}, and "
-                "is no PreTrainedModel, so it could neither be loaded nor saved: derive it from "
+                "isn't a PreTrainedModel, so it could neither be loaded nor saved: derive it from "
                 f"{original.__qualname__} or from PreTrainedModel, and call super().__init__(config)."
             )
         if (original, match.replacement) not in self._checked:
@@ -155,7 +155,7 @@ class Construction:
     def build_in_place_of(
         self, module: nn.Module, original: type[nn.Module], match: Match, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> nn.Module:
-        """What takes the place of a module of `original` that stands, built with the arguments that made that one.
+        """What takes the place of a constructed module of `original`, built with the arguments that made that one.
 
         Raises:
             PatchConstructionError: it can't be built.

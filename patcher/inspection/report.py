@@ -43,10 +43,10 @@ class Report(Shown):
         conversions_added: the conversions that came in front.
         conversions_fired: (conversion, how many parameters it made or renamed) of those that did something.
         new_weights: parameters that were not in the checkpoint and that the patcher declares as new.
-        dropped_weights: checkpoint tensors that nobody took and that the patcher declares as dropped.
+        dropped_weights: unused checkpoint tensors that the patcher declares as dropped.
         unchecked: the added conversions that took several tensors each, in an order that only `verify` can judge.
         seconds: construction, reading, total.
-        warnings: what `strict=False` said.
+        warnings: what `strict=False` warned of.
         tree: the modules of the model, alike layers folded, with what became of each; None where nothing is patched.
     """
 

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"LlamaMLP": Raising},
         r"Raising could not be built in place of LlamaMLP, in __init__ of LlamaDecoderLayer "
         r"\(modeling_llama\.py:\d+\): ValueError: no such width\n"
-        r"It was called as Raising\(<LlamaConfig>\)\. A replacement is built from the very arguments of "
+        r"It was called as Raising\(<LlamaConfig>\)\. A replacement is constructed with the arguments of "
         r"LlamaMLP\.__init__",
     ),
     "other arguments": (
@@ -339,7 +339,7 @@ def test_without_a_patcher_nothing_is_covered_or_looked_for(llama: Path, monkeyp
     LlamaForCausalLM(tiny_llama_config())
 
 
-@pytest.mark.filterwarnings("ignore:The patcher asks for")
+@pytest.mark.filterwarnings("ignore:These parts of the patcher")
 def test_a_patched_load_imports_nothing(llama: Path) -> None:
     """Row 11, structurally: today's registry imports all of transformers when it looks for names."""
     LlamaForCausalLM.from_pretrained(llama)
