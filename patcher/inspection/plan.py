@@ -93,6 +93,8 @@ class Plan(Shown):
     warnings: tuple[str, ...] = ()
     tree: ModuleNode | None = None
 
+    _also = ("ok",)
+
     @property
     def ok(self) -> bool:
         """Whether the load would go through, and what is replaced can be called as it is."""
@@ -100,10 +102,6 @@ class Plan(Shown):
 
     def __bool__(self) -> bool:
         return self.ok
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, texts and numbers, for JSON."""
-        return super().to_dict() | {"ok": self.ok}
 
     def _headline(self) -> str:
         text = f"{self.model}: {counted(self)} would be replaced"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from patcher.compat.modeling_code import unrebound
+from patcher.expressions import search
+from patcher.loading.record import record_of
+from patcher.patterns import compress
 from patcher.verification.layer_errors import LayerErrors, layer_errors
-from patcher.verification.numerics import Difference, call_gaps, differences, first_difference, noting_calls
-from patcher.verification.passes import Pass, Reference, Row
+from patcher.verification.numerics import Difference, differences, noting_calls
+from patcher.verification.passes import Pass, Reference
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Stage:
     checked: bool = True
     layers: LayerErrors | None = None
     seconds: float = field(default=0.0, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return {**vars(self), "figures": dict(self.figures)}
 
 
 class UncheckedError(Exception):
@@ -135,15 +142,28 @@ class Pair:
                     found.message = f"on {prefix}{run.name} {message}"
         return found
 
-    def by_layer(self, run: Pass | Row, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
+    def by_layer(self, run: Pass, tolerance: float, *, prefix: str = "", right: bool = False) -> LayerErrors:
         """How far each layer is from stock's.
 
         Args:
             right: the outputs are the same, so nothing begins.
         """
-        gaps = list(call_gaps(self.ours, self.stock, run.results))
-        begins = None if right else first_difference(gaps, tolerance)
-        return layer_errors(gaps, prefix + run.name, tolerance, begins)
+        return layer_errors(self.ours, self.stock, run.results, prefix + run.name, tolerance, right=right)
+
+    def compare_weights(
+        self, name: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+    ) -> Stage:
+        """What both save, byte for byte."""
+        record = record_of(self.ours)
+        declared = [text for patcher in (record.patchers if record else ()) for text in patcher.new_weights]
+        new = {key for key in found.keys() - expected.keys() if any(search(text, key) for text in declared)}
+        differing = [key for key in expected.keys() & found.keys() if not _equal_bytes(expected[key], found[key])]
+        wrong = [f"{key} is missing" for key in compress(expected.keys() - found.keys())]
+        wrong += [f"{key} is not in the original" for key in compress(found.keys() - expected.keys() - new)]
+        wrong += [f"{key} differs" for key in compress(sorted(differing))]
+        figures = [("tensors", float(len(expected))), ("equal byte for byte", float(len(expected) - len(differing)))]
+        figures += [("new", float(len(new)))] if new else []
+        return Stage(name, not wrong, tuple(figures), message="; ".join(wrong))
 
     def blame(self, path: str | None) -> str:
         """Where it begins, in words."""
@@ -154,6 +174,11 @@ class Pair:
         if mine is not theirs and unrebound(mine) is theirs:
             kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"
+
+
+def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _agreement(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -14,12 +14,12 @@ from patcher.compat.models import GradientCheckpointingLayer
 from patcher.construction.plain_tensors import TORCH_ATTRIBUTES
 from patcher.layouts.carried import CARRIED
 from patcher.verification.comparing import Comparison, Pair, Stage
-from patcher.verification.passes import OnStock, Pass, Reference, Row, tried
+from patcher.verification.passes import OnStock, Pass, Reference, tried
 
 Found = TypeVar("Found", Comparison, Stage)
 
 
-def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnStock], Found]) -> Found:
+def on_few_layers(pair: Pair, probes: Sequence[Pass], check: Callable[[OnStock], Found]) -> Found:
     """What a check finds on a few layers. What is wrong there is looked at on all of them, which decides.
 
     Args:
@@ -27,9 +27,9 @@ def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnS
         check: is given what runs stock, and leaves out what stock refuses. It is made on all layers if stock runs
             any of that there.
     """
-    refused: list[Pass | Row] = []
+    refused: list[Pass] = []
 
-    def on_stock(runs: Iterable[Pass | Row]) -> Iterator[Reference]:
+    def on_stock(runs: Iterable[Pass]) -> Iterator[Reference]:
         for run in runs:
             found = list(tried([run], pair.stock))
             refused.extend([] if found else [run])
@@ -48,7 +48,7 @@ def on_few_layers(pair: Pair, probes: Sequence[Pass | Row], check: Callable[[OnS
 
 
 @contextmanager
-def few_layers(pair: Pair, probes: Sequence[Pass | Row]) -> Iterator[bool]:
+def few_layers(pair: Pair, probes: Sequence[Pass]) -> Iterator[bool]:
     """Within, both models have only some of the layers that are alike; whether that is so.
 
     Of each kind the first two, the one in the middle and the last: what goes by the number of a layer is mostly a

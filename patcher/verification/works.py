@@ -15,10 +15,9 @@ import torch
 
 from patcher.errors import InvalidPatcherError
 from patcher.patterns import did_you_mean
-from patcher.verification.inputs import chosen_passes
+from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
 from patcher.verification.passes import fitted, parameters_of
-from patcher.verification.processors import processed, processor_of
 from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 
