@@ -128,7 +128,7 @@ def _becomes(old: Iterable[str], new: Iterable[str]) -> str:
 
 
 def _table(part: Table) -> str:
-    heads = "".join(_element("th", head) for head in part.heads)
+    heads = "".join(_element("th", head, "short") for head in part.heads)
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in part.rows)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
 

@@ -60,6 +60,11 @@ class Shown:
         return [part for part in self._parts() if is_filled(part)]
 
 
+def numbered(count: int, what: str) -> str:
+    """`1 module`, `2 classes`."""
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("s") else "s")
+
+
 def folded(rows: Iterable[tuple[Any, ...]], root: str = "(the model)") -> list[tuple[Any, ...]]:
     """Rows that begin with a path and say the same of several layers, as one."""
     by_rest: dict[tuple[Any, ...], list[str]] = {}

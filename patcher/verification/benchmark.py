@@ -25,8 +25,9 @@ from patcher.spec.like import Like
 from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.gains import LEAST, Gain, rounds_needed
+from patcher.verification.members import joined
 from patcher.verification.progress import under_way
-from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, joined, members_of, unique
+from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, measured_members, unique
 from patcher.verification.sides import side_of
 from patcher.verification.works import device_of, parts_to_measure
 
@@ -97,7 +98,7 @@ class Benchmark(Shown):
         members that takes no more than a hundredth longer."""
         ratios = {each.patcher: each.gains[ALL].ratio for each in self.measured if each.pays}
         fastest = [each for each in ratios if ratios[each] <= min(ratios.values()) * (1 + LEAST)]
-        return min(fastest, key=lambda each: (len(members_of(each)), ratios[each]), default=None)
+        return min(fastest, key=lambda each: (len(measured_members(each)), ratios[each]), default=None)
 
     @property
     def python(self) -> str:
@@ -249,7 +250,7 @@ def benchmark(
     with under_way("measuring", seed, {"": 1.0}, progress) as (scratch, step):
         side = side_of(model, options, scratch, seed, model_class)
         run = Rounds(side, scratch, seed, deadline, step, parts, verify)
-        members = unique(member for each in patchers for member in members_of(each))
+        members = unique(member for each in patchers for member in measured_members(each))
         candidates = candidates_of(patchers, members)
         if verify:
             run.verify(patchers)

@@ -86,9 +86,9 @@ class Run:
         self.compare_with(ours, stock)
         self.replaced = len(self.patched)
         self.calling = sum(unrebound(type(module)) is not type(module) for module in ours.modules())
-        figures: tuple[tuple[str, float], ...] = (("modules replaced", float(self.replaced)),)
-        figures += (("modules that call replaced functions", float(self.calling)),) if self.calling else ()
-        yield Stage("load", True, figures, seconds=time.perf_counter() - started)
+        figures = {"modules replaced": self.replaced, "modules that call replaced functions": self.calling}
+        counted = tuple((what, float(count)) for what, count in figures.items() if count)
+        yield Stage("load", True, counted, seconds=time.perf_counter() - started)
         wrong = False
         for name in self.names[1:]:
             self.step(name)
@@ -318,7 +318,12 @@ class Run:
         if not texts or not stock.can_generate():
             raise UncheckedError("the model generates nothing from text")
         given = fitted({name: texts[0].arguments.get(name) for name in ("input_ids", "attention_mask")}, stock)
-        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+        options: dict[str, Any] = {
+            "max_new_tokens": NEW_TOKENS,
+            "do_sample": False,
+            "eos_token_id": None,
+            "disable_compile": True,
+        }
         try:
             tokens = stock.generate(**given, **options).tolist()
         except Exception as error:

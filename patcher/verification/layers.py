@@ -110,38 +110,25 @@ def _description(layer: nn.Module) -> list[Any]:
     found: list[Any] = []
     for path, module in layer.named_modules():
         found += [path, type(module)]
-        found += [
-            (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]
-            if tensor is not None
-        ]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            found += [] if tensor is None else [(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)]
         for name, value in sorted(vars(module).items()):
-            if name == CARRIED or "state_dict" in name:
+            if name == CARRIED or "state_dict" in name or name in ("_parameters", "_buffers", "_modules"):
                 continue  # how weights are read, not what is computed
-            if name not in own:
-                found += [name, value]
-            elif name not in ("_parameters", "_buffers", "_modules"):
-                found += [name, list(value.values()) if isinstance(value, dict) else value]  # hooks
+            if name in own:  # hooks
+                value = list(value.values()) if isinstance(value, dict) else value
+            found += [name, *([value.func, value.args, value.keywords] if type(value) is partial else [value])]
     return found
 
 
 def _alike(one: list[Any], other: list[Any], numbers: tuple[int, int]) -> bool:
-    """Whether two layers go by the same, or by their numbers, at each place."""
-    if len(one) != len(other):
-        return False
-    return all(
-        _same(mine, theirs) or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
-        for mine, theirs in zip(one, other, strict=True)
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """What can't be compared isn't the same."""
-    if one is other:
-        return True
-    if type(one) is type(other) is partial:
-        return _same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+    """Whether two layers go by the same, or by their numbers, at each place. What can't be compared isn't the same."""
     try:
-        return type(one) is type(other) and bool(one == other)
+        return len(one) == len(other) and all(
+            mine is theirs
+            or (type(mine) is type(theirs) is int and (mine, theirs) == numbers)
+            or (type(mine) is type(theirs) and bool(mine == theirs))
+            for mine, theirs in zip(one, other, strict=True)
+        )
     except Exception:  # tensors of several elements, for one
         return False

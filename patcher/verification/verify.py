@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from patcher.display.parts import Bar, Cell, Chart, Notes, Part, Table
-from patcher.display.shown import Shown
+from patcher.display.shown import Shown, numbered
 from patcher.errors import InvalidPatcherError, VerificationError
 from patcher.integrations import install
 from patcher.patterns import inside
@@ -104,7 +104,7 @@ class Verification(Shown):
         verdict = "the same as stock" if self.passed else "NOT the same as stock"
         counts = [(self.replaced, "replaced")] if self.replaced or not self.calling else []
         counts += [(self.calling, "with calls of replaced functions")] if self.calling else []
-        told = ", ".join(f"{count} module{'' if count == 1 else 's'} {what}" for count, what in counts)
+        told = ", ".join(f"{numbered(count, 'module')} {what}" for count, what in counts)
         return f"{self.model}: {told}, {verdict} ({self.dtype}, {self.checkpoint}, {self.seconds:.1f} s)"
 
     def _verdict(self) -> Cell:
