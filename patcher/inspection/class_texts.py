@@ -220,7 +220,7 @@ def _made_up(cls: type) -> _Body:
     """A class without a source: of a notebook cell when it has no methods, or made by a call."""
     members = []
     for name, value in vars(cls).items():
-        if name.startswith("__") and not isinstance(unwrap(value), FunctionType):
+        if name.startswith("_") and not isinstance(unwrap(value), FunctionType):
             continue
         if value is None or isinstance(value, str | int | float):
             members.append(_Member(name, [f"    {name} = {value!r}"]))

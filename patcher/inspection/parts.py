@@ -53,11 +53,11 @@ class Patched(Shown):
     tree: ModuleNode | None = None
 
     def _counted(self, verb: str) -> str:
-        """How many modules and functions: `2 modules and 1 function replaced, called by 4 modules`."""
+        """How many modules and functions: `2 modules and 1 function replaced (in calls of 4 modules)`."""
         modules, functions = len(self.replaced) + len(self.fused), len(self.functions)
         parts = [numbered(modules, "module")] if modules or not functions else []
         parts += [numbered(functions, "function")] if functions else []
-        called = f", called by {numbered(self.calling, 'module')}" if functions else ""
+        called = f" (in calls of {numbered(self.calling, 'module')})" if functions else ""
         return f"{' and '.join(parts)} {verb}{called}"
 
     def _patched_parts(self, takes: str, conversions: Iterable[tuple[str, str, str]]) -> Iterator[Part]:
@@ -96,7 +96,7 @@ class Patched(Shown):
         yield Table("Conversions", ("", "conversion", takes), rows)
 
 
-def of_modules(built: nn.Module, weights: Iterable[Weights], **fields: Any) -> dict[str, Any]:
+def of_modules(built: nn.Module, weights: Iterable[Weights], fields: dict[str, Any]) -> dict[str, Any]:
     """These fields of a report or a plan, with those that the modules of the model tell."""
     names = [(in_state_dict(path), stock_class(module).__qualname__) for path, module in named_modules(built)]
     callers = {name for _, _, classes in fields["functions"] for name in classes}

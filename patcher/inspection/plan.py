@@ -189,7 +189,7 @@ def _plan(model: Any, patcher: Any, *, model_class: Any, checkpoint: Any, option
         **_conversions_and_weights(load, unknown),
     }
     return Plan(
-        **of_modules(built, _weights_of_modules(load, fields), **fields),
+        **of_modules(built, _weights_of_modules(load, fields), fields),
         checkpoint=headers.where if headers is not None else "",
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in in_force),
         unseen=_unseen(load, tensors, built),

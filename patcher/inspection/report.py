@@ -106,18 +106,16 @@ def _report(model: nn.Module, record: PatchRecord) -> Report:
     weights = [*converted_by_layouts(record), *converted_in_load(record)]
     weights += [Weights("new", (), (name,)) for name in record.new_weights]
     weights += [Weights("dropped", (key,)) for key in record.dropped_weights]
-    fields = of_modules(
-        model,
-        weights,
-        model=type(model).__name__,
-        replaced=rows_of_classes(record.replaced),
-        fused=rows_of_classes(record.fused),
-        refused=tuple(record.refused.items()),
-        functions=record.functions,
-        rules=record.rules,
-    )
+    fields: dict[str, Any] = {
+        "model": type(model).__name__,
+        "replaced": rows_of_classes(record.replaced),
+        "fused": rows_of_classes(record.fused),
+        "refused": tuple(record.refused.items()),
+        "functions": record.functions,
+        "rules": record.rules,
+    }
     return Report(
-        **fields,
+        **of_modules(model, weights, fields),
         patchers=tuple((repr(entry.patcher), entry.origin) for entry in record.in_force),
         conversions_dropped=tuple((describe(transform), text) for transform, text in record.dropped),
         conversions_added=tuple(describe(transform) for transform in [*record.added, *record.fusion_transforms])
