@@ -19,14 +19,13 @@ from safetensors.torch import load_file
 from patcher.compat.modeling_code import unrebound
 from patcher.compat.models import implementation
 from patcher.construction.in_force import unpatched
-from patcher.errors import InvalidPatcherError
 from patcher.loading.new_weights import new_weights
 from patcher.loading.record import record_of
 from patcher.loading.saving import saved_state_dict
-from patcher.patterns import compress, did_you_mean
+from patcher.patterns import compress
 from patcher.spec.patcher import Patcher
-from patcher.verification.arguments import asking_for, flags, reactions
-from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, said
+from patcher.verification.arguments import reactions, recording
+from patcher.verification.comparing import Comparison, Pair, Stage, UncheckedError, requested, said
 from patcher.verification.inputs import NoInputsError, chosen_passes, processed, processor_of
 from patcher.verification.layers import few_layers, on_few_layers
 from patcher.verification.modules import HALVES, eager_attention, precision_stage
@@ -287,7 +286,7 @@ class Run:
                 # Loaded anew: some look at it once, when they are constructed or first run.
                 pair, prefix = self._pair(self.theirs, self.mine, attn_implementation="eager"), "eager attention, "
         bases = [base for base in self._passes("a short row", *self.chosen) if base.method == "forward"]
-        asked = [each for base in bases for each in asking_for(base, flags(pair.stock))]
+        asked = [each for base in bases for each in recording(pair.stock, base)]
         plain = self._passes("a short row", "a padded batch", CHUNKS, *self.chosen)
         runs = dict.fromkeys([*plain, *asked])
 
@@ -437,11 +436,7 @@ def stages_of(names: Iterable[str] | None, quick: bool) -> tuple[str, ...]:
     """
     if names is None:
         return tuple(name for name, check in CHECKS.items() if (check.is_quick if quick else check.in_all))
-    requested = {"load", *([names] if isinstance(names, str) else names)}
-    for name in sorted(requested - CHECKS.keys()):
-        hint = did_you_mean(name, CHECKS, f"they are {', '.join(CHECKS)}.")
-        raise InvalidPatcherError(f"stages={name!r}: there is no such stage; {hint}")
-    return tuple(name for name in CHECKS if name in requested)
+    return requested("stage", ["load", *([names] if isinstance(names, str) else names)], CHECKS)
 
 
 def patched_modules(model: Any) -> tuple[set[str], list[str]]:

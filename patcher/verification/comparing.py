@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from patcher.compat.modeling_code import unrebound
+from patcher.errors import InvalidPatcherError
 from patcher.expressions import search
 from patcher.loading.record import record_of
-from patcher.patterns import compress
+from patcher.patterns import compress, did_you_mean
 from patcher.verification.layer_errors import LayerErrors, layer_errors
 from patcher.verification.numerics import Difference, differences, noting_calls
 from patcher.verification.passes import Pass, Reference
@@ -55,6 +56,19 @@ class UncheckedError(Exception):
 def said(error: BaseException) -> str:
     """An error in one line of a report."""
     return f"{type(error).__name__}: {error}"
+
+
+def requested(what: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """Those of the known names that are requested, in their order.
+
+    Raises:
+        InvalidPatcherError: one isn't known.
+    """
+    wanted = set(names)
+    for name in sorted(wanted.difference(known)):
+        hint = did_you_mean(name, known, f"they are {', '.join(known)}.")
+        raise InvalidPatcherError(f"{what}s={name!r}: there is no such {what}; {hint}")
+    return tuple(name for name in known if name in wanted)
 
 
 @dataclass
@@ -170,7 +184,8 @@ class Pair:
         if path is None:
             return "in no module that both have does it begin"
         mine, theirs = type(self.ours.get_submodule(path)), type(self.stock.get_submodule(path))
-        kind = mine.__qualname__ if mine is theirs else f"{mine.__qualname__} in place of {theirs.__qualname__}"
+        is_another = mine.__qualname__ != theirs.__qualname__  # a class of a generated file is called as that of stock
+        kind = f"{mine.__qualname__} in place of {theirs.__qualname__}" if is_another else mine.__qualname__
         if mine is not theirs and unrebound(mine) is theirs:
             kind = f"{mine.__qualname__}, which calls replaced functions"
         return f"it begins in {path or 'the model itself'} ({kind})"

@@ -22,7 +22,7 @@ from patcher.codegen.bridges.to_patcher import to_patcher
 from patcher.codegen.generation.generator import Generated, build
 from patcher.codegen.spec import External, Patch, PatchKind, PatchSpec
 from patcher.construction.in_force import unpatched
-from patcher.display.parts import Part, Table
+from patcher.display.parts import Cell, Notes, Part, Table
 from patcher.display.shown import Shown
 from patcher.errors import CodegenError, UnmatchedPatchError, VerificationError
 from patcher.spec.patcher import Patcher
@@ -81,17 +81,26 @@ class FileVerification(Shown):
         if not self.passed:
             raise VerificationError(f"{self.file} is wrong:\n  " + "\n  ".join(self.failures or ("nothing was run",)))
 
+    @property
+    def _beside(self) -> Iterator[tuple[str, Verification]]:
+        """All verifications, each with what it is beside."""
+        yield from (("the runtime patch", each) for each in self.exact)
+        yield from (("stock", each) for each in self.models)
+
+    def _verdict(self) -> Cell:
+        return Cell("PASSED", "good") if self.passed else Cell("FAILED", "bad")
+
     def _headline(self) -> str:
         apart = max((model.figures("outputs").get("max relative", 0.0) for model in self.models), default=0.0)
         right = f"as its config says, outputs {apart:.2g} (relative) from stock's"
         return f"{self.file}, of {self.source}: {right if self.passed else 'WRONG'} ({self.seconds:.1f} s)"
 
     def _parts(self) -> Iterator[Part]:
-        for beside, models in (("the runtime patch", self.exact), ("stock", self.models)):
-            rows = [(model.model, *row) for model in models for row in model.rows()]
-            yield Table(f"The file beside {beside}", ("model", *HEADS), rows)
-        yield Table("Wrong", ("what",), [(text,) for text in self.failures])
-        yield Table("Patches that never ran", ("patch",), [(text,) for text in self.unrun])
+        rows = [(each.model, beside, *row) for beside, each in self._beside for row in each.rows() if row[0] != "load"]
+        yield Table("The models of the file", ("model", "beside", *HEADS), rows)
+        shown = [text for beside, each in self._beside for text in _failures(beside, each)]
+        yield Notes("Wrong", [text for text in self.failures if text not in shown], "bad")
+        yield Notes("Patches that never ran", self.unrun, "warning")
         yield Table("Not run", ("model", "why"), list(self.skipped))
 
 
@@ -151,7 +160,7 @@ def verify(
                     checkpoint = _checkpoint(stock, model_config, folder / stock.__name__, seed)
                     for beside, each in _beside(stock, module, patcher, checkpoint, tolerance):
                         found[beside].append(each)
-                        failures += [f"{each.model}: the file and {beside}: {text}" for text in each.failures]
+                        failures += _failures(beside, each)
             except UncheckedError as error:
                 skipped.append((stock.__name__, str(error)))
             except CodegenError as error:
@@ -170,6 +179,10 @@ def verify(
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
+
+
+def _failures(beside: str, found: Verification) -> list[str]:
+    return [f"{found.model}: the file and {beside}: {text}" for text in found.failures]
 
 
 def _checkpoint(stock: Any, config: PretrainedConfig | None, folder: Path, seed: int) -> Path:
@@ -225,13 +238,11 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
     path = folder / generated.config.target_file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(generated.text.removeprefix("\ufeff"), generated.source.encoding, newline="")
-    name = f"_verified_{path.stem}"
+    name = f"_verified_{path.stem}_{id(generated)}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = sys.modules.get(name)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         try:
             spec.loader.exec_module(module)
@@ -242,8 +253,6 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
         yield module
     finally:
         del sys.modules[name]
-        if before is not None:
-            sys.modules[name] = before
 
 
 def _patcher(config: PatchSpec, generated: Generated, failures: list[str]) -> Patcher | None:

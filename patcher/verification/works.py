@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patcher.errors import InvalidPatcherError
-from patcher.patterns import did_you_mean
+from patcher.verification.comparing import requested
 from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
 from patcher.verification.passes import fitted, parameters_of
@@ -185,11 +185,8 @@ def parts_to_measure(measures: Sequence[str] | str | None) -> tuple[str, ...]:
     Raises:
         InvalidPatcherError: there is no such measure.
     """
-    names = MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
-    for name in sorted(set(names) - MEASURES.keys()):
-        hint = did_you_mean(name, MEASURES, f"they are {', '.join(MEASURES)}.")
-        raise InvalidPatcherError(f"measures={name!r}: there is no such measure; {hint}")
-    return tuple(name for name in MEASURES if name in names)
+    names = MEASURES if measures is None else [measures] if isinstance(measures, str) else measures
+    return requested("measure", names, MEASURES)
 
 
 def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds: float, seed: int) -> list[Work]:
