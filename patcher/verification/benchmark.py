@@ -26,10 +26,11 @@ from patcher.spec.patcher import Patcher
 from patcher.spec.validation import MAPPINGS, not_a_patcher
 from patcher.verification.gains import LEAST, Gain, rounds_needed
 from patcher.verification.members import joined
+from patcher.verification.passes import device_of
 from patcher.verification.progress import under_way
 from patcher.verification.rounds import ALL, FEW, STOCK, Deadline, Rounds, candidates_of, measured_members, unique
 from patcher.verification.sides import side_of
-from patcher.verification.works import device_of, parts_to_measure
+from patcher.verification.works import parts_to_measure
 
 
 @dataclass(frozen=True)

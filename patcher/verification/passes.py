@@ -161,12 +161,18 @@ def fitted(arguments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy, for models that write into what they are given: on the device of the model's weights, and of their type
     where a model is in half precision."""
     weight = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    device = device_of(model)
     return {
-        name: value.clone().to(weight.device, weight.dtype if value.is_floating_point() else value.dtype)
+        name: value.clone().to(device, weight.dtype if value.is_floating_point() else value.dtype)
         if isinstance(value, torch.Tensor)
         else value
         for name, value in arguments.items()
     }
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where its inputs go: where its first weight is that isn't offloaded."""
+    return next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
 
 
 def parameters_of(model: Any, method: str = "forward") -> dict[str, inspect.Parameter]:

@@ -17,7 +17,7 @@ from patcher.errors import InvalidPatcherError
 from patcher.verification.comparing import requested
 from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
-from patcher.verification.passes import fitted, parameters_of
+from patcher.verification.passes import device_of, fitted, parameters_of
 from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 
@@ -172,11 +172,6 @@ class _Memory:
             return float(torch.cuda.max_memory_allocated() - self._on_gpu)
         most = self._of_process("VmHWM") if device.type == "cpu" else None
         return None if most is None or self._before is None else most - self._before
-
-
-def device_of(model: Any) -> torch.device:
-    """Where its first weight is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def parts_to_measure(measures: Sequence[str] | str | None) -> tuple[str, ...]:

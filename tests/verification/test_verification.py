@@ -55,6 +55,14 @@ def test_offloaded_weights_of_one_model_are_not_those_of_another(llama: Path, tm
     assert {stage.name for stage in found.stages if not stage.checked} == {"windows", "gradients", "training"}
 
 
+def test_inputs_go_to_weights_that_are_there(llama: Path, tmp_path: Path) -> None:
+    """The first weight of the model is on the disk."""
+    first = DEVICE_MAPS["a layer on disk"] | {"model.embed_tokens": "disk"}
+    verify(
+        llama, Patcher(fusions="qkv"), stages="outputs", device_map=first, offload_folder=tmp_path
+    ).raise_on_failure()
+
+
 class NormAsShipped(LlamaRMSNorm):
     pass
 
