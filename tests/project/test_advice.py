@@ -83,7 +83,7 @@ NO_ADVICE = {
     "Write JSON to stdout, and nothing else.": "help of an option",
     "Leave out the pins: to see how a preset does on code that has changed.": "help of an option",
     "Run code that the repo brings with it.": "help of an option",
-    "call {} ({}), {}": "the name of an output",
+    "call {} ({}), ": "the name of an output",
     "Run only this stage; may be repeated.": "help of an option",
     "import {}": "code that is generated",
     "Generate from every config of the project.": "help of an option",
