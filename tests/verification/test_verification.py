@@ -214,6 +214,17 @@ def test_two_models_in_memory_are_compared_and_stay_as_they_are(llama: Path, opt
     assert told.stages[1].layers.begins == "model.layers.1.mlp.down_proj"
 
 
+def test_how_far_models_may_be_apart_can_be_said(llama: Path) -> None:
+    stock, other = (LlamaForCausalLM.from_pretrained(llama) for _ in range(2))
+    with torch.no_grad():
+        other.lm_head.weight *= 1 + 2**-20
+    near, exact = (compare(stock, other, stages="outputs", quick=True, tolerance=each) for each in (1e-3, 0.0))
+    assert (bool(near), bool(exact)) == (True, False)
+    assert 0 < near.figures("outputs")["max abs"] < 1e-3
+    assert compare(stock, stock, quick=True, tolerance=0.0)
+    assert near.figures("gradients") == {}
+
+
 def test_threads_are_those_of_before_and_one_for_a_tiny_model(llama: Path) -> None:
     class Counts(LlamaMLP):
         counted: ClassVar[set[int]] = set()
