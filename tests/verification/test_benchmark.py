@@ -76,7 +76,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_part_that_pays_is_named(wide: Path) -> None:
-    found = measured(wide, FAST | SLOW, verify=False, seconds=8.0)
+    for seconds in (8.0, 30.0):  # a busy machine finishes too few rounds in the first
+        found = measured(wide, FAST | SLOW, verify=False, seconds=seconds)
+        if found.rounds >= 6:
+            break
 
     assert found.best == FAST, found
     assert [each.patcher for each in found.measured] == [FAST | SLOW, FAST, SLOW]
