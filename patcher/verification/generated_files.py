@@ -50,8 +50,8 @@ class FileVerification(Shown):
         file: the name of the file.
         models: the models of the file that were run, each beside stock.
         exact: those that the runtime patch changes, beside stock under it: the same to the bit.
-        unrun: the patches that no model has run.
-        failures: what is wrong.
+        unrun: the patches that no model has run; `partly` lets them pass.
+        problems: what is wrong besides: what can't be loaded, or made.
         skipped: (class, why) of models that could not be run.
         seconds: the time that it took.
     """
@@ -61,16 +61,25 @@ class FileVerification(Shown):
     models: tuple[Verification, ...] = ()
     exact: tuple[Verification, ...] = ()
     unrun: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
+    partly: bool = False
+    problems: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     seconds: float = field(default=0.0, compare=False)
 
-    _also = ("passed",)
+    _also = ("passed", "failures")
 
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
         return bool(self.models) and not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is wrong, a text for each."""
+        found = [
+            f"{each.model}: the file and {beside}: {text}" for beside, each in self._beside for text in each.failures
+        ]
+        return (*self.problems, *found, *(f"{text} never ran" for text in self.unrun if not self.partly))
 
     def raise_on_failure(self) -> None:
         """Raise if something is wrong.
@@ -98,9 +107,8 @@ class FileVerification(Shown):
     def _parts(self) -> Iterator[Part]:
         rows = [(each.model, beside, *row) for beside, each in self._beside for row in each.rows() if row[0] != "load"]
         yield Table("The models of the file", ("model", "beside", *HEADS), rows)
-        shown = [text for beside, each in self._beside for text in _failures(beside, each)]
-        yield Notes("Wrong", [text for text in self.failures if text not in shown], "bad")
-        yield Notes("Patches that never ran", self.unrun, "warning")
+        yield Notes("Wrong", self.problems, "bad")
+        yield Notes("Patches that never ran", self.unrun, "warning" if self.partly else "bad")
         yield Table("Not run", ("model", "why"), list(self.skipped))
 
 
@@ -143,13 +151,13 @@ def verify(
     started = time.perf_counter()
     generated = build(config)
     found: dict[str, list[Verification]] = {"stock": [], "the runtime patch": []}
-    failures: list[str] = []
+    problems: list[str] = []
     skipped: list[tuple[str, str]] = []
     with (
         under_way(f"verifying {config.target_file}", seed, {}) as (folder, step),
         _imported(generated, folder) as module,
     ):
-        patcher = _patcher(config, generated, failures)
+        patcher = _patcher(config, generated, problems)
         left = _places_of(generated, module)
         for stock in _candidates(config, importlib.import_module(config.source_module), module, model_class):
             if found["stock"] and not left and model_class is None:
@@ -160,29 +168,23 @@ def verify(
                     checkpoint = _checkpoint(stock, model_config, folder / stock.__name__, seed)
                     for beside, each in _beside(stock, module, patcher, checkpoint, tolerance):
                         found[beside].append(each)
-                        failures += _failures(beside, each)
             except UncheckedError as error:
                 skipped.append((stock.__name__, str(error)))
             except CodegenError as error:
-                failures.append(f"{stock.__name__}: {error}")
-    unrun = tuple(left) if found["stock"] else ()
-    failures += [] if partly else [f"{text} never ran" for text in unrun]
-    if not found["stock"] and not failures:
-        failures = [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
+                problems.append(f"{stock.__name__}: {error}")
+    if not found["stock"] and not problems:
+        problems = [f"no model could be run: {'; '.join(': '.join(each) for each in skipped) or 'there is none'}"]
     return FileVerification(
         source=config.source_module,
         file=config.target_file,
         models=tuple(found["stock"]),
         exact=tuple(found["the runtime patch"]),
-        unrun=unrun,
-        failures=tuple(failures),
+        unrun=tuple(left) if found["stock"] else (),
+        partly=partly,
+        problems=tuple(problems),
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
     )
-
-
-def _failures(beside: str, found: Verification) -> list[str]:
-    return [f"{found.model}: the file and {beside}: {text}" for text in found.failures]
 
 
 def _checkpoint(stock: Any, config: PretrainedConfig | None, folder: Path, seed: int) -> Path:
@@ -255,13 +257,13 @@ def _imported(generated: Generated, folder: Path) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def _patcher(config: PatchSpec, generated: Generated, failures: list[str]) -> Patcher | None:
+def _patcher(config: PatchSpec, generated: Generated, problems: list[str]) -> Patcher | None:
     """The runtime patch; None where it would change nothing, or can't be made."""
     try:
         return to_patcher(config) if generated.patches else None
     except CodegenError as error:
         if "to_patcher() would change nothing" not in str(error):
-            failures.append(f"the runtime patch: {error}")
+            problems.append(f"the runtime patch: {error}")
         return None
 
 
