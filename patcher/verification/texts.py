@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from patcher.compat.models import cache_argument
-from patcher.verification.passes import Pass, Row, parameters_of
+from patcher.verification.passes import Pass, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
 SHORT, LONG = 5, 200
@@ -27,7 +28,7 @@ _PADDED = (11, 8, 4)
 _STEPS, _CHUNKS = (12, *[1] * 40), (13, 1, 17, 2, 11)
 
 
-def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass | Row]:
+def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]:
     """What the stock model is to be run on, if it takes token ids; what it refuses is left out later."""
     taken = parameters_of(model)
     if "input_ids" not in taken:
@@ -73,7 +74,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass 
             yield text(f"a row of {length} token{'s' if length > 1 else ''}", first[:, :length])
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
-    yield Row(tuple(in_a_row))
+    yield replace(short, title="calls one after another", calls=tuple(in_a_row))
     if cache is not None and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]

@@ -15,11 +15,10 @@ import torch
 
 from patcher.compat.models import cache_argument
 from patcher.errors import InvalidPatcherError
-from patcher.patterns import did_you_mean
-from patcher.verification.inputs import chosen_passes
+from patcher.verification.comparing import requested
+from patcher.verification.inputs import chosen_passes, processed, processor_of
 from patcher.verification.numerics import floating_tensors
-from patcher.verification.passes import fitted, parameters_of
-from patcher.verification.processors import processed, processor_of
+from patcher.verification.passes import device_of, fitted, parameters_of
 from patcher.verification.sides import Side
 from patcher.verification.texts import batch, token_rows
 
@@ -178,22 +177,14 @@ class _Memory:
         return None if most is None or self._before is None else most - self._before
 
 
-def device_of(model: Any) -> torch.device:
-    """Where its first weight is."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def parts_to_measure(measures: Sequence[str] | str | None) -> tuple[str, ...]:
     """What is measured, in order.
 
     Raises:
         InvalidPatcherError: there is no such measure.
     """
-    names = MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
-    for name in sorted(set(names) - MEASURES.keys()):
-        hint = did_you_mean(name, MEASURES, f"they are {', '.join(MEASURES)}.")
-        raise InvalidPatcherError(f"measures={name!r}: there is no such measure; {hint}")
-    return tuple(name for name in MEASURES if name in names)
+    names = MEASURES if measures is None else [measures] if isinstance(measures, str) else measures
+    return requested("measure", names, MEASURES)
 
 
 def works_of(model: Any, side: Side, inputs: Any, parts: Sequence[str], seconds: float, seed: int) -> list[Work]:

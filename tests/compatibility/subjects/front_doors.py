@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests.compatibility.columns import column
-from tests.compatibility.outcomes import NOT_APPLICABLE, compared, worst
+from tests.compatibility.outcomes import NOT_APPLICABLE, compared, same_models, worst
 from tests.compatibility.rows import Row
 from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint, saved
@@ -79,7 +79,7 @@ def gguf_file(row: Row, folder: Path) -> str:
     stock = AutoModelForCausalLM.from_pretrained(folder, **options)
     patched = AutoModelForCausalLM.from_pretrained(folder, patcher=row.patcher, **options)
     assert saved(patched, folder / "patched") == saved(stock, folder / "stock")
-    return compared(logits(patched, row.inputs()), logits(stock, row.inputs()))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "`trust_remote_code`")
@@ -95,8 +95,7 @@ def remote_code(row: Row, folder: Path) -> str:
     stock = AutoModelForCausalLM.from_pretrained(folder / "tiny_remote", **options)
     patched = AutoModelForCausalLM.from_pretrained(folder / "tiny_remote", patcher=patcher, **options)
     assert saved(patched, folder / "patched") == saved(stock, folder / "stock")
-    inputs = {"input_ids": row.inputs()["input_ids"]}
-    return compared(logits(patched, inputs), logits(stock, inputs))
+    return same_models(patched, stock)
 
 
 @column(SUBJECT, "`pipeline`")
