@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Patcher:
 
     home, model = _family(name)
     # When it is asked for: a preset may need a package that isn't installed, and the list of names needs none.
-    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.24")
+    return Preset(**home.arguments(model), name=name, transformers=">=5.17,<5.25")
 
 
 def _family(name: str) -> tuple[Any, str]:

@@ -82,7 +82,7 @@ ADVICE = re.compile(rf"(?:^ ?|[.;:,] |\n|\bor )(?:{'|'.join(VERBS)})\b(?! for)",
 NO_ADVICE = {
     "Write JSON to stdout, and nothing else.": "help of an option",
     "Run code that the repo brings with it.": "help of an option",
-    "call {} ({}), {}": "the name of an output",
+    "call {} ({}), ": "the name of an output",
     "Run only this stage, such as training or save; may be repeated.": "help of an option",
     "import {}": "code that is generated",
     "add `{}`": "what a model card says",
