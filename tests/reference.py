@@ -14,9 +14,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import is_dataclass
 from html import unescape
 from pathlib import Path
 from types import ModuleType
+from typing import get_type_hints
 
 from pdoc import doc, render
 
@@ -60,6 +63,11 @@ def _page(name: str, more: tuple[str, ...]) -> doc.Module:
     names = [each for each in (*module.__all__, *more) if each not in elsewhere and not each.startswith("__")]
     page = _module(name, module.__doc__ or "", {each: getattr(module, each) for each in names})
     for cls in page.classes:
+        if is_dataclass(cls.obj):  # what it inherits is annotated with names of another module
+            with suppress(NameError):  # of names that are only there for type checkers, which pdoc imports itself
+                hints = get_type_hints(cls.obj)
+                given = cls.obj.__init__.__annotations__
+                given.update({each: hints[each] for each in given.keys() & hints.keys()})
         for member in cls.members.values():  # of a base class that isn't public: these are the class's own
             if member.taken_from[1].partition(".")[0] not in names and member.taken_from[0].startswith("patcher."):
                 member.taken_from = (name, member.qualname)
