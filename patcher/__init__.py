@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         checkpoint_weights as checkpoint_weights,
         load_checkpoint_weights as load_checkpoint_weights,
     )
+    from patcher.publishing import Exported as Exported, export as export
     from patcher.resolution.resolution import Resolution as Resolution
     from patcher.spec.fingerprints import fingerprint as fingerprint
     from patcher.spec.forward_of import ForwardOf as ForwardOf, forward_of as forward_of
@@ -57,6 +58,7 @@ _HOMES = {
     "Benchmark": "patcher.verification.benchmark",
     "ClassDiff": "patcher.inspection.diff",
     "Diff": "patcher.inspection.diff",
+    "Exported": "patcher.publishing",
     "ForwardOf": "patcher.spec.forward_of",
     "Fusion": "patcher.fusions.base",
     "Like": "patcher.spec.like",
@@ -72,6 +74,7 @@ _HOMES = {
     "checkpoint_weights": "patcher.loading.streaming",
     "compare": "patcher.verification.verify",
     "diff": "patcher.inspection.diff",
+    "export": "patcher.publishing",
     "fingerprint": "patcher.spec.fingerprints",
     "forward_of": "patcher.spec.forward_of",
     "fused_parameters": "patcher.training.parts",

@@ -29,7 +29,10 @@ app.command()(verify)
 
 @app.callback()
 def patched_files() -> None:
-    """Generate patched modeling files, check and verify them."""
+    """Generate patched modeling files, check and verify them.
+
+    `patcher codegen CONFIG --diff` is short for `patcher codegen generate CONFIG --diff`.
+    """
 
 
 @app.command(DEFAULT)
@@ -61,7 +64,7 @@ def codegen(
 ) -> None:
     """Generate patched modeling files.
 
-    From configs, and check them for drift. `patcher codegen verify CONFIG` runs small models of a file.
+    From configs; with --check, compare them with what their configs say.
     """
     from patcher.codegen.files.projects import discover, load_configs, read_settings
 

@@ -18,7 +18,8 @@ class WithDefault(TyperGroup):
     """`patcher codegen CONFIG --diff` generates; only a first word that is a command is one."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, args if args and args[0] in self.commands else [DEFAULT, *args])
+        own = {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, args if args and args[0] in own else [DEFAULT, *args])
 
 
 def verify(
@@ -38,7 +39,10 @@ def verify(
     partly: Annotated[bool, typer.Option("--partly", help="Patches that never ran may pass.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and nothing else.")] = False,
 ) -> None:
-    """Run small models of a file beside stock and beside the runtime patch; exit with 1 if something is wrong."""
+    """Run small models of a file beside stock.
+
+    And beside the runtime patch; exits with 1 if something is wrong.
+    """
     from patcher.codegen import verify
     from patcher.codegen.files.projects import load_configs
 

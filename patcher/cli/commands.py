@@ -1,4 +1,4 @@
-"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `fingerprint`.
+"""The commands around a patcher: `presets`, `plan`, `verify`, `bench`, `diff`, `export`, `fingerprint`.
 
 Each exits with 0 when all is right, with 1 when what it checks fails, and with 2 when its arguments are invalid. The
 answer is all that goes to stdout.
@@ -12,6 +12,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -26,7 +27,7 @@ def _repeated(option: str, metavar: str, what: str) -> Any:
     return Annotated[list[str] | None, typer.Option(option, metavar=metavar, help=f"{what}; may be repeated.")]
 
 
-#: What to load a model with: the parameters of `plan`, `verify`, `bench` and `diff`.
+#: What to load a model with: the parameters of `plan`, `verify`, `bench`, `diff` and `export`.
 _WHAT = {
     "preset": _repeated("--preset", "NAME", "A preset"),
     "fusion": _repeated("--fusion", "NAME", "A fusion, such as qkv or gate_up"),
@@ -189,6 +190,29 @@ def bench(
         model, *patchers, seconds=seconds, measures=measure, verify=not unverified, dtype=dtype, **options
     )
     return found, bool(found.measured)
+
+
+@_with_patcher
+def export(
+    model: str,
+    patcher: Any,
+    options: Any,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write: a new or an empty folder.")],
+    push: Annotated[
+        str, typer.Option("--push", metavar="REPO", help="Put it into this repo on the hub, which is made if needed.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Verify it in a tenth of the time.")] = False,
+    unverified: Annotated[bool, typer.Option("--no-verify", help="Don't compare it with the original.")] = False,
+) -> tuple[Any, bool]:
+    """Write a folder that anyone loads without this package.
+
+    With trust_remote_code=True: in it are a modeling file, the config, the weights and all files beside them as they
+    are, and a model card. It is compared with the original; exits with 1, and writes nothing, if they differ.
+    """
+    from patcher.publishing import export
+
+    written = export(model, patcher, folder, quick=quick, verify=not unverified, push_to_hub=push, **options)
+    return written, True
 
 
 @_with_patcher

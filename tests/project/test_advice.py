@@ -86,6 +86,8 @@ NO_ADVICE = {
     "call {} ({}), ": "the name of an output",
     "Run only this stage; may be repeated.": "help of an option",
     "import {}": "code that is generated",
+    "add `{}`": "what a model card says",
+    "Put it into this repo on the hub, which is made if needed.": "help of an option",
     "Generate from every config of the project.": "help of an option",
     "Show what would change; write nothing.": "help of an option",
     "Write a unified diff against the original beside it.": "help of an option",
@@ -106,6 +108,7 @@ NO_ADVICE = {
 #: Advice that no case can execute here.
 NOT_HERE = {
     "Load the model again with the patcher that it is to have.": "done in tests/loading/test_apply_keeps",
+    "Load the model, and write it with save_pretrained first.": "done in tests/test_publishing",
     "Install a release of {} that patcher's metadata lists": "one release is installed",
     "Install them: pip install liger-kernel": "tests install nothing",
     "formatting needs ruff, which is not installed. Run `pip install ruff`.": "tests install nothing",
