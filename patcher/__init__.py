@@ -17,6 +17,7 @@ from patcher.errors import *  # noqa: F403
 from patcher.source.importing import after_imports_of, is_being_imported
 
 if TYPE_CHECKING:
+    from patcher import codegen as codegen, fusions as fusions, monkey_patching as monkey_patching, presets as presets
     from patcher.fusions.base import Fusion as Fusion
     from patcher.inspection.diff import ClassDiff as ClassDiff, Diff as Diff, diff as diff
     from patcher.inspection.plan import Plan as Plan, plan as plan

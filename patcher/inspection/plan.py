@@ -48,10 +48,10 @@ class Plan(Patched):
         conversions_kept: the same of the stock conversions that take some.
         weights: (checkpoint keys, parameters, conversion) of every tensor; "" where it goes there as it is.
         missing: the parameters that would not come from the checkpoint.
-        left_over: the checkpoint keys, as the load renames them, that nobody takes.
+        left_over: the unused checkpoint keys, as the load renames them.
         wrong_shape: (parameter, found, expected).
         unseen: (what, parameters) of what fits by its shape, and may be in another order all the same.
-        unknown_shapes: how many keys were planned by name alone, because nobody said their shapes.
+        unknown_shapes: how many keys were planned by name alone, because their shapes weren't given.
         misfits: (class, method, where it is called, problem) of replacements that a call doesn't fit.
         problems: what the load would raise, word for word, the first error first; and each misfit.
     """
@@ -125,7 +125,7 @@ def plan(
     >>> plan.fused[0]
     ('model.layers.0.self_attn', 'LlamaAttention', 'FusedLlamaAttention')
     >>> print(patcher.plan(config, Patcher({"LlamaMPL": torch.nn.Identity})).problems[0])
-    The patcher asks for what it can't do in LlamaForCausalLM:
+    These parts of the patcher have no effect in LlamaForCausalLM:
       class_mapping: no class of the model matches 'LlamaMPL'; nearest: LlamaMLP, LlamaModel, LlamaRMSNorm
     Correct it or take it out; with strict=False this is a warning.
 
@@ -220,7 +220,7 @@ def _headers(
 def _completed(
     headers: Headers, cls: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """The tensors of a checkpoint, with the shapes that the stock model saves where nobody said others."""
+    """The tensors of a checkpoint, with the shapes that the stock model saves where no others were given."""
     if not headers.unknown:
         return dict(headers.tensors), headers.unknown
     stock = skeleton(cls, config)

@@ -16,7 +16,7 @@ from patcher.verification.numerics import differences
 from patcher.verification.passes import OnStock, Pass, Reference, parameters_of
 
 #: Compared otherwise: caches in steps and chunks, masks as padding.
-_LEFT_OUT = {"past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
+_LEFT_OUT = {"cache", "past_key_values", "cache_params", "encoder_outputs", "input_ids", "args"}
 #: What some kernels of attention are told, and other ways to compute attention don't take.
 _OF_KERNELS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "is_causal", "seq_idx"}
 #: Said by position in the row of losses, so not tried again beside labels.

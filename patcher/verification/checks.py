@@ -356,8 +356,10 @@ class Run:
         ]
         stage = self.pair.compare_weights("save", *tensors)
         # But for the code that a class brings with it: `register_for_auto_class`.
-        files = [[path.name for path in folder.iterdir() if path.suffix != ".py"] for folder in (stock, ours)]
-        names = [", ".join(sorted(each)) for each in files]
+        names = [
+            ", ".join(sorted(path.name for path in folder.iterdir() if path.suffix != ".py"))
+            for folder in (stock, ours)
+        ]
         if stage.passed and len(stage.figures) == 2 and names[0] != names[1]:
             return replace(stage, passed=False, message=f"the files are {names[1]}, not {names[0]}")
         return stage

@@ -51,6 +51,7 @@ class Pass:
         title: what to call it, where method and arguments don't say it.
         counted: (batch, length), True where a token stands; None where all positions of the outputs count.
         chunks: the lengths of the pieces in which the tokens come, with a cache of those before; () for one call.
+        cache: what the model calls that.
         calls: in place of it, these one after another, on a model that may keep something of each for the next.
     """
 
@@ -60,6 +61,7 @@ class Pass:
     title: str = ""
     counted: torch.Tensor | None = None
     chunks: tuple[int, ...] = ()
+    cache: str = ""
     calls: tuple[Pass, ...] = ()
 
     @property
@@ -101,8 +103,8 @@ class Pass:
                 here[name] = arguments[name][:, start:stop]
             if ids == "input_ids" and "attention_mask" in here:
                 here["attention_mask"] = here["attention_mask"][:, :stop]
-            result = call(**here, past_key_values=memory)
-            memory = result.past_key_values
+            result = call(**here, **{self.cache: memory})
+            memory = getattr(result, self.cache)
             mask = None if self.counted is None else self.counted[:, start:stop]
             yield f"logits of tokens {start + 1} to {stop}", _counted(result.logits, mask)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from patcher.compat.models import cache_argument
 from patcher.verification.passes import Pass, parameters_of
 
 #: In tokens. The long row isn't a multiple of a block of 16, the other one of 128 is.
@@ -32,7 +33,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
     taken = parameters_of(model)
     if "input_ids" not in taken:
         return
-    limit = len(rows[0])
+    limit, cache = len(rows[0]), cache_argument(model)
     decoder, positioned, masked = (name in taken for name in ("decoder_input_ids", "position_ids", "attention_mask"))
 
     def text(title: str, ids: torch.Tensor, mask: Any = None, chunks: tuple[int, ...] = (), **more: Any) -> Pass:
@@ -42,7 +43,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
         if "use_cache" in taken:
             arguments["use_cache"] = bool(chunks)
         counted = None if decoder or mask is None else mask.bool()
-        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks)
+        return Pass("forward", arguments | more, title=title, counted=counted, chunks=chunks, cache=cache or "")
 
     first = torch.tensor(rows[:1])
     short = text("a short row", first[:, :SHORT])
@@ -74,7 +75,7 @@ def text_passes(model: PreTrainedModel, rows: list[list[int]]) -> Iterator[Pass]
     for count, ids in batches.items():
         yield text(f"a batch of {count}", ids[:, :limit])
     yield replace(short, title="calls one after another", calls=tuple(in_a_row))
-    if "past_key_values" in taken and model.can_generate():
+    if cache is not None and model.can_generate():
         yield text(STEPS, first[:, : sum(_STEPS)], chunks=_within(_STEPS, limit))
         sizes = [min(sum(_CHUNKS), limit), min(sum(_CHUNKS), limit) - 5]
         ids, mask = _padded(batch(rows, sizes), sizes, model.config, left=True)

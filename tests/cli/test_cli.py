@@ -392,7 +392,7 @@ def test_where_no_preset_fits_the_reason_is_said(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path)
     done = run("presets", tmp_path)
     assert done.exit_code == 0
-    assert "no preset was verified on models of the type 'gpt2'" in done.stdout
+    assert "No preset was verified on models of the type 'gpt2'" in done.stdout
     assert "'gpt2'" in json.loads(run("presets", tmp_path, "--json").stdout)["reason"]
 
 
@@ -466,8 +466,8 @@ def test_a_preset_that_is_none_exits_with_2(folder: Path, arguments: list[str], 
 def test_the_help_of_codegen_lists_its_commands() -> None:
     for option in ("--help", "-h"):
         shown = run("codegen", option).output
-        assert re.search(r"verify +Run small models", shown)
-        assert re.search(r"generate +Generate patched modeling files\.", shown)
+        assert re.search(r"verify +Check that the models of a file compute as stock\.", shown)
+        assert re.search(r"generate +Generate modeling files with patches in them, from configs\.", shown)
 
 
 @pytest.mark.process

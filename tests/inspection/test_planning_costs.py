@@ -48,7 +48,7 @@ def test_of_a_repo_only_the_config_and_the_headers_are_fetched(sharded: bool, tm
         sent = dict(hub.sent)
     assert (name, file) == ("someone/tiny", "(model.safetensors.index.json)" if sharded else "(model.safetensors)")
     assert rest == [str(len(plan(folder, Patcher(fusions="qkv")).weights)), "0"]
-    # The first 100 kB of a file hold nearly any header, so that is what is asked for at once.
+    # The first 100 kB of a file hold nearly any header, so that is what is requested at once.
     assert all(sent[name] <= 100_001 for name in weights)
     assert set(sent) - {""} <= {*weights, "config.json", "model.safetensors.index.json"}
     assert sum(sent[name] for name in weights) < sum((folder / name).stat().st_size for name in weights) / 8

@@ -21,6 +21,7 @@ from transformers import (
 from tests.compatibility.columns import column
 from tests.compatibility.outcomes import NOT_APPLICABLE, compared, same_models, worst
 from tests.compatibility.rows import Row
+from tests.support.caches import CACHE
 from tests.support.checkpoints import same_checkpoint, saved
 from tests.support.comparing import logits
 from tests.support.gguf_files import write_gguf
@@ -184,10 +185,10 @@ def one_row(row: Row) -> dict[str, Any]:
 def prefilled(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The logits of a prompt and of two tokens after it, with a static cache."""
     cache = StaticCache(config=model.config, max_cache_len=32)
-    found = [model(**inputs, past_key_values=cache).logits]
+    found = [model(**inputs, **{CACHE: cache}).logits]
     length = inputs["input_ids"].shape[1]
     for token in (5, 6):
         ids = torch.full((len(inputs["input_ids"]), 1), token)
-        found.append(model(input_ids=ids, past_key_values=cache, position_ids=torch.tensor([[length]])).logits)
+        found.append(model(input_ids=ids, **{CACHE: cache}, position_ids=torch.tensor([[length]])).logits)
         length += 1
     return found
