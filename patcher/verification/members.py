@@ -16,8 +16,8 @@ from patcher.spec.validation import MAPPINGS
 def members_of(patcher: Patcher) -> list[Patcher]:
     """Each key of a mapping and each fusion as it is written by itself.
 
-    >>> [str(each) for each in map(repr, members_of(Patcher(module_mapping={"lm_head": object}, fusions=["qkv"])))]
-    ["Patcher(module_mapping={'lm_head': object})", "Patcher(fusions=['qkv'])"]
+    >>> members_of(Patcher(fusions=["qkv", "gate_up"]))
+    [Patcher(fusions=['qkv']), Patcher(fusions=['gate_up'])]
     """
     parts: list[dict[str, Any]] = [
         {field: {key: value}} for field in MAPPINGS for key, value in getattr(patcher, field).items()
