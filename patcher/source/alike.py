@@ -110,7 +110,8 @@ def _size(code: types.CodeType | None) -> Any:
 
 def without_kernel(value: Any) -> Any:
     """The function in what the decorator of the `kernels` package makes of one: an object that may choose a kernel."""
-    if type(value).__module__.partition(".")[0] != "kernels":
+    home = type(value).__module__  # of a function of Cython a descriptor
+    if not isinstance(home, str) or home.partition(".")[0] != "kernels":
         return value
     closure = inspect.getclosurevars(type(value).forward).nonlocals if callable(value) else {}
     return closure.get("func", value)

@@ -30,7 +30,7 @@ from patcher.errors import (
     PresetDriftError,
     UnmatchedPatchError,
 )
-from patcher.source.alike import difference
+from patcher.source.alike import difference, without_kernel
 from tests.support.remote_code import remote_code_model
 from tests.support.tiny import DECODER_SIZES
 
@@ -432,3 +432,9 @@ def test_a_generated_file_has_what_is_alike_replaced() -> None:
     assert text == generate(PatchConfig.from_patcher(Patcher({"MistralRMSNorm": Doubled}), MistralForCausalLM))
     with pytest.raises(CodegenError, match=r"no class of .* matches the class key like\('GemmaRMSNorm'\)"):
         PatchConfig.from_patcher(Patcher({like("GemmaRMSNorm"): Doubled}), MistralForCausalLM)
+
+
+def test_a_global_whose_type_has_a_descriptor_for_a_module_is_itself() -> None:
+    """As the functions of Cython."""
+    kind = type("cython_function", (), {"__module__": property(lambda self: "elsewhere")})
+    assert without_kernel(value := kind()) is value
