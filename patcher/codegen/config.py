@@ -263,10 +263,9 @@ class PatchConfig(PatchSpec):
         Raises:
             CodegenError: a conversion can't be written as text.
         """
-        from patcher.codegen.bridges.checkpoint_methods import add_conversions
-        from patcher.spec.patcher import Patcher
+        from patcher.codegen.bridges.from_patcher import add_conversions
 
-        add_conversions(self, Patcher() if patcher is None else patcher)
+        add_conversions(self, patcher)
 
     # -- and at run time ----------------------------------------------------------------------------------------
 

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
 
 
-#: where generated files find what they need of this package
-RUNTIME = "patcher.codegen.runtime"
-
-
 @dataclass
 class Dependencies:
     """Brings names into the file of a config, each once.
@@ -55,16 +51,29 @@ class Dependencies:
         brought = {name: self._bring(name, namespace[name], namespace, source, asked) for name in known}
         return {name: new for name, new in brought.items() if new != name}
 
+    def helper(self, obj: Any) -> None:
+        """Copy a class or a function of `patcher.compat.standing_alone`, with what it uses."""
+        name = obj.__name__
+        if not self._is_known(name, obj):
+            self._known[name] = obj
+            self.bring(obj, "from_patcher()")
+            self.config.add_helper(obj)
+
+    def constants(self, values: Mapping[str, Any], description: str) -> None:
+        """Bind names of constants that copied code uses."""
+        self._known.update(values)
+        lines = [f"{name} = {value!r}".replace("'", '"') for name, value in values.items()]
+        self.config.add_post_import_block("\n".join(lines), description)
+
     def operation(self, cls: type, asked: str) -> None:
         """Bring the class of an operation, in front of the constant that uses it: helpers come behind that."""
         name = cls.__name__
         if self._is_known(name, cls):
             return
         self._known[name] = cls
-        for home in (RUNTIME, cls.__module__):
-            if _importable(home, cls):
-                self.config.add_import(home, names=[name])
-                return
+        if _importable(cls.__module__, cls):
+            self.config.add_import(cls.__module__, names=[name])
+            return
         if name_map := self.bring(cls, asked):
             raise self.config.error(
                 f"{asked} knows {', '.join(name_map.values())} by other names, "

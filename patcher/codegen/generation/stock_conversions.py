@@ -44,7 +44,10 @@ def with_stock_conversions(
         text: the text so far.
     """
     own = any(patch.target.rpartition(".")[2] == METHOD for patch in config.patches)
-    if own or not source.name.startswith("transformers.") or not _concerns(source, original):
+    wanted = config.converts_as_stock
+    if own or wanted is False or not source.name.startswith("transformers."):
+        return text, []
+    if wanted is None and not _concerns(source, original):
         return text, []
     tree = parsed(text)
     classes = {node.name: node for node in top_level(tree.body) if isinstance(node, ast.ClassDef)}

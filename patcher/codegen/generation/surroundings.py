@@ -268,6 +268,9 @@ def insert(
             )
         context.behind.setdefault(outermost[name], []).extend(_helpers(by_anchor, name, context))
     left = [node for node in body if node not in gone]
+    if config.endings:
+        last = next(node for node in reversed(left) if isinstance(node, Definition))
+        context.behind.setdefault(last, []).extend(["", "", *block.code.split("\n")] for block in config.endings)
     for node, parts in context.behind.items():
         if parts:
             following = next((each for each in left if body.index(each) > body.index(node)), None)
