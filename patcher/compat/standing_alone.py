@@ -92,8 +92,8 @@ class FlattenKernel(ConversionOps):
 class StackExperts(ConversionOps):
     """Parameters of each expert as the checkpoint's one of all experts."""
 
-    def __init__(self, transposed=False, interleaved=False):
-        self.transposed, self.interleaved = transposed, interleaved
+    def __init__(self, transposed=False, interleaved=False, either=False):
+        self.transposed, self.interleaved, self.either = transposed, interleaved, either
 
     @torch.no_grad()
     def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
@@ -106,16 +106,17 @@ class StackExperts(ConversionOps):
 
     @property
     def reverse_op(self):
-        return SeparateExperts(self.transposed, self.interleaved)
+        return SeparateExperts(self.transposed, self.interleaved, self.either)
 
 
 class SeparateExperts(StackExperts):
-    """The checkpoint's one parameter of all experts as those of each."""
+    """The checkpoint's one parameter of all experts as those of each; `either` way round, by its shape."""
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
         (whole,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        whole = whole.transpose(1, 2) if self.transposed else whole
+        is_other = self.either and whole.shape[-1] != model.get_parameter(full_layer_name).shape[-1]
+        whole = whole.transpose(1, 2) if self.transposed or is_other else whole
         count = len(target_patterns)
         parts = [whole[:, n::count] for n in range(count)] if self.interleaved else whole.chunk(count, dim=1)
         return {
@@ -126,7 +127,7 @@ class SeparateExperts(StackExperts):
 
     @property
     def reverse_op(self):
-        return StackExperts(self.transposed, self.interleaved)
+        return StackExperts(self.transposed, self.interleaved, self.either)
 
 
 class ExpertsConverter(WeightConverter):
@@ -186,9 +187,9 @@ def save_pretrained(self, save_directory, is_main_process=True, state_dict=None,
         state_dict = in_original_order(modeling_utils.revert_weight_conversion(self, state_dict))
         kwargs["save_original_format"] = False
     super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-    name = type(self).__name__.removeprefix("FSDP")
-    if is_main_process and name.startswith(OWN_NAME):  # the config shall name the class of the original
-        self.config.architectures = [name.removeprefix(OWN_NAME)]
+    own = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__)
+    if is_main_process and own.removeprefix(OWN_NAME) != type(self).__name__:  # the config names that of the original
+        self.config.architectures = [own.removeprefix(OWN_NAME)]
         self.config.save_pretrained(save_directory)
 
 
@@ -266,6 +267,9 @@ class LinearPatchEmbedding(nn.Module):
         super().__init__()
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, 1
         self.kernel_size = (kernel_size,) * rank if isinstance(kernel_size, int) else tuple(kernel_size)
+        strides = (stride,) * rank if isinstance(stride, int) else tuple(stride or (1,) * rank)
+        if strides != self.kernel_size or padding not in (0, "valid", (0,) * rank):
+            raise ValueError(f"patches of {self.kernel_size} at steps of {strides}, padded {padding}, aren't apart")
         self.stride, self.padding, self.dilation = self.kernel_size, (0,) * rank, (1,) * rank
         self.linear = nn.Linear(in_channels * math.prod(self.kernel_size), out_channels, bias=bias)
         self.dtype = self.linear.weight.dtype

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -217,7 +218,7 @@ class OwnConversions:
         model: Any = self.modules[at]
         key = stock_key(model)
         stock = conversions_under(key)
-        kept = select_conversions(stock, [self.patcher]).kept if stock else []
+        kept = list(select_conversions(stock, [self.patcher]).kept)
         entries: dict[str, None] = {}
         for path, listed in layouts.items():
             for entry in self._entries(at, path, listed, kept):
@@ -277,10 +278,16 @@ class OwnConversions:
     def _experts(self, name: Any, inner: str, layout: Matrices, kept: list[Any]) -> Iterable[str]:
         stack = f"{inner}.{layout.stock[0]}"
         taking = [each for each in kept if isinstance(each, WeightConverter) and _matches(target_patterns(each), stack)]
+        if taking and [type(op) for op in taking[0].operations] == [Transpose] and taking[0].operations[0].check_dims:
+            kept.remove(taking.pop())
+            either = not layout.transposed
+        else:
+            either = False
         if not taking:
             targets = [name(f"*.{layer}") for layer in layout.layers]
             source = name(layout.stock[0]) + ("" if layout.stock[0].endswith("_bias") else "(?!_)")
-            flags = ", ".join(f"{each}=True" for each in ("transposed", "interleaved") if getattr(layout, each))
+            options = {"transposed": layout.transposed, "interleaved": layout.interleaved, "either": either}
+            flags = ", ".join(f"{each}=True" for each, chosen in options.items() if chosen)
             yield self._converter([source], targets, f"SeparateExperts({flags})", "ExpertsConverter")
             return
         (converter,) = taking

@@ -77,13 +77,14 @@ def describe_patcher(
     modules = dict(named_modules(description.stock))
     refused = resolution.refused if resolution is not None else {}
     layers = FusedLayers(described, description.text, modules, refused, dependencies.helper)
+    changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
+    changed |= {*resolution.fused} if resolution is not None else set()
+    for path in sorted(changed):
+        layers.builds_own(path, replaced)
     layouts: Mapping[str, Sequence[Layout]] = {}
     if resolution is not None:
         description.replace_functions(resolution, dependencies)
         layouts = description.write_fused(resolution, layers, dependencies) if patcher.fusions else {}
-    changed = {path for path, module in modules.items() if type(module).__name__ in replaced}
-    for path in sorted(changed | {*layouts}):
-        layers.builds_own(path, replaced)
     layers.write()
     if not described.patches:
         raise described.error(f"{patcher!r} changes no class and no function of {modeling.__name__}.")

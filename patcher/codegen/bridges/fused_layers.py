@@ -86,11 +86,15 @@ def assigned(function: ast.FunctionDef, name: str) -> Iterator[ast.Assign]:
             yield node
 
 
-def wrapped(code: str) -> str:
-    """Code of which no line is too long where it stands in a class: the last brackets of such a line are opened."""
+def wrapped(code: str, known: str = "") -> str:
+    """Code of which no line is too long where it stands in a class: the last brackets of such a line are opened.
+
+    Args:
+        known: a text whose lines stay as they are.
+    """
     lines = []
     for line in code.split("\n"):
-        if len(line) + 4 <= _WIDTH or not line.rstrip().endswith(")"):
+        if len(line) + 4 <= _WIDTH or not line.endswith(")") or line.strip() in known:
             lines.append(line)
             continue
         indent, depth, at = line[: len(line) - len(line.lstrip())], 0, len(line)
@@ -99,6 +103,9 @@ def wrapped(code: str) -> str:
             depth += {")": 1, "]": 1, "(": -1, "[": -1}.get(line[at], 0)
             if depth == 0:
                 break
+        if depth:
+            lines.append(line)
+            continue
         inner = line[at + 1 : -1]
         parts = [inner] if len(indent) + len(inner) + 8 <= _WIDTH else [f"{part}," for part in _arguments(inner)]
         lines += [line[: at + 1], *(f"{indent}    {part}" for part in parts), f"{indent})"]
@@ -132,12 +139,12 @@ class FusedLayers:
 
     # -- the lines that build them --------------------------------------------------------------------------------
 
-    def builds(self, fused: Mapping[str, Any], change: Callable[[ast.Call, Any], list[Edit]], why: str) -> None:
+    def builds(self, fused: Mapping[str, Any], change: Callable[[ast.expr, Any], list[Edit]], why: str) -> None:
         """Have the lines that build some modules build others.
 
         Args:
             fused: path -> what is to be built there; equal ones are built alike.
-            change: the edits of a call, for what it is to build.
+            change: the edits of a call, or of the name of a class that is called later, for what it is to build.
             why: for the header.
 
         Raises:
@@ -174,11 +181,16 @@ class FusedLayers:
                 return type(self.modules[start]), start, inner[depth:]
         raise self.described.error(f"nothing in {self.described.source_module} builds {path}. Load with the patcher itself.")
 
-    def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.Call]:
-        for statement in assigned(function, name):
-            for node in ast.walk(statement.value):
-                if isinstance(node, ast.Call) and self.text.value(node.func) is cls:
-                    yield node
+    def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
+        statements = list(assigned(function, name))
+        calls = [node for each in statements for node in ast.walk(each.value) if isinstance(node, ast.Call)]
+        named = [node for node in calls if self.text.value(node.func) is cls]
+        called = {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+        yield from named
+        for each in ast.walk(function) if not named else ():  # a variable that holds the class
+            if isinstance(each, ast.Assign) and called & {getattr(target, "id", "") for target in each.targets}:
+                names = (node for node in ast.walk(each.value) if isinstance(node, ast.Name))
+                yield from (node for node in names if self.text.value(node) is cls)
 
     def _not_apart(self, place: str, path: str) -> CodegenError:
         name = type(self.modules[path]).__name__
@@ -202,7 +214,8 @@ class FusedLayers:
         else:
             bring(cls)
 
-        def change(call: ast.Call, chosen: Any) -> list[Edit]:
+        def change(call: ast.expr, chosen: Any) -> list[Edit]:
+            assert isinstance(call, ast.Call)  # no variable of modeling code holds a class of torch
             start, end = self.text.text.span(call)
             if cls is not LinearPatchEmbedding:
                 return [Edit(start, start, f"{name}.from_module("), Edit(end, end, ")")]
@@ -211,9 +224,9 @@ class FusedLayers:
 
         self.builds(fused, change, f"a {name}")
 
-    def renamed_call(self, call: ast.Call, name: str) -> list[Edit]:
+    def renamed_call(self, call: ast.expr, name: str) -> list[Edit]:
         """The edit that has a call build another class."""
-        return [Edit(*self.text.text.span(call.func), name)]
+        return [Edit(*self.text.text.span(getattr(call, "func", call)), name)]
 
     def edit(self, owner: type, method: str, edit: Edit, why: str) -> None:
         """Change a method of a class."""
@@ -259,7 +272,7 @@ class FusedLayers:
     def _joined_class(self, original: type[nn.Module], cls: Any, new: str) -> str:
         joined: Joined = cls._joined
         members = [self._init(original, lambda node: self._join_lines(original, node, joined))]
-        rewritten = [wrapped(code) for code in cls._rewritten.values()]
+        rewritten = [wrapped(code, self.text.text.text) for code in cls._rewritten.values()]
         asks = any("self.shared_input()" in code for code in rewritten)
         if asks or any("super()." in code for code in rewritten) or self._is_used(original, cls):
             self.bring(standing_alone.JoinedPart)
