@@ -160,15 +160,18 @@ def in_own_layout(model, state_dict):
 
 
 def in_original_order(state_dict):
-    """A checkpoint in the order in which the original writes it, so that its files hold the same tensors."""
+    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
     conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    patterns = [pattern for each in converters for pattern in each.source_patterns]
+    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
 
     def place(key):
         name, pattern = rename_source_key(key, renamings, converters)
-        return dot_natural_key(name), patterns.index(pattern) if pattern else 0, dot_natural_key(key)
+        first, *others = targets.get(pattern, [""])
+        names = [name, *(name.replace(first, each) for each in others)]
+        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
 
     return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
@@ -181,15 +184,16 @@ def load_state_dict(self, state_dict, *args, **kwargs):
 def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
     """Write a checkpoint of the original."""
     offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-    if kwargs.get("save_original_format", True) and not offloaded and not getattr(self, "peft_config", None):
+    others = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")  # have it otherwise
+    if kwargs.get("save_original_format", True) and not others:
         state_dict = self.state_dict() if state_dict is None else state_dict
         state_dict = modeling_utils.remove_tied_weights_from_state_dict(state_dict, self)
         state_dict = in_original_order(modeling_utils.revert_weight_conversion(self, state_dict))
         kwargs["save_original_format"] = False
     super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-    own = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__)
-    if is_main_process and own.removeprefix(OWN_NAME) != type(self).__name__:  # the config names that of the original
-        self.config.architectures = [own.removeprefix(OWN_NAME)]
+    name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+    if is_main_process and name != type(self).__name__:  # the config names the class of the original
+        self.config.architectures = [name]
         self.config.save_pretrained(save_directory)
 
 

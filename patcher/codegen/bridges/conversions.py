@@ -187,7 +187,11 @@ class OwnConversions:
 
     def _declared(self) -> Iterable[tuple[str, list[str]]]:
         if self.patcher.new_weights:
-            yield "_keys_to_ignore_on_load_missing", list(self.patcher.new_weights)
+            raise self.described.error(
+                f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: transformers "
+                "builds models without values, and initialises what a checkpoint lacks by _init_weights. Load with the "
+                "patcher itself."
+            )
         if self.patcher.dropped_weights:
             yield "_keys_to_ignore_on_load_unexpected", list(self.patcher.dropped_weights)
 
@@ -230,11 +234,29 @@ class OwnConversions:
         else:
             lines += [f"{self._render(each)}," for each in kept]
         lines += [f"{entry}," for entry in entries]
-        lines += [f"{self._render(each)}," for each in extra]
+        lines += [f"{self._render(self._unanchored(each, at))}," for each in extra]
         return [f"        {line}" for each in lines for line in each.splitlines()]
 
     def _render(self, transform: WeightTransform) -> str:
         return Conversion(transform, self.dependencies).render()
+
+    def _unanchored(self, transform: WeightTransform, at: str) -> WeightTransform:
+        """A conversion without the group in front of its patterns, which transformers writes back in renamings only."""
+        sources, targets = source_patterns(transform), target_patterns(transform)
+        if not isinstance(transform, WeightConverter) or not any("(" in each for each in sources):
+            return transform
+        group = re.match(r"\([^()]*\)", sources[0])
+        start = group.group() if group is not None else "("
+        ends = [each.removeprefix(start).removesuffix("$") for each in sources]
+        keys = [key for key in self.modules[at].state_dict() if any(re.search(each, key) for each in ends)]
+        same = all(any(re.search(each, key) for each in sources) for key in keys)
+        if not same or any("(" in each for each in ends) or not all(each.startswith(r"\1") for each in targets):
+            raise self.described.error(
+                f"the conversion {describe(transform)} has a group in its patterns, which transformers can't write back. "
+                "Write patterns that match no other weights without one."
+            )
+        ends = [each.replace("\\.", ".") for each in ends]
+        return WeightConverter(ends, [each.removeprefix(r"\1") for each in targets], transform.operations)
 
     def _entries(self, at: str, path: str, layouts: Sequence[Layout], kept: list[Any]) -> Iterable[str]:
         """The conversions of one module, as texts; what transformers has for its parameters is taken out of `kept`."""

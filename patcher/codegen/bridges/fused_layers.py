@@ -463,7 +463,7 @@ class FusedLayers:
         for (owner, method), edits in sorted(self._edits.items(), key=lambda item: (item[0][0].__name__, item[0][1])):
             found = self.text.method(owner, method)
             assert found is not None
-            code = self.text.code(found[1], edits)
+            code = wrapped(self.text.code(found[1], edits), self.text.text.text)
             reasons = "; ".join(dict.fromkeys(filter(None, edits.values())))
             self.described.override_method(f"{owner.__name__}.{method}", code, reasons)
 
