@@ -19,16 +19,18 @@ from copy import deepcopy
 
 import torch
 from torch import nn
-from transformers import Cache, modeling_utils
+from transformers import Cache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
 )
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 #: What the generator writes once for each file: the prefix of the class names under which conversions are registered,
 #: and the keys under which transformers has those that the order of a checkpoint follows.
@@ -39,15 +41,17 @@ OWN_NAME, STOCK_CONVERSIONS = "", ()
 
 
 class SplitRows(ConversionOps):
-    """One layer as the checkpoint's several; the module that has it says how many rows are whose."""
+    """One layer as the checkpoint's several; the modules that have such layers say how many rows are whose."""
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
         (rows,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        joined = full_layer_name.replace(target_patterns[0], source_patterns[0]).rpartition(".")[0]
-        owner, _, name = joined.rpartition(".")
-        sizes = getattr(model.get_submodule(owner), f"{name}_sizes")
-        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(sizes), strict=True)}
+        name = source_patterns[0].removesuffix(".weight").rpartition(".")[2]
+        listed = {tuple(getattr(each, f"{name}_sizes", ())) for each in model.modules()}
+        found = [sizes for sizes in listed if sum(sizes) == len(rows)]
+        if len(found) != 1:
+            raise ValueError(f"{len(rows)} rows of {name} can't be told apart: layers of that size have {found}")
+        return {part: piece.clone() for part, piece in zip(target_patterns, rows.split(found[0]), strict=True)}
 
     @property
     def reverse_op(self):
@@ -66,10 +70,14 @@ class UnflattenKernel(ConversionOps):
     """The weight of a linear layer as that of the convolution that it computes."""
 
     @torch.no_grad()
-    def convert(self, input_dict, source_patterns, target_patterns, full_layer_name, model, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
         (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
-        module = model.get_submodule(full_layer_name.rpartition(".")[0])
-        return {target_patterns[0]: weight.view(module.out_channels, module.in_channels, *module.kernel_size)}
+        layers = [each for each in model.modules() if isinstance(each, LinearPatchEmbedding)]
+        shapes = {each.kernel_shape for each in layers if each.linear.weight.shape == weight.shape}
+        if len(shapes) != 1:
+            raise ValueError(f"a weight of {tuple(weight.shape)} can't be told apart: such layers have {shapes}")
+        (shape,) = shapes
+        return {target_patterns[0]: weight.view(shape)}
 
     @property
     def reverse_op(self):
@@ -138,25 +146,41 @@ class ExpertsConverter(WeightConverter):
         return renamed.replace("*", "0"), pattern
 
 
-def in_own_layout(model, state_dict):
-    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
-    known = model.state_dict().keys()
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
+def converted(model, state_dict, conversions, renamed_first):
+    """A state dict after conversions: renamings, then at most one converter for each tensor, or the other way round."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    own, collected = type(state_dict)(), {}
+    before, after = (renamings, []) if renamed_first else ([], renamings)
+    result, collected = {}, {}
     for key in sorted(state_dict, key=dot_natural_key):
-        name, pattern = (key, None) if key in known else rename_source_key(key, renamings, converters)
+        name, pattern = rename_source_key(key, before, converters)
         if pattern is None:
-            own[name] = state_dict[key]
+            result[rename_source_key(name, after, [])[0]] = state_dict[key]
         else:
             converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
             converter.add_tensor(name, key, pattern, state_dict[key])
     for name, converter in collected.items():
         for target, tensor in converter.convert(name, model=model, config=model.config).items():
-            own[target] = tensor[0] if isinstance(tensor, list) else tensor
-    return own
+            result[rename_source_key(target, after, [])[0]] = tensor[0] if isinstance(tensor, list) else tensor
+    return result
+
+
+def in_own_layout(model, state_dict):
+    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
+    known = model.state_dict().keys()
+    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
+    own = {key: tensor for key, tensor in state_dict.items() if key in known}
+    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+
+
+def in_original_layout(model, state_dict):
+    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # it wasn't loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
 
 
 def in_original_order(state_dict):
@@ -184,11 +208,11 @@ def load_state_dict(self, state_dict, *args, **kwargs):
 def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
     """Write a checkpoint of the original."""
     offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
-    others = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")  # have it otherwise
-    if kwargs.get("save_original_format", True) and not others:
+    otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+    if kwargs.get("save_original_format", True) and not otherwise:
         state_dict = self.state_dict() if state_dict is None else state_dict
-        state_dict = modeling_utils.remove_tied_weights_from_state_dict(state_dict, self)
-        state_dict = in_original_order(modeling_utils.revert_weight_conversion(self, state_dict))
+        state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+        state_dict = in_original_order(in_original_layout(self, state_dict))
         kwargs["save_original_format"] = False
     super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
     name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
@@ -276,14 +300,15 @@ class LinearPatchEmbedding(nn.Module):
             raise ValueError(f"patches of {self.kernel_size} at steps of {strides}, padded {padding}, aren't apart")
         self.stride, self.padding, self.dilation = self.kernel_size, (0,) * rank, (1,) * rank
         self.linear = nn.Linear(in_channels * math.prod(self.kernel_size), out_channels, bias=bias)
+        self.kernel_shape = (out_channels, in_channels, *self.kernel_size)
         self.dtype = self.linear.weight.dtype
 
     @property
     def weight(self):
-        weight, shape = self.linear.weight, (self.out_channels, self.in_channels, *self.kernel_size)
+        weight = self.linear.weight
         if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized: it passes for what it was
-            return torch.empty((), dtype=self.dtype, device=weight.device).expand(shape)
-        kernel = weight.view(shape)
+            return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
+        kernel = weight.view(self.kernel_shape)
         kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
         return kernel
 
