@@ -144,6 +144,8 @@ class PatchSpec:
         self.undecorated: dict[tuple[str, str], Location] = {}  # of (definition, decorator)
         #: class -> the name that it gets; the one that it has stays another name for it
         self.renamed: dict[str, str] = {}
+        #: the originals of classes that were written anew, beside them
+        self.derived: list[str] = []
         #: statements behind the definitions
         self.endings = Blocks()
         #: the Patcher that it was made from, and the patches that do what that does

@@ -147,7 +147,7 @@ class ExpertsConverter(WeightConverter):
 
 
 def converted(model, state_dict, conversions, renamed_first):
-    """A state dict after conversions: renamings, then at most one converter for each tensor, or the other way round."""
+    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -316,18 +316,18 @@ class LinearPatchEmbedding(nn.Module):
     def bias(self):
         return self.linear.bias
 
-    def forward(self, input):
+    def forward(self, images):
         rank = len(self.kernel_size)
-        if input.dim() == rank + 1:
-            return self(input.unsqueeze(0)).squeeze(0)
-        counts = [size // patch for size, patch in zip(input.shape[2:], self.kernel_size, strict=True)]
+        if images.dim() == rank + 1:
+            return self(images.unsqueeze(0)).squeeze(0)
+        counts = [size // patch for size, patch in zip(images.shape[2:], self.kernel_size, strict=True)]
         if max(counts) > 1 and type(self.linear) is nn.Linear:
             convolve = nn.functional.conv2d if rank == 2 else nn.functional.conv3d
-            return convolve(input, self.weight, self.bias, self.stride)
+            return convolve(images, self.weight, self.bias, self.stride)
         for axis, patch in enumerate(self.kernel_size, 2):
-            input = input.unfold(axis, patch, patch)
+            images = images.unfold(axis, patch, patch)
         # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
-        patches = input.movedim(1, 1 + rank)
+        patches = images.movedim(1, 1 + rank)
         output = self.linear(patches.reshape(patches.shape[0] * math.prod(counts), -1))
         return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
 

@@ -18,8 +18,7 @@ from transformers.core_model_loading import MergeModulelist
 from patcher import Patcher
 from patcher.codegen import PatchConfig, generate, write
 from patcher.compat.conversions import stock_conversions
-from tests.codegen.models import BOTH_SIDES, EXPERTS, GPT_OSS, PAIRS, SOUND, T5, clip, text_config
-from tests.codegen.models import ENCODER_DECODER
+from tests.codegen.models import BOTH_SIDES, ENCODER_DECODER, EXPERTS, GPT_OSS, PAIRS, SOUND, T5, clip, text_config
 from tests.support import fresh, tiny
 from tests.support.checkpoints import assert_saved_alike, files, tensors
 from tests.support.comparing import logits
@@ -99,7 +98,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         config = make()
         made = tiny.save_tiny(config, folder / str(number) / "whole", model_class=cls)
         cls.from_pretrained(made).save_pretrained(folder / str(number) / "sharded", max_shard_size=SHARDS)
-        described = PatchConfig.from_patcher(Patcher(fusions=fusions), cls, config=config, target_file=f"alone_{number}.py")
+        described = PatchConfig.from_patcher(
+            Patcher(fusions=fusions), cls, config=config, target_file=f"alone_{number}.py"
+        )
         write(described, folder)
         torch.save(tiny.tiny_inputs(config) if inputs is None else inputs, folder / str(number) / "inputs.pt")
         told.append((number, name, None))
@@ -201,7 +202,10 @@ def test_a_base_model_is_saved_under_the_name_of_the_original(imported: Any, tmp
     assert type(model).__name__ == "QkvLlamaModel"
     model.save_pretrained(tmp_path / "base")
     assert json.loads((tmp_path / "base" / "config.json").read_text())["architectures"] == ["LlamaModel"]
-    assert torch.equal(logits(transformers.LlamaModel.from_pretrained(tmp_path / "base")), logits(transformers.LlamaModel.from_pretrained(folder)))
+    assert torch.equal(
+        logits(transformers.LlamaModel.from_pretrained(tmp_path / "base")),
+        logits(transformers.LlamaModel.from_pretrained(folder)),
+    )
 
 
 def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
@@ -212,7 +216,9 @@ def test_a_patcher_on_top_of_a_file(imported: Any, tmp_path: Path) -> None:
     class Norm(module.LlamaRMSNorm):  # type: ignore[name-defined, misc]
         pass
 
-    model = module.LlamaForCausalLM.from_pretrained(folder, patcher=Patcher({"LlamaRMSNorm": Norm}, fusions=["gate_up"]))
+    model = module.LlamaForCausalLM.from_pretrained(
+        folder, patcher=Patcher({"LlamaRMSNorm": Norm}, fusions=["gate_up"])
+    )
     assert type(model.model.norm) is Norm
     names = dict(model.named_modules())
     assert "model.layers.0.self_attn.qkv_proj" in names
@@ -226,7 +232,9 @@ def test_a_load_that_is_split_over_processes_is_refused(imported: Any, tmp_path:
     from transformers.distributed import DistributedConfig
 
     module: Any = imported(PatchConfig.from_patcher(Patcher(fusions=["qkv"]), transformers.LlamaForCausalLM))
-    with pytest.raises(NotImplementedError, match="is of a generated file, whose layers a distributed_config or tp_plan"):
+    with pytest.raises(
+        NotImplementedError, match="is of a generated file, whose layers a distributed_config or tp_plan"
+    ):
         module.LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
 
 

@@ -22,7 +22,6 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
-    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -37,17 +36,16 @@ from patcher.fusions.experts.matrices import Matrices
 from patcher.layouts.layouts import Flatten, Layout, Rows
 from patcher.layouts.selection import select_conversions
 from patcher.layouts.transforms import describe, identity
+from patcher.source.indentation import dedented
 
 if TYPE_CHECKING:
     from patcher.codegen.config import PatchConfig
     from patcher.spec.patcher import Patcher
 
-#: methods that the models of a file have besides, and why
-METHODS = {
-    "load_state_dict": "a checkpoint of the original is taken, too",
-    "save_pretrained": "what is written is a checkpoint of the original",
-    "prepare_distribute_model": "plans of the original name other layers",
-}
+#: of the operation that turns stacks of experts where a checkpoint has them the other way round
+CHECKED_TRANSPOSE = {"dim0": 1, "dim1": 2, "check_dims": True}
+#: methods that the models of a file have besides
+METHODS = ("load_state_dict", "save_pretrained", "prepare_distribute_model")
 
 
 @dataclass
@@ -96,7 +94,13 @@ class OwnConversions:
         for name, lines in registered.items():
             self.described.renamed[name] = own_name + name
             statements.append(
-                "\n".join([f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [', *lines, "    ],\n    overwrite=True,\n)"])
+                "\n".join(
+                    [
+                        f'register_checkpoint_conversion_mapping(\n    "{own_name}{name}",\n    [',
+                        *lines,
+                        "    ],\n    overwrite=True,\n)",
+                    ]
+                )
             )
         keys = dict.fromkeys(filter(None, map(stock_key, self._models().values())))
         self._methods(own_name, tuple(keys))
@@ -138,13 +142,9 @@ class OwnConversions:
 
     def _first_models(self) -> list[str]:
         """The classes of the module that inherit from `PreTrainedModel` through none of its classes."""
-        found = []
-        for name in self.text.classes:
-            cls = vars(self.text.module).get(name)
-            if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and self.text.own(cls):
-                if not any(issubclass(base, PreTrainedModel) and self.text.own(base) for base in cls.__mro__[1:]):
-                    found.append(name)
-        return found
+        own = [cls for name in self.text.classes if isinstance(cls := vars(self.text.module).get(name), type)]
+        models = [cls for cls in own if issubclass(cls, PreTrainedModel) and self.text.own(cls)]
+        return [cls.__name__ for cls in models if not any(base in models for base in cls.__mro__[1:])]
 
     def _own_name(self, found: Mapping[str, list[str]]) -> str:
         """What stands in front of the names of classes: it tells files apart whose conversions differ."""
@@ -156,62 +156,71 @@ class OwnConversions:
 
     def _keep_stock(self, owners: Sequence[str]) -> None:
         """Have the other models find the conversions that transformers has for them, or none."""
-        owned = {type(self.modules[path]) for path in owners}
-        taken = {key for path in owners if (key := stock_key(self.modules[path])) and key != type(self.modules[path]).__name__}
+        models = self._models()
+        keys = {path: stock_key(model) for path, model in models.items()}
+        own = {type(models[path]) for path in owners}
+        taken = {keys[path] for path in owners} - {"", *(each.__name__ for each in own)}
         self.described.converts_as_stock = not taken
-        for path, model in self._models().items():
-            key = stock_key(model)
-            if taken and self.text.own(type(model)) and type(model) not in owned and key and key not in taken:
+        for path, model in models.items():
+            others = keys[path] and keys[path] not in taken and type(model) not in own
+            if taken and others and self.text.own(type(model)):
                 raise self.described.error(
-                    f"transformers converts checkpoints of {path or 'the model'}, a {type(model).__name__}, by {key!r}, "
-                    f"and those of a part of it by {sorted(taken)}: a file can't have both. Load with the patcher itself."
+                    f"transformers converts checkpoints of {path or 'the model'}, a {type(model).__name__}, by "
+                    f"{keys[path]!r}, and those of a part of it by {sorted(taken)}: a file can't have both. "
+                    "Load with the patcher itself."
                 )
 
     def _methods(self, own_name: str, keys: tuple[str, ...]) -> None:
-        constants = {"OWN_NAME": own_name, "STOCK_CONVERSIONS": keys}
+        constants: dict[str, Any] = {"OWN_NAME": own_name} | ({"STOCK_CONVERSIONS": keys} if keys else {})
         self.dependencies.constants(
             constants, "the models here have names of their own, by which transformers finds their conversions"
         )
         for base in self._first_models():
-            for method, why in METHODS.items():
+            for method in METHODS:
                 if method in vars(vars(self.text.module)[base]):
                     raise self.described.error(
                         f"{base} has a {method} of its own, which the file would have to replace. "
                         "Load with the patcher itself."
                     )
                 function = getattr(standing_alone, method)
-                self.dependencies.bring(function, "from_patcher()")
                 code = inspect.getsource(function)
+                if not keys:  # then names are in the original's order
+                    ordered = "in_original_order(in_original_layout(self, state_dict))"
+                    code = code.replace(ordered, "in_original_layout(self, state_dict)")
+                    inner = "in_original_layout(self, state_dict)"
+                    code = code.replace(
+                        inner, f"dict(sorted({inner}.items(), key=lambda item: dot_natural_key(item[0])))"
+                    )
+                self.dependencies.bring(function, "from_patcher()", code)
                 code = f"@classmethod\n{code}" if method.startswith("prepare") else code
-                self.described.override_method(f"{base}.{method}", code, why, new=True)
+                self.described.override_method(f"{base}.{method}", code, new=True)
 
     def _declared(self) -> Iterable[tuple[str, list[str]]]:
         if self.patcher.new_weights:
             raise self.described.error(
-                f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: transformers "
-                "builds models without values, and initialises what a checkpoint lacks by _init_weights. Load with the "
-                "patcher itself."
+                f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: there models "
+                "are built without values, and what a checkpoint lacks is initialised by _init_weights. "
+                "Load with the patcher itself."
             )
         if self.patcher.dropped_weights:
             yield "_keys_to_ignore_on_load_unexpected", list(self.patcher.dropped_weights)
 
     def _heads(self, registered: Iterable[str]) -> None:
-        """Heads whose `__init__` is that of a mixin, which has an Auto class build the model, build that of the file."""
+        """Heads with the `__init__` of a mixin, which has an Auto class build the model, build that of the file."""
         for name in self.text.classes:
             cls: Any = vars(self.text.module).get(name)
             if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel) or "__init__" in vars(cls):
                 continue
             mixin: Any = next(base for base in cls.__mro__ if "__init__" in vars(base))
             code = inspect.getsource(mixin.__init__) if mixin.__module__ == "transformers.modeling_layers" else ""
-            base = transformers.MODEL_MAPPING.get(cls.config_class, None) if cls.config_class else None
+            base: Any = transformers.MODEL_MAPPING.get(cls.config_class, None) if cls.config_class else None
             built = "setattr(self, self.base_model_prefix, AutoModel.from_config(config))"
             if built not in code or base is None or base.__name__ not in self.text.classes:
                 continue
             code = code.replace(built, f"self.{cls.base_model_prefix} = {base.__name__}(config)")
             code = code.replace("super()", f"super({mixin.__name__}, self)")
             code = re.sub(r"(?m)^ *# Similar to .*\n", "", code)
-            why = f"{cls.base_model_prefix}: a model of this file, where an Auto class would give that of transformers"
-            self.described.override_method(f"{name}.__init__", inspect.cleandoc("\n" + code) + "\n", why)
+            self.described.override_method(f"{name}.__init__", dedented(code), new=True)
 
     # -- which conversions ----------------------------------------------------------------------------------------
 
@@ -224,9 +233,13 @@ class OwnConversions:
         stock = conversions_under(key)
         kept = list(select_conversions(stock, [self.patcher]).kept)
         entries: dict[str, None] = {}
+        done = set[Any]()
         for path, listed in layouts.items():
-            for entry in self._entries(at, path, listed, kept):
-                entries[entry] = None
+            inner = path.removeprefix(at).removeprefix(".")
+            prefix = re.sub(r"^.*\b\d+(\.|$)", "", inner)
+            if (prefix, *listed) not in done:
+                done.add((prefix, *listed))
+                entries |= dict.fromkeys(self._entries(inner, prefix, listed, kept))
         lines = []
         if stock and [identity(each) for each in kept] == [identity(each) for each in stock]:
             self.described.add_import("transformers.conversion_mapping", names=["get_checkpoint_conversion_mapping"])
@@ -238,10 +251,12 @@ class OwnConversions:
         return [f"        {line}" for each in lines for line in each.splitlines()]
 
     def _render(self, transform: WeightTransform) -> str:
+        if type(transform) is WeightRenaming and len(source_patterns(transform)) == 1:
+            return self._renaming(source_patterns(transform)[0], target_patterns(transform)[0])
         return Conversion(transform, self.dependencies).render()
 
     def _unanchored(self, transform: WeightTransform, at: str) -> WeightTransform:
-        """A conversion without the group in front of its patterns, which transformers writes back in renamings only."""
+        """A conversion without the group in front of its patterns, which only renamings write back."""
         sources, targets = source_patterns(transform), target_patterns(transform)
         if not isinstance(transform, WeightConverter) or not any("(" in each for each in sources):
             return transform
@@ -252,16 +267,14 @@ class OwnConversions:
         same = all(any(re.search(each, key) for each in sources) for key in keys)
         if not same or any("(" in each for each in ends) or not all(each.startswith(r"\1") for each in targets):
             raise self.described.error(
-                f"the conversion {describe(transform)} has a group in its patterns, which transformers can't write back. "
-                "Write patterns that match no other weights without one."
+                f"the conversion {describe(transform)} has a group in its patterns, which transformers "
+                "can't write back. Write patterns that match no other weights without one."
             )
         ends = [each.replace("\\.", ".") for each in ends]
         return WeightConverter(ends, [each.removeprefix(r"\1") for each in targets], transform.operations)
 
-    def _entries(self, at: str, path: str, layouts: Sequence[Layout], kept: list[Any]) -> Iterable[str]:
-        """The conversions of one module, as texts; what transformers has for its parameters is taken out of `kept`."""
-        inner = path.removeprefix(at).removeprefix(".")
-        prefix = re.sub(r"^.*\b\d+(\.|$)", "", inner)
+    def _entries(self, inner: str, prefix: str, layouts: Sequence[Layout], kept: list[Any]) -> Iterable[str]:
+        """The conversions of modules of one name, as texts; what transformers has for these is taken out of `kept`."""
         name = (f"{prefix}." if prefix else "").__add__
         partial = any(isinstance(each, Rows) and len(each.stock) == 1 and "." not in each.fused[0] for each in layouts)
         for layout in layouts:
@@ -282,7 +295,7 @@ class OwnConversions:
                 yield from self._experts(name, inner, layout, kept)
             else:
                 raise self.described.error(
-                    f"{path} has the layout {layout}, and a file that needs no patcher has operations for joined "
+                    f"{inner} has the layout {layout}, and a file that needs no patcher has operations for joined "
                     "rows, kernels and experts only. Load with the patcher itself."
                 )
 
@@ -291,7 +304,11 @@ class OwnConversions:
             targets = [_plain(target) for target in target_patterns(each)]
             if not isinstance(each, WeightConverter) or not set(targets) & set(parts):
                 continue
-            if targets == parts and [type(op) for op in each.operations] == [Chunk] and len(source_patterns(each)) == 1:
+            if (
+                targets == parts
+                and [type(op) for op in each.operations] == [Chunk]
+                and len(source_patterns(each)) == 1
+            ):
                 kept.remove(each)  # which takes apart what is joined here
                 return self._renaming(source_patterns(each)[0], joined)
             raise self._composed(each, inner)
@@ -299,12 +316,12 @@ class OwnConversions:
 
     def _experts(self, name: Any, inner: str, layout: Matrices, kept: list[Any]) -> Iterable[str]:
         stack = f"{inner}.{layout.stock[0]}"
-        taking = [each for each in kept if isinstance(each, WeightConverter) and _matches(target_patterns(each), stack)]
-        if taking and [type(op) for op in taking[0].operations] == [Transpose] and taking[0].operations[0].check_dims:
+        taking: list[Any] = [
+            each for each in kept if isinstance(each, WeightConverter) and _matches(target_patterns(each), stack)
+        ]
+        either = [vars(op) for each in taking for op in each.operations] == [CHECKED_TRANSPOSE]
+        if either and not layout.transposed:
             kept.remove(taking.pop())
-            either = not layout.transposed
-        else:
-            either = False
         if not taking:
             targets = [name(f"*.{layer}") for layer in layout.layers]
             source = name(layout.stock[0]) + ("" if layout.stock[0].endswith("_bias") else "(?!_)")

@@ -106,7 +106,8 @@ def add_conversions(described: PatchConfig, patcher: Patcher | None) -> None:
     modeling = importlib.import_module(described.source_module)
     text = ModuleText(modeling)
     for name, cls in _classes(text).items():
-        base: Any = transformers.MODEL_MAPPING.get(getattr(cls, "config_class", None), None)
+        config_class: Any = getattr(cls, "config_class", None)
+        base: Any = transformers.MODEL_MAPPING.get(config_class, None)
         if base is not None and base.__name__ == name and text.own(base):
             stock = {"": skeleton(base, base.config_class())}
             dependencies = Dependencies(described, modeling, {})
@@ -178,7 +179,7 @@ class _Description(NamedTuple):
 
     def write_fused(
         self, resolution: Resolution, layers: FusedLayers, dependencies: Dependencies
-    ) -> dict[str, Sequence[Layout]]:
+    ) -> Mapping[str, Sequence[Layout]]:
         """The code of what fusions do to the modules that stand; gives their layouts."""
         if not resolution.fused:
             refused = "; ".join(sorted(set(resolution.refused.values()))[:3])

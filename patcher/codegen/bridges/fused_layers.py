@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,7 +53,7 @@ class ModuleText:
         """A method of a class of the module, and which of its classes has it."""
         for base in cls.__mro__:
             if not self.own(base):
-                return None if name in vars(base) else None
+                return None
             for node in self.classes[base.__name__].body:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
                     return base, node
@@ -134,18 +133,17 @@ class FusedLayers:
     modules: Mapping[str, nn.Module]
     refused: Mapping[str, str]
     bring: Callable[[Any], None]
-    #: method -> its edits and why
-    _edits: dict[tuple[type, str], dict[Edit, str]] = field(default_factory=dict)
+    #: method -> its edits, each once
+    _edits: dict[tuple[type, str], dict[Edit, None]] = field(default_factory=dict)
 
     # -- the lines that build them --------------------------------------------------------------------------------
 
-    def builds(self, fused: Mapping[str, Any], change: Callable[[ast.expr, Any], list[Edit]], why: str) -> None:
+    def builds(self, fused: Mapping[str, Any], change: Callable[[ast.expr, Any], list[Edit]]) -> None:
         """Have the lines that build some modules build others.
 
         Args:
             fused: path -> what is to be built there; equal ones are built alike.
             change: the edits of a call, or of the name of a class that is called later, for what it is to build.
-            why: for the header.
 
         Raises:
             CodegenError: no line builds those and no others.
@@ -170,7 +168,7 @@ class FusedLayers:
                         raise self._not_apart(place, path)
             for call in calls:
                 for edit in change(call, fused[path]):
-                    self.edit(found[0], "__init__", edit, f"{rest[0]}: {why}" if why else "")
+                    self.edit(found[0], "__init__", edit)
 
     def _builder(self, path: str) -> tuple[type, str, list[str]]:
         """The class of the module that builds another one, its path, and how it knows that one."""
@@ -179,7 +177,9 @@ class FusedLayers:
             start = ".".join(inner[:depth])
             if self.text.own(type(self.modules[start])):
                 return type(self.modules[start]), start, inner[depth:]
-        raise self.described.error(f"nothing in {self.described.source_module} builds {path}. Load with the patcher itself.")
+        raise self.described.error(
+            f"nothing in {self.described.source_module} builds {path}. Load with the patcher itself."
+        )
 
     def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
         statements = list(assigned(function, name))
@@ -222,17 +222,17 @@ class FusedLayers:
             more = [Edit(end - 1, end - 1, ", rank=3")] if self.text.value(call.func) is nn.Conv3d else []
             return [*self.renamed_call(call, name), *more]
 
-        self.builds(fused, change, f"a {name}")
+        self.builds(fused, change)
 
     def renamed_call(self, call: ast.expr, name: str) -> list[Edit]:
         """The edit that has a call build another class."""
         return [Edit(*self.text.text.span(getattr(call, "func", call)), name)]
 
-    def edit(self, owner: type, method: str, edit: Edit, why: str) -> None:
+    def edit(self, owner: type, method: str, edit: Edit) -> None:
         """Change a method of a class."""
-        self._edits.setdefault((owner, method), {})[edit] = why
+        self._edits.setdefault((owner, method), {})[edit] = None
 
-    def builds_own(self, path: str, names: Mapping[str, str]) -> None:
+    def builds_own(self, path: str, names: Collection[str]) -> None:
         """Have models around a module, which an Auto class builds, be built as classes of the file.
 
         Raises:
@@ -254,9 +254,7 @@ class FusedLayers:
                         f"which gives the {cls} of transformers, not that of the file. Call from_patcher() "
                         f"with {cls}, or load with the patcher itself."
                     )
-                self.edit(
-                    found[0], "__init__", Edit(*self.text.text.span(call.func), f"{cls}._from_config"), f"{name}: {BUILT}"
-                )
+                self.edit(found[0], "__init__", Edit(*self.text.text.span(call.func), f"{cls}._from_config"))
 
     # -- their classes --------------------------------------------------------------------------------------------
 
@@ -266,8 +264,9 @@ class FusedLayers:
         names = {}
         for number, cls in enumerate(variants, 1):
             names[cls] = cls.__name__ if len(variants) == 1 else f"{cls.__name__}{number}"
-            self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]), _reason(cls))
-        self.builds(fused, lambda call, cls: self.renamed_call(call, names[cls]), _reason(variants[0]))
+            self.described.add_helper_after(original.__name__, self._joined_class(original, cls, names[cls]))
+        self.described.derived.append(original.__name__)
+        self.builds(fused, lambda call, cls: self.renamed_call(call, names[cls]))
 
     def _joined_class(self, original: type[nn.Module], cls: Any, new: str) -> str:
         joined: Joined = cls._joined
@@ -327,16 +326,19 @@ class FusedLayers:
         plain = [isinstance(each, ast.Call) and self.text.value(each.func) is nn.Linear for each in calls]
         if len(statements) < len(found) or not all(plain) or not all(map(text.is_alone, statements)):
             raise self._unread(original)
-        given = [inspect.signature(nn.Linear).bind(*each.args, **{k.arg: k.value for k in each.keywords}).arguments for each in calls]
+        given = [
+            inspect.signature(nn.Linear).bind(*each.args, **{k.arg: k.value for k in each.keywords}).arguments
+            for each in calls
+        ]
         biases = [ast.unparse(each["bias"]) if "bias" in each else "True" for each in given]
         uses = [part for part in ast.walk(init) if isinstance(part, ast.Attribute) and part.attr in joined.projections]
         if len(uses) > len(found) or (len(set(biases)) > 1 and not joined.biased) or any("dtype" in e for e in given):
             raise self._unread(original)
         linear, size = text.code(calls[0].func), ast.unparse(given[0]["in_features"])
-        bias = "False" if joined.biased else biases[0]
+        bias = "" if biases == ["True"] * len(biases) else f", bias={'False' if joined.biased else biases[0]}"
         lines = [
             f"self.{joined.sizes} = [{', '.join(ast.unparse(each['out_features']) for each in given)}]",
-            f"self.{joined.name} = {linear}({size}, sum(self.{joined.sizes}){'' if bias == 'True' else f', bias={bias}'})",
+            f"self.{joined.name} = {linear}({size}, sum(self.{joined.sizes}){bias})",
         ]
         for name in joined.biased:
             number = joined.projections.index(name)
@@ -398,8 +400,10 @@ class FusedLayers:
         methods = [self.text.code(each, edits if each is init else ()) for each in kept]
         doc = "Each expert as linear layers of its own, which are called one expert after the other."
         others = [ast.unparse(base) for base in node.bases if self.text.value(base) is not nn.Module]
-        code = class_text(original.__name__, ", ".join(["ListedExperts", *others]), doc, [*attributes, *methods, *members.values()])
-        self.described.replace_class(original.__name__, code, "linear layers in the place of stacked weights")
+        code = class_text(
+            original.__name__, ", ".join(["ListedExperts", *others]), doc, [*attributes, *methods, *members.values()]
+        )
+        self.described.replace_class(original.__name__, code)
         self._uninitialised(original)
 
     def _expert_lines(self, original: type, init: ast.FunctionDef, layouts: Sequence[Matrices]) -> list[Edit]:
@@ -409,12 +413,16 @@ class FusedLayers:
             found = list(assigned(init, layout.stock[0]))
             call: Any = found[0].value if len(found) == 1 else None
             empty: Any = call.args[0] if isinstance(call, ast.Call) and call.args else None
-            if self.text.value(getattr(call, "func", ast.Constant(0))) is not nn.Parameter or not isinstance(empty, ast.Call):
+            if self.text.value(getattr(call, "func", ast.Constant(0))) is not nn.Parameter or not isinstance(
+                empty, ast.Call
+            ):
                 raise self._unread(original)
             listed = empty.args[0].elts if isinstance(empty.args[0], ast.Tuple | ast.List) else empty.args
             sizes[layout.stock[0]] = [ast.unparse(each) for each in listed]
             statements.append(found[0])
-        biased = {layer.removesuffix(".bias") for layout in layouts for layer in layout.layers if layer.endswith(".bias")}
+        biased = {
+            layer.removesuffix(".bias") for layout in layouts for layer in layout.layers if layer.endswith(".bias")
+        }
         weights = [layout for layout in layouts if layout.layers[0].endswith(".weight")]
         shapes = []
         for layout in weights:
@@ -438,7 +446,9 @@ class FusedLayers:
         text = self.text.text
         for cls in map(vars(self.text.module).get, self.text.classes):
             found = self.text.method(cls, "_init_weights") if isinstance(cls, type) and self.text.own(cls) else None
-            for node in ast.walk(found[1]) if found is not None else ():
+            if found is None:
+                continue
+            for node in ast.walk(found[1]):
                 if not isinstance(node, ast.If) or not isinstance(node.test, ast.Call):
                     continue
                 if ast.unparse(node.test.func) != "isinstance" or self.text.value(node.test.args[1]) is not original:
@@ -454,7 +464,7 @@ class FusedLayers:
                     edit = self.text.whole_lines(node)
                 else:
                     continue
-                self.edit(found[0], "_init_weights", edit, "experts are layers, which are initialised as such")
+                self.edit(found[0], "_init_weights", edit)
 
     # -- written --------------------------------------------------------------------------------------------------
 
@@ -464,12 +474,7 @@ class FusedLayers:
             found = self.text.method(owner, method)
             assert found is not None
             code = wrapped(self.text.code(found[1], edits), self.text.text.text)
-            reasons = "; ".join(dict.fromkeys(filter(None, edits.values())))
-            self.described.override_method(f"{owner.__name__}.{method}", code, reasons)
-
-
-#: Why a model of the file builds its parts itself.
-BUILT = "a model of this file, where an Auto class would give that of transformers"
+            self.described.override_method(f"{owner.__name__}.{method}", code)
 
 
 def _listed(lines: Sequence[str], indent: int) -> list[str]:
@@ -484,14 +489,13 @@ def _listed(lines: Sequence[str], indent: int) -> list[str]:
     return [line.removeprefix(" " * indent) for line in result]
 
 
-def _reason(fused: Any) -> str:
-    """The first sentence of what a rewritten class says of itself, without its name."""
-    return str(fused.__doc__).split(". Rewritten")[0].partition(" with ")[2].removesuffix(".")
-
-
 def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
     """What one expert computes, as its class declares it."""
-    both = "torch.cat((gate, up), -1)" if getattr(module, "is_concatenated", True) else "torch.stack((gate, up), -1).flatten(-2)"
+    both = (
+        "torch.cat((gate, up), -1)"
+        if getattr(module, "is_concatenated", True)
+        else "torch.stack((gate, up), -1).flatten(-2)"
+    )
     lines = ["def run_expert(self, expert, hidden_states):"]
     if not module.has_gate:
         lines.append("    hidden_states = self.act_fn(expert.up_proj(hidden_states))")
@@ -499,7 +503,9 @@ def _run_expert(module: Any, has_gate_of_its_own: bool) -> str:
         lines.append("    gate, up = expert.gate_proj(hidden_states), expert.up_proj(hidden_states)")
         lines.append(f"    hidden_states = self._apply_gate({both})")
     else:
-        lines.append("    hidden_states = self.act_fn(expert.gate_proj(hidden_states)) * expert.up_proj(hidden_states)")
+        lines.append(
+            "    hidden_states = self.act_fn(expert.gate_proj(hidden_states)) * expert.up_proj(hidden_states)"
+        )
     result = "expert.down_proj(hidden_states)"
     norm = getattr(module, "has_post_expert_norm", False)
     lines.append(f"    return {f'self.post_expert_norm({result})' if norm else result}")

@@ -49,7 +49,7 @@ def absolute_imports(source: SourceModule, text: Text, where: Location) -> Itera
         line = f"from {name} import {text.text[match.end() : text.span(node)[1]].lstrip()}"
         if len(line) + node.col_offset > _WIDTH and text.is_alone(node) and "\n" not in line and "(" not in line:
             indent, end = text.indent(node.lineno), text.line_break(node.lineno)
-            listed = "".join(f"{indent}    {alias}{end}" for alias in f"{ast.unparse(node).partition(' import ')[2]},".replace(", ", ",\0").split("\0"))
+            listed = "".join(f"{indent}    {ast.unparse(alias)},{end}" for alias in node.names)
             yield Edit(start, text.span(node)[1], f"from {name} import ({end}{listed}{indent})")
             continue
         yield Edit(start, match.end(), f"from{match['before'] or ' '}{name}{behind or ' '}import")
