@@ -181,6 +181,10 @@ class PatchSpec:
         """What is wrong with the config, with its line."""
         return CodegenError(f"{self.where}: {text}")
 
+    def refusal(self, text: str) -> CodegenError:
+        """What no file can do, which a Patcher does."""
+        return self.error(f"{text}. Load with the patcher itself.")
+
     @property
     def changes(self) -> bool:
         """Whether the file is anything but the original below a header."""

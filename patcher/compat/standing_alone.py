@@ -200,6 +200,11 @@ def in_original_order(state_dict):
     return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
 
+def in_natural_order(state_dict):
+    """A checkpoint in the order of its names, in which the original writes it, file by file."""
+    return {key: state_dict[key] for key in sorted(state_dict, key=dot_natural_key)}
+
+
 def load_state_dict(self, state_dict, *args, **kwargs):
     """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
     return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)

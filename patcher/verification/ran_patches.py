@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from patcher.codegen.generation.generator import Generated
-from patcher.codegen.spec import External, Patch, PatchKind
+from patcher.codegen.spec import Patch, PatchKind
 
 #: The file and the line of a function: code objects of the same text are equal wherever they are.
 _Place = tuple[str, int]
@@ -22,8 +22,8 @@ class RanPatches:
     def __init__(self, generated: Generated, module: ModuleType) -> None:
         self.left: dict[str, set[_Place]] = {}
         for patch in generated.patches:
-            if isinstance(patch.replacement, External) and patch.replacement.module.startswith("patcher."):
-                continue  # how the models of a file read and write, which isn't the author's
+            if patch.new and patch in generated.config.of_runtime:
+                continue  # how the models of a file read and write, and heads that they may not have
             if places := _places(module, patch):
                 self.left[f"{patch.kind.value} {patch.target}"] = places
 

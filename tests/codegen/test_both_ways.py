@@ -439,7 +439,7 @@ ERRORS: dict[str, tuple[Patcher, str]] = {
     ),
     "a conversion with groups": (
         Patcher({"LlamaMLP": JoinedMLP}, (), WeightConverter(["(a|b)c", "d"], "e", operations=[Concatenate(0)])),
-        "has a group in its patterns, which transformers can't write back. Write patterns that match no other weights",
+        "has a group in its patterns, which transformers can't write back. Load with the patcher itself",
     ),
     "a value without text": (
         Patcher({"LlamaMLP": user_of_an_object()}),

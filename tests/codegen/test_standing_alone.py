@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ for number, name, inputs in json.loads(sys.argv[2]):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of what each file did, by the number of its case."""
     folder = tmp_path_factory.mktemp("alone")
     told = []
@@ -105,7 +105,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         torch.save(tiny.tiny_inputs(config) if inputs is None else inputs, folder / str(number) / "inputs.pt")
         told.append((number, name, None))
     fresh.run(ALONE, folder, json.dumps(told))
-    yield folder
+    return folder
 
 
 @pytest.mark.process
@@ -152,7 +152,8 @@ from transformers import Trainer, TrainingArguments
 folder = sys.argv[1]
 sys.path.insert(0, folder)
 cls = getattr(importlib.import_module("resumed"), sys.argv[2])
-items = [{"input_ids": torch.arange(3 + n, 15 + n)[None], "labels": torch.arange(3 + n, 15 + n)[None]} for n in range(8)]
+ids = [torch.arange(3 + n, 15 + n)[None] for n in range(8)]
+items = [{"input_ids": each, "labels": each} for each in ids]
 def run(out, steps, resume=None):
     model = cls.from_pretrained(f"{folder}/checkpoint")
     arguments = TrainingArguments(out, max_steps=steps, save_steps=2, per_device_train_batch_size=1, use_cpu=True,

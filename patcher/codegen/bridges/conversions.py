@@ -77,7 +77,7 @@ class OwnConversions:
         """
         for path, listed in layouts.items():
             self._layouts.setdefault(self._owner(path, listed), {})[path] = listed
-        if extra and not self._layouts:
+        if not self._layouts and (extra or self.patcher.filtered_weight_conversion_patterns):
             self._layouts[self._outermost()] = {}
         found = {path: self._conversions(path, layouts, extra) for path, layouts in self._layouts.items()}
         own_name = self._own_name(found)
@@ -85,9 +85,9 @@ class OwnConversions:
         for path, lines in found.items():
             name = type(self.modules[path]).__name__
             if registered.setdefault(name, lines) != lines:
-                raise self.described.error(
+                raise self.described.refusal(
                     f"{name} would need other conversions at {path} than elsewhere in the model, and they go by its "
-                    "name. Load with the patcher itself."
+                    "name"
                 )
         self._keep_stock(list(found))
         statements = []
@@ -119,10 +119,7 @@ class OwnConversions:
         """The models of the file around a module, the innermost first."""
         found = [at for at, each in self._models().items() if self.text.own(type(each)) and _is_in(path, at)]
         if not found:
-            raise self.described.error(
-                f"{path} is in no model that {self.described.source_module} defines. Call from_patcher() with a model "
-                "of its own module, or load with the patcher itself."
-            )
+            raise self.described.refusal(f"{path} is in no model that {self.described.source_module} defines")
         return sorted(found, key=len, reverse=True)
 
     def _owner(self, path: str, layouts: Sequence[Layout]) -> str:
@@ -164,10 +161,9 @@ class OwnConversions:
         for path, model in models.items():
             others = keys[path] and keys[path] not in taken and type(model) not in own
             if taken and others and self.text.own(type(model)):
-                raise self.described.error(
+                raise self.described.refusal(
                     f"transformers converts checkpoints of {path or 'the model'}, a {type(model).__name__}, by "
-                    f"{keys[path]!r}, and those of a part of it by {sorted(taken)}: a file can't have both. "
-                    "Load with the patcher itself."
+                    f"{keys[path]!r}, and those of a part of it by {sorted(taken)}: a file can't have both"
                 )
 
     def _methods(self, own_name: str, keys: tuple[str, ...]) -> None:
@@ -178,29 +174,22 @@ class OwnConversions:
         for base in self._first_models():
             for method in METHODS:
                 if method in vars(vars(self.text.module)[base]):
-                    raise self.described.error(
-                        f"{base} has a {method} of its own, which the file would have to replace. "
-                        "Load with the patcher itself."
+                    raise self.described.refusal(
+                        f"{base} has a {method} of its own, which the file would have to replace"
                     )
                 function = getattr(standing_alone, method)
                 code = inspect.getsource(function)
-                if not keys:  # then names are in the original's order
-                    ordered = "in_original_order(in_original_layout(self, state_dict))"
-                    code = code.replace(ordered, "in_original_layout(self, state_dict)")
-                    inner = "in_original_layout(self, state_dict)"
-                    code = code.replace(
-                        inner, f"dict(sorted({inner}.items(), key=lambda item: dot_natural_key(item[0])))"
-                    )
+                if not keys:
+                    code = code.replace("in_original_order(", "in_natural_order(")
                 self.dependencies.bring(function, "from_patcher()", code)
                 code = f"@classmethod\n{code}" if method.startswith("prepare") else code
                 self.described.override_method(f"{base}.{method}", code, new=True)
 
     def _declared(self) -> Iterable[tuple[str, list[str]]]:
         if self.patcher.new_weights:
-            raise self.described.error(
+            raise self.described.refusal(
                 f"from_patcher() can't write new_weights={list(self.patcher.new_weights)!r} into a file: there models "
-                "are built without values, and what a checkpoint lacks is initialised by _init_weights. "
-                "Load with the patcher itself."
+                "are built without values, and what a checkpoint lacks is initialised by _init_weights"
             )
         if self.patcher.dropped_weights:
             yield "_keys_to_ignore_on_load_unexpected", list(self.patcher.dropped_weights)
@@ -266,9 +255,9 @@ class OwnConversions:
         keys = [key for key in self.modules[at].state_dict() if any(re.search(each, key) for each in ends)]
         same = all(any(re.search(each, key) for each in sources) for key in keys)
         if not same or any("(" in each for each in ends) or not all(each.startswith(r"\1") for each in targets):
-            raise self.described.error(
+            raise self.described.refusal(
                 f"the conversion {describe(transform)} has a group in its patterns, which transformers "
-                "can't write back. Write patterns that match no other weights without one."
+                "can't write back"
             )
         ends = [each.replace("\\.", ".") for each in ends]
         return WeightConverter(ends, [each.removeprefix(r"\1") for each in targets], transform.operations)
@@ -294,9 +283,9 @@ class OwnConversions:
             elif isinstance(layout, Matrices):
                 yield from self._experts(name, inner, layout, kept)
             else:
-                raise self.described.error(
+                raise self.described.refusal(
                     f"{inner} has the layout {layout}, and a file that needs no patcher has operations for joined "
-                    "rows, kernels and experts only. Load with the patcher itself."
+                    "rows, kernels and experts only"
                 )
 
     def _joined(self, parts: list[str], joined: str, inner: str, kept: list[Any]) -> str:
@@ -348,9 +337,9 @@ class OwnConversions:
                 raise self._composed(each, inner)
 
     def _composed(self, converter: WeightTransform, path: str) -> CodegenError:
-        return self.described.error(
+        return self.described.refusal(
             f"transformers has a conversion for parameters of {path}, {describe(converter)}, which a file can't write "
-            "as one with the fusion. Load with the patcher itself."
+            "as one with the fusion"
         )
 
     def _renaming(self, source: str, target: str) -> str:

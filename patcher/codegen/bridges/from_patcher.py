@@ -113,10 +113,7 @@ def add_conversions(described: PatchConfig, patcher: Patcher | None) -> None:
             dependencies = Dependencies(described, modeling, {})
             OwnConversions(described, text, stock, patcher, dependencies).write({}, patcher.extra_weight_conversions)
             return
-    raise described.error(
-        f"{modeling.__name__} has no base model, which the conversions are registered for. "
-        "Call from_patcher() with a model of it."
-    )
+    raise described.refusal(f"{modeling.__name__} has no base model, which the conversions are registered for")
 
 
 class _Description(NamedTuple):
@@ -214,9 +211,9 @@ class _Description(NamedTuple):
                 layers.check_all(original, fused)
                 layers.experts(original, cls, layers.modules[path])
             else:
-                raise self.described.error(
+                raise self.described.refusal(
                     f"{path} gets a {cls.__name__}, which is no class of the families qkv, gate_up, kv, siblings and "
-                    "sequential_experts. Load with the patcher itself."
+                    "sequential_experts"
                 )
         for cls, fused in others.items():
             layers.replace(cls, fused, partial(dependencies.operation, asked=f"from_patcher(), for {cls.__name__},"))

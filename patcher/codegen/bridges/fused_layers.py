@@ -153,9 +153,9 @@ class FusedLayers:
             found = self.text.method(type(self.modules[start]), "__init__")
             calls = [] if found is None else list(self._calls(found[1], rest[0], type(self.modules[path])))
             if not calls:
-                raise self.described.error(
+                raise self.described.refusal(
                     f"no line of {owner.__name__}.__init__ builds {path} by the name of its class, "
-                    f"{type(self.modules[path]).__name__}, which a file would change. Load with the patcher itself."
+                    f"{type(self.modules[path]).__name__}, which a file would change"
                 )
             assert found is not None
             for at, module in self.modules.items():
@@ -177,9 +177,7 @@ class FusedLayers:
             start = ".".join(inner[:depth])
             if self.text.own(type(self.modules[start])):
                 return type(self.modules[start]), start, inner[depth:]
-        raise self.described.error(
-            f"nothing in {self.described.source_module} builds {path}. Load with the patcher itself."
-        )
+        raise self.described.refusal(f"nothing in {self.described.source_module} builds {path}")
 
     def _calls(self, function: ast.FunctionDef, name: str, cls: type) -> Iterator[ast.expr]:
         statements = list(assigned(function, name))
@@ -195,9 +193,9 @@ class FusedLayers:
     def _not_apart(self, place: str, path: str) -> CodegenError:
         name = type(self.modules[path]).__name__
         reason = f" ({self.refused[place]})" if place in self.refused else ""
-        return self.described.error(
+        return self.described.refusal(
             f"{place} is not fused{reason}, and others of its class, {name}, are: no class of "
-            f"{self.described.source_module} builds those that are, and no others. Load with the patcher itself."
+            f"{self.described.source_module} builds those that are, and no others"
         )
 
     def check_all(self, original: type, fused: Mapping[str, Any]) -> None:
@@ -313,9 +311,9 @@ class FusedLayers:
         return self.text.code(node, edits)
 
     def _unread(self, original: type) -> CodegenError:
-        return self.described.error(
+        return self.described.refusal(
             f"{original.__name__}.__init__ doesn't build what is fused line by line, by self.<name> = nn.Linear(...) "
-            "and the like, so that a file can't build something else. Load with the patcher itself."
+            "and the like, so that a file can't build something else"
         )
 
     def _join_lines(self, original: type, init: ast.FunctionDef, joined: Joined) -> list[Edit]:

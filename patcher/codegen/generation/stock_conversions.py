@@ -205,8 +205,7 @@ def _check_names(config: PatchSpec, original: ast.Module, classes: dict[str, ast
                 if base in known:
                     raise config.error(
                         f"{name} inherits from {base}, whose checkpoints transformers converts by the name of the "
-                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r}), or give "
-                        "the file conversions of its own with config.add_conversions()."
+                        f"class: it would read them wrongly. Call it {base}, with replace_class({base!r})."
                     )
             waiting += [classes[base] for base in bases if base in classes]
 

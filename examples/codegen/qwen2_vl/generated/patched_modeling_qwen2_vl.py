@@ -4,8 +4,11 @@
 # About:   What the patcher 'Qwen2-VL with linear patch embeddings' does to the models of
 #          this module.
 # Made by: patcher codegen examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py
-# Differs: modify init PatchEmbed.__init__ 7de00e03; external (4 times); add code behind the
-#          imports; add import (5 times)
+# Differs: override method PatchEmbed.__init__ 7de00e03,
+#          Qwen2VLPreTrainedModel.load_state_dict, Qwen2VLPreTrainedModel.save_pretrained,
+#          Qwen2VLPreTrainedModel.prepare_distribute_model; add method
+#          Qwen2VLPreTrainedModel.is_custom_code; add helper (7 times); add code behind the
+#          imports; add import (12 times); rename Qwen2VisionTransformerPretrainedModel
 # ----------------------------------------------------------------------------------------
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -67,16 +70,163 @@ from transformers.vision_utils import get_vision_attention_seqlens, get_vision_p
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLConfig, Qwen2VLTextConfig, Qwen2VLVisionConfig
 
 # [ADDED IMPORTS]
-from patcher import Patcher
-from patcher.codegen import runtime
-from patcher.codegen.runtime import Flatten, LinearPatchEmbedding, fuse
-from transformers.models.qwen2_vl import modeling_qwen2_vl as original
+import math
+from copy import deepcopy
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    ConversionOps,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 # [ADDED CODE]
-# Why: how checkpoints of the original become those of the models here, and back
-CONVERSIONS = Patcher(
-    name="Qwen2-VL with linear patch embeddings",
-)
+# Why: the models here have names of their own, by which transformers finds their conversions
+OWN_NAME = "PatchEmbeddings"
+STOCK_CONVERSIONS = ("Qwen2VLForConditionalGeneration", "Qwen2VLModel")
+
+
+# ======================================================================
+# [HELPERS]
+# ======================================================================
+class LinearPatchEmbedding(nn.Module):
+    """A convolution of stride = kernel size as a linear layer: one product over patches that are cut already.
+
+    It takes the arguments of the convolution, and has its attributes. Whole images, which would have to be cut, are
+    convolved with the same weight.
+    """
+
+    def __init__(self, in_channels, out_channels, kernel_size, stride=None, padding=0, bias=True, *, rank=2):
+        super().__init__()
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, 1
+        self.kernel_size = (kernel_size,) * rank if isinstance(kernel_size, int) else tuple(kernel_size)
+        strides = (stride,) * rank if isinstance(stride, int) else tuple(stride or (1,) * rank)
+        if strides != self.kernel_size or padding not in (0, "valid", (0,) * rank):
+            raise ValueError(f"patches of {self.kernel_size} at steps of {strides}, padded {padding}, aren't apart")
+        self.stride, self.padding, self.dilation = self.kernel_size, (0,) * rank, (1,) * rank
+        self.linear = nn.Linear(in_channels * math.prod(self.kernel_size), out_channels, bias=bias)
+        self.kernel_shape = (out_channels, in_channels, *self.kernel_size)
+        self.dtype = self.linear.weight.dtype
+
+    @property
+    def weight(self):
+        weight = self.linear.weight
+        if weight.dtype.itemsize == 1 or type(weight) is not nn.Parameter:  # quantized: it passes for what it was
+            return torch.empty((), dtype=self.dtype, device=weight.device).expand(self.kernel_shape)
+        kernel = weight.view(self.kernel_shape)
+        kernel._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
+        return kernel
+
+    @property
+    def bias(self):
+        return self.linear.bias
+
+    def forward(self, images):
+        rank = len(self.kernel_size)
+        if images.dim() == rank + 1:
+            return self(images.unsqueeze(0)).squeeze(0)
+        counts = [size // patch for size, patch in zip(images.shape[2:], self.kernel_size, strict=True)]
+        if max(counts) > 1 and type(self.linear) is nn.Linear:
+            convolve = nn.functional.conv2d if rank == 2 else nn.functional.conv3d
+            return convolve(images, self.weight, self.bias, self.stride)
+        for axis, patch in enumerate(self.kernel_size, 2):
+            images = images.unfold(axis, patch, patch)
+        # (batch, channels, *counts, *kernel_size) -> (batch, *counts, channels, *kernel_size)
+        patches = images.movedim(1, 1 + rank)
+        output = self.linear(patches.reshape(patches.shape[0] * math.prod(counts), -1))
+        return output.view(patches.shape[0], *counts, self.out_channels).movedim(-1, 1)
+
+
+class UnflattenKernel(ConversionOps):
+    """The weight of a linear layer as that of the convolution that it computes."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, model, **kwargs):
+        (weight,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        layers = [each for each in model.modules() if isinstance(each, LinearPatchEmbedding)]
+        shapes = {each.kernel_shape for each in layers if each.linear.weight.shape == weight.shape}
+        if len(shapes) != 1:
+            raise ValueError(f"a weight of {tuple(weight.shape)} can't be told apart: such layers have {shapes}")
+        (shape,) = shapes
+        return {target_patterns[0]: weight.view(shape)}
+
+    @property
+    def reverse_op(self):
+        return FlattenKernel()
+
+
+class FlattenKernel(ConversionOps):
+    """The kernel of a convolution as the weight of a linear layer over flattened patches."""
+
+    @torch.no_grad()
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs):
+        (kernel,) = (value[0] if isinstance(value, list) else value for value in input_dict.values())
+        return {target_patterns[0]: kernel.flatten(1)}
+
+    @property
+    def reverse_op(self):
+        return UnflattenKernel()
+
+
+def converted(model, state_dict, conversions, renamed_first):
+    """A state dict after conversions: renamings, then one converter at most, or the other way round."""
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    before, after = (renamings, []) if renamed_first else ([], renamings)
+    result, collected = {}, {}
+    for key in sorted(state_dict, key=dot_natural_key):
+        name, pattern = rename_source_key(key, before, converters)
+        if pattern is None:
+            result[rename_source_key(name, after, [])[0]] = state_dict[key]
+        else:
+            converter = collected.setdefault(name, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, state_dict[key])
+    for name, converter in collected.items():
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            result[rename_source_key(target, after, [])[0]] = tensor[0] if isinstance(tensor, list) else tensor
+    return result
+
+
+def in_own_layout(model, state_dict):
+    """A state dict whose tensors of the original's checkpoints have become those that the model has."""
+    known = model.state_dict().keys()
+    others = {key: tensor for key, tensor in state_dict.items() if key not in known}
+    own = {key: tensor for key, tensor in state_dict.items() if key in known}
+    return own | converted(model, others, get_model_conversion_mapping(model, add_legacy=False), True)
+
+
+def in_original_layout(model, state_dict):
+    """A state dict as the original's checkpoints have it: what its load has converted, the other way round."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # it wasn't loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    return converted(model, state_dict, [each.reverse_transform() for each in reversed(conversions)], False)
+
+
+def in_original_order(state_dict):
+    """A checkpoint in the order of the original's parameters, in which that one writes it, file by file."""
+    conversions = [each for key in STOCK_CONVERSIONS for each in get_checkpoint_conversion_mapping(key) or ()]
+    conversions = [each for each in conversions if not each.source_patterns[0].startswith("^")]
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    targets = {pattern: each.target_patterns for each in converters for pattern in each.source_patterns}
+
+    def place(key):
+        name, pattern = rename_source_key(key, renamings, converters)
+        first, *others = targets.get(pattern, [""])
+        names = [name, *(name.replace(first, each) for each in others)]
+        return min(map(dot_natural_key, names)), [*targets, None].index(pattern), dot_natural_key(key)
+
+    return {key: state_dict[key] for key in sorted(state_dict, key=place)}
 
 
 logger = logging.get_logger(__name__)
@@ -274,11 +424,9 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
 # ======================================================================
 # [MODIFIED CLASS] PatchEmbed
 # Methods patched: __init__
-#   __init__: proj is a LinearPatchEmbedding
 # ======================================================================
 class PatchEmbed(nn.Module):
-    # The __init__ of the original, called by the patched one below.
-    def _original_init(
+    def __init__(
         self,
         patch_size: int | list[int] | tuple[int, int] = 14,
         temporal_patch_size: int | list[int] | tuple[int, int] = 2,
@@ -292,12 +440,9 @@ class PatchEmbed(nn.Module):
         self.embed_dim = embed_dim
 
         kernel_size = [temporal_patch_size, patch_size, patch_size]
-        self.proj = nn.Conv3d(in_channels, embed_dim, kernel_size=kernel_size, stride=kernel_size, bias=False)
-
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    def __init__(self, *args, **kwargs):
-        PatchEmbed._original_init(self, *args, **kwargs)
-        self.proj = fuse(self.proj, Flatten("weight", "linear.weight"), into=LinearPatchEmbedding)
+        self.proj = LinearPatchEmbedding(
+            in_channels, embed_dim, kernel_size=kernel_size, stride=kernel_size, bias=False, rank=3
+        )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         target_dtype = self.proj.weight.dtype
@@ -657,11 +802,7 @@ class Qwen2VLDecoderLayer(GradientCheckpointingLayer):
 
 # ======================================================================
 # [MODIFIED CLASS] Qwen2VLPreTrainedModel
-# Methods patched: is_custom_code, from_pretrained, _from_config, save_pretrained
-#   is_custom_code: the conversions of transformers, of parts of a model too, are those of the original
-#   from_pretrained: checkpoints of the original are converted
-#   _from_config: what is made without a checkpoint saves one of the original
-#   save_pretrained: so is what is made by a call of the class
+# Methods patched: load_state_dict, save_pretrained, prepare_distribute_model
 # ======================================================================
 @auto_docstring
 class Qwen2VLPreTrainedModel(PreTrainedModel):
@@ -677,21 +818,39 @@ class Qwen2VLPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _supports_attention_backend = True
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    is_custom_code = runtime.is_custom_code
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Take a checkpoint of the original too, as `Trainer` has it when it resumes."""
+        return super().load_state_dict(in_own_layout(self, state_dict), *args, **kwargs)
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    from_pretrained = runtime.from_pretrained
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs):
+        """Write a checkpoint of the original."""
+        offloaded = {"cpu", "disk"}.intersection(getattr(self, "hf_device_map", {}).values())
+        otherwise = offloaded or getattr(self, "peft_config", None) or hasattr(self, "_patcher_record")
+        if kwargs.get("save_original_format", True) and not otherwise:
+            state_dict = self.state_dict() if state_dict is None else state_dict
+            state_dict = remove_tied_weights_from_state_dict(state_dict, self)
+            state_dict = in_original_order(in_original_layout(self, state_dict))
+            kwargs["save_original_format"] = False
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        name = next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__).removeprefix(OWN_NAME)
+        if is_main_process and name != type(self).__name__:  # the config names the class of the original
+            self.config.architectures = [name]
+            self.config.save_pretrained(save_directory)
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    _from_config = runtime.from_config
+    @classmethod
+    def prepare_distribute_model(cls, *args, **kwargs):
+        """Refuse a load that is split over processes: the plans of the original name other layers than these."""
+        reason = "is of a generated file, whose layers a distributed_config or tp_plan of the original doesn't fit"
+        raise NotImplementedError(f"{cls.__name__} {reason}. Load it whole, or load the original model.")
 
-    # from examples/codegen/qwen2_vl/qwen2_vl_patch_gen_config.py:15
-    save_pretrained = runtime.save_pretrained
+    @classmethod
+    def is_custom_code(cls):
+        # transformers converts checkpoints for its own classes only. These read and write the very same ones.
+        return False
 
 
 @auto_docstring
-class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
+class PatchEmbeddingsQwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
     config: Qwen2VLVisionConfig
     input_modalities = ("image", "video")
     _no_split_modules = ["Qwen2VLVisionBlock"]
@@ -758,6 +917,9 @@ class Qwen2VisionTransformerPretrainedModel(Qwen2VLPreTrainedModel):
             last_hidden_state=hidden_states,
             pooler_output=merged_hidden_states,
         )
+
+
+Qwen2VisionTransformerPretrainedModel = PatchEmbeddingsQwen2VisionTransformerPretrainedModel
 
 
 @auto_docstring
@@ -1415,6 +1577,15 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+
+register_checkpoint_conversion_mapping(
+    "PatchEmbeddingsQwen2VisionTransformerPretrainedModel",
+    [
+        WeightConverter("patch_embed.proj.weight", "patch_embed.proj.linear.weight", [FlattenKernel()]),
+    ],
+    overwrite=True,
+)
 
 
 __all__ = ["Qwen2VLForConditionalGeneration", "Qwen2VLModel", "Qwen2VLPreTrainedModel", "Qwen2VLTextModel"]
