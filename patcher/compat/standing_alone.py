@@ -256,7 +256,7 @@ class SharedInput:
     one that is given another is computed by itself.
     """
 
-    def __init__(self, module, parts, joined):
+    def __init__(self, module, parts, joined) -> None:
         self.module, self.parts, self.joined = module, parts, joined
         self.input, self.products, self.given = None, (), []
 
@@ -275,7 +275,7 @@ class SharedInput:
         return part if bias is None else part + bias.to(part.dtype)
 
 
-def are_values(given):
+def are_values(given) -> bool:
     """Whether all are tensors, numbers, caches or containers of these, which read nothing of a module."""
     for each in given:
         if isinstance(each, dict):
@@ -355,7 +355,7 @@ class ListedExperts(nn.Module):
             raise IndexError(f"expert {position} of {len(self)}")
         return self._modules[name]
 
-    def every_expert_runs(self):
+    def every_expert_runs(self) -> bool:
         """Whether experts without tokens run too, on no rows: their gradients are zero then, and not None."""
         is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # since torch 2.7
         if is_exporting() or any(hasattr(parameter, "placements") for parameter in self.parameters()):

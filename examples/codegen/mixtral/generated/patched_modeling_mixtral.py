@@ -99,7 +99,7 @@ class ListedExperts(nn.Module):
             raise IndexError(f"expert {position} of {len(self)}")
         return self._modules[name]
 
-    def every_expert_runs(self):
+    def every_expert_runs(self) -> bool:
         """Whether experts without tokens run too, on no rows: their gradients are zero then, and not None."""
         is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # since torch 2.7
         if is_exporting() or any(hasattr(parameter, "placements") for parameter in self.parameters()):
